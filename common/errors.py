@@ -1,0 +1,127 @@
+"""Errors that cross the wire: each says what happened, where, and what to do."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MeshError(Exception):
+    """Base of every error a caller may see.
+
+    `where` names the process or file, `fix` what the reader can do. `retryable` tells a caller that the same call may
+    succeed later, elsewhere or after a new look-up.
+    """
+
+    code: ClassVar[str] = "error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.fix = fix
+
+    def __str__(self) -> str:
+        text = f"{self.message} (at {self.where})" if self.where else self.message
+        return f"{text}. {self.fix}" if self.fix else text
+
+
+class DeadlineExceeded(MeshError):
+    code = "deadline_exceeded"
+    retryable = True
+
+
+class PeerLost(MeshError):
+    """The process that was asked has gone; whether it acted is unknown."""
+
+    code = "peer_lost"
+    retryable = True
+
+
+class StaleIncarnation(MeshError):
+    """The address now belongs to another start of the process."""
+
+    code = "stale_incarnation"
+    retryable = True
+
+
+class UnknownMethod(MeshError):
+    code = "unknown_method"
+
+
+class BadMessage(MeshError):
+    """Bytes that do not decode to the message that was expected."""
+
+    code = "bad_message"
+
+
+class Overloaded(MeshError):
+    """A bounded queue is full."""
+
+    code = "overloaded"
+    retryable = True
+
+
+class Fenced(MeshError):
+    """A lease, epoch or leadership that the caller acted under is no longer its own."""
+
+    code = "fenced"
+
+
+class NotFound(MeshError):
+    code = "not_found"
+
+
+class Refused(MeshError):
+    """The request is understood and not allowed now."""
+
+    code = "refused"
+
+
+class ConfigError(MeshError):
+    code = "config_error"
+
+
+class StateUnavailable(MeshError):
+    """Redis does not answer."""
+
+    code = "state_unavailable"
+    retryable = True
+
+
+class StorageFull(MeshError):
+    """A disk is full; nothing that was acknowledged is lost."""
+
+    code = "storage_full"
+    retryable = True
+
+
+class ToolFailed(MeshError):
+    """A tool or reward of the job's author hung, raised or returned garbage."""
+
+    code = "tool_failed"
+
+
+class RemoteFailure(MeshError):
+    """The callee raised something that is not a MeshError."""
+
+    code = "remote_failure"
+
+
+def _subclasses(cls: type[MeshError]) -> dict[str, type[MeshError]]:
+    found = {cls.code: cls}
+    for child in cls.__subclasses__():
+        found |= _subclasses(child)
+    return found
+
+
+def to_wire(error: BaseException) -> tuple[str, str]:
+    """(code, text) of any exception; what is not a MeshError becomes a RemoteFailure with its type's name."""
+    if isinstance(error, MeshError):
+        return error.code, str(error)
+    return RemoteFailure.code, f"{type(error).__name__}: {error}"
+
+
+def from_wire(code: str, text: str, where: str = "") -> MeshError:
+    """The error a peer reported, as the class its code names (RemoteFailure for an unknown code)."""
+    return _subclasses(MeshError).get(code, RemoteFailure)(text, where=where)
