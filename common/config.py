@@ -1,0 +1,184 @@
+"""What a job is: every key of a job file, its default, and what it means."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    workers: int = 3  # accelerators (CPU slots here) that the planner may place roles on
+    device: str = "cpu"  # cpu | cuda
+    bind: str = "tcp://127.0.0.1:*"  # where every process listens
+    advertise: str = ""  # what it tells others; empty: the bound address
+
+
+@dataclass(frozen=True)
+class ModelConfigSection:
+    path: str = ""  # a Hugging Face directory (config.json, safetensors); empty: start from scratch
+    config: dict[str, Any] = field(default_factory=dict)  # config.json's keys, used from scratch
+    tokenizer: str = ""  # a tokenizer.json; empty: the one in `path`
+
+
+@dataclass(frozen=True)
+class DatasetConfig:
+    train: str = ""  # JSONL, one row a line
+    held_out: str = ""  # JSONL, never trained on
+    prompt: str = "prompt"  # the row's key that holds the prompt
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    use: str = ""  # module:function, a factory; empty: single turn
+    processes: int = 1  # environment processes of a rollout shard
+    tools: dict[str, str] = field(default_factory=dict)  # tool name -> module:function
+    tool_deadline_s: float = 5.0
+    step_deadline_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    use: str = ""  # module:function
+    deadline_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: str = "torch"
+    shards: int = 1
+    slots: int = 64  # sequences that an engine decodes together
+    max_tokens: int = 320  # of a whole trajectory, prompt and tool results included
+    max_turns: int = 26
+    temperature: float = 1.0
+    stop: list[str] = field(default_factory=list)  # tokens that end a turn
+    kv_on_update: str = "keep"  # keep | recompute
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    name: str = "grpo"
+    group_size: int = 16
+    groups_per_step: int = 16
+    min_group: int = -1  # members that must be scored; -1: group_size - 2
+    max_staleness: int = 2  # versions
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+    filter_zero_variance: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    muon_lr: float = 0.003  # matrices; 0: AdamW on everything
+    adamw_lr: float = 0.001
+    weight_decay: float = 0.0
+    warmup_steps: int = 5
+    final_lr: float = 0.1  # share of the learning rate that is left at the last step
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    bin_tokens: int = 2560  # token budget of a bin, the unit of training work
+    keep_checkpoints: int = 3
+    bin_deadline_s: float = (
+        20.0  # a hybrid's bin that is not back by then is recomputed by the core
+    )
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    demonstrations: str = ""  # module:function; empty: no warm start
+    steps: int = 420
+    batch: int = 64  # demonstrations a step
+    muon_lr: float = 0.02
+    adamw_lr: float = 0.003
+    warmup_steps: int = 20
+    decay: float = 0.4  # share of the steps, at the end, in which the learning rate falls to 0
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    every: int = 10  # steps; 0: only before and after
+    before: bool = True
+    after: bool = True
+    problems: int = 256  # of the held-out set
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    steps: int = 48
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+    interval_s: float = 1.0
+    imbalance: float = 1.15  # ratio of the two stage times from which a move is considered
+    gain: float = 0.05  # share of the iteration time a move must save
+    warmup_steps: int = 1
+    cooldown_steps: int = 3
+    min_rollout: int = 1
+    training: int = 1  # gangs that train in the default split; the others roll out
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    name: str = "job"
+    out: str = ""  # run directory; empty: runs/<name>
+    seed: int = 0
+    cache: str = "~/.cache/meshrl"  # warm starts; empty: none
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfigSection = field(default_factory=ModelConfigSection)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+
+    @property
+    def min_group(self) -> int:
+        """Scored members below which a group is dropped."""
+        chosen = self.algorithm.min_group
+        return chosen if chosen >= 0 else max(2, self.algorithm.group_size - 2)
+
+    def document(self) -> dict[str, Any]:
+        """The job as plain data, for Redis and for `--dry-run`."""
+        return asdict(self)
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> JobConfig:
+        """The inverse of `document`; ConfigError names a key that is unknown or of the wrong type."""
+        built: JobConfig = build(cls, document, "")
+        return built
+
+
+def build(cls: type[Any], values: dict[str, Any], prefix: str) -> Any:
+    """A config dataclass from plain data, checked key by key; ConfigError names the dotted key."""
+    hints = get_type_hints(cls)
+    known = {f.name for f in fields(cls)}
+    unknown = [prefix + key for key in values if key not in known]
+    if unknown:
+        raise ConfigError(f"unknown key {unknown[0]}")
+    return cls(**{key: _value(hints[key], value, prefix + key) for key, value in values.items()})
+
+
+def _value(kind: Any, value: Any, key: str) -> Any:
+    if is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key} is a table, not {value!r}")
+        return build(kind, value, key + ".")  # type: ignore[arg-type]
+    origin = getattr(kind, "__origin__", kind)
+    if origin is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
+        raise ConfigError(f"{key} must be {origin.__name__}, not {value!r}")
+    return value
