@@ -1,0 +1,94 @@
+"""Bundles: what a job brings along (code, data, tokenizer, model), packed to run on any host.
+
+A bundle is a directory `<run>/bundle/<digest>/` whose name is the digest of its content, so that
+packing the same job twice gives the same bundle and a bundle never changes under a run:
+
+    modules/            the job's Python modules and the neighbours they import
+    data/train.jsonl    rows, blank lines removed
+    data/held_out.jsonl
+    tokenizer.json
+    model/              config.json, *.safetensors
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from common.config import JobConfig
+from meshrl import references, rows
+from meshrl.jobfile import all_references
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+BLOCK = 1 << 20
+
+
+def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, Any]]:
+    """Write the job's bundle under `run_dir`; returns its directory and the document to submit.
+
+    The document is `config.document()`, paths relative to the bundle, and `bundle: {dir, digest}`.
+    """
+    home = run_dir / "bundle"
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home, prefix=".packing-") as temporary:
+        staging = Path(temporary)
+        document = _fill(config, base, staging)
+        digest = digest_of(staging)
+        target = home / digest
+        if not target.is_dir():
+            staging.chmod(0o755)  # other users run the sandbox
+            os.rename(staging, target)
+            staging.mkdir()  # the context manager removes it
+    document["bundle"] = {"dir": str(target.resolve()), "digest": digest}
+    return target, document
+
+
+def digest_of(directory: Path) -> str:
+    """xxh3_128 over relative names, sizes and bytes of all files, in name order."""
+    hasher = xxhash.xxh3_128()
+    for path in _files(directory):
+        name = path.relative_to(directory).as_posix()
+        hasher.update(f"{len(name)}:{name}:{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return iter(sorted(p for p in directory.rglob("*") if p.is_file()))
+
+
+def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
+    document = config.document()
+    modules = [reference.partition(":")[0] for _, reference in all_references(config)]
+    (staging / "modules").mkdir()
+    for source in references.neighbours(base, modules):
+        _copy(source, staging / "modules" / source.relative_to(base))
+    for key in ("train", "held_out"):
+        if name := getattr(config.dataset, key):
+            target = staging / "data" / f"{key}.jsonl"
+            target.parent.mkdir(exist_ok=True)
+            with target.open("w", encoding="utf-8") as file:
+                file.writelines(line + "\n" for _, line in rows.lines(Path(name)))
+            document["dataset"][key] = f"data/{key}.jsonl"
+    tokenizer = config.model.tokenizer or str(Path(config.model.path) / "tokenizer.json")
+    _copy(Path(tokenizer), staging / "tokenizer.json")
+    document["model"]["tokenizer"] = "tokenizer.json"
+    if config.model.path:
+        for pattern in MODEL_FILES:
+            for source in sorted(Path(config.model.path).glob(pattern)):
+                _copy(source, staging / "model" / source.name)
+        document["model"]["path"] = "model"
+    return document
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)

@@ -1,0 +1,266 @@
+"""Job files: from TOML and `--set` to a checked JobConfig, every error with line and fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from common.config import JobConfig
+from common.errors import ConfigError
+from meshrl import references, rows
+from meshrl.toml_lines import key_lines, line_of
+
+REFERENCES = ("environment.use", "reward.use", "warm_start.demonstrations")
+CHOICES = {
+    "mesh.device": ("cpu", "cuda"),
+    "rollout.kv_on_update": ("keep", "recompute"),
+    "rollout.engine": ("torch",),
+    "algorithm.name": ("grpo",),
+}
+AT_LEAST: dict[str, float] = {
+    "mesh.workers": 2,  # one trains, one rolls out
+    "environment.processes": 1,
+    "rollout.shards": 1,
+    "rollout.slots": 1,
+    "rollout.max_tokens": 2,
+    "rollout.max_turns": 1,
+    "algorithm.group_size": 2,  # an advantage needs something to compare with
+    "algorithm.groups_per_step": 1,
+    "algorithm.max_staleness": 0,
+    "training.bin_tokens": 1,
+    "training.keep_checkpoints": 1,
+    "evaluation.every": 0,
+    "budget.steps": 1,
+    "planner.min_rollout": 1,
+    "planner.training": 1,
+    "planner.imbalance": 1.0,
+}
+
+
+def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
+    """The job that a file describes, with `KEY=VALUE` overrides, and the directory it lies in.
+
+    Paths in the result are absolute. ConfigError names the line, or the override, that is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    places = {key: f"{path}, line {n}" for key, n in key_lines(text).items()}
+    for override in overrides:
+        places[apply_override(document, override)] = f"--set {override}"
+    base = path.resolve().parent
+    return _Checker(path, places).check(document, base), base
+
+
+def apply_override(document: dict[str, Any], override: str) -> str:
+    """Set one `KEY=VALUE` in the document; returns KEY. VALUE is TOML, or else a bare string."""
+    key, equals, raw = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"--set {override}: write KEY=VALUE, as in --set budget.steps=12")
+    try:
+        value: Any = tomllib.loads(f"x = {raw}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    if kinds().get(key) is str and not isinstance(value, str):
+        value = raw.strip()
+    *tables, last = key.split(".")
+    place = document
+    for table in tables:
+        place = place.setdefault(table, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {override}: {table} is not a table")
+    place[last] = value
+    return key
+
+
+def kinds(cls: type[Any] = JobConfig, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> type, for every key of a job file; tables map to their dataclass."""
+    found: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for field in fields(cls):
+        kind = hints[field.name]
+        found[prefix + field.name] = kind
+        if is_dataclass(kind) and isinstance(kind, type):
+            found |= kinds(kind, f"{prefix}{field.name}.")
+    return found
+
+
+def nearest(key: str) -> str:
+    """The valid key that a mistyped one most likely means; empty when nothing is close."""
+    known = list(kinds())
+    if key in known:
+        return key
+    table, _, last = key.rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == table}
+    elsewhere = {k.rpartition(".")[2]: k for k in reversed(known)}
+    for names, cutoff in ((siblings, 0.75), (elsewhere, 0.85)):
+        if matches := difflib.get_close_matches(last, names, n=1, cutoff=cutoff):
+            return names[matches[0]]
+    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.6)), "")
+
+
+class _Checker:
+    """One pass over one job file; holds where each key was written, for the messages."""
+
+    def __init__(self, path: Path, places: dict[str, str]) -> None:
+        self.path = path
+        self.places = places
+
+    def check(self, document: dict[str, Any], base: Path) -> JobConfig:
+        self._keys_and_types(document)
+        config = self._absolute(JobConfig.from_document(document), base)
+        self._values(config)
+        self._files(config)
+        self._references(config, base)
+        return config
+
+    def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
+        lines = {k: i for i, k in enumerate(self.places, 1)}
+        index = line_of(lines, key)
+        place = list(self.places.values())[index - 1] if index else str(self.path)
+        return ConfigError(f"{place}: {message}", fix=fix)
+
+    def _keys_and_types(self, document: dict[str, Any]) -> None:
+        known = kinds()
+        for key, value in _leaves(document, known):
+            kind = known.get(key)
+            if kind is None:
+                guess = nearest(key)
+                raise self.fail(
+                    key,
+                    f"unknown key {key}",
+                    f"Did you mean {guess}?" if guess else "`meshrl run --dry-run` prints all keys",
+                )
+            if not _fits(kind, value):
+                raise self.fail(key, f"{key} must be {_name(kind)}, not {value!r}")
+
+    def _absolute(self, config: JobConfig, base: Path) -> JobConfig:
+        def place(text: str) -> str:
+            return str((base / Path(text).expanduser()).resolve()) if text else ""
+
+        model, dataset = config.model, config.dataset
+        return replace(
+            config,
+            cache=str(Path(config.cache).expanduser()) if config.cache else "",
+            model=replace(model, path=place(model.path), tokenizer=place(model.tokenizer)),
+            dataset=replace(dataset, train=place(dataset.train), held_out=place(dataset.held_out)),
+        )
+
+    def _values(self, config: JobConfig) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
+            raise self.fail("name", f"name {config.name!r} must be letters, digits, '.', '_', '-'")
+        for key, allowed in CHOICES.items():
+            if (value := at(config, key)) not in allowed:
+                raise self.fail(key, f"{key} = {value!r} must be one of {', '.join(allowed)}")
+        for key, least in AT_LEAST.items():
+            if (number := at(config, key)) < least:
+                raise self.fail(key, f"{key} = {number} must be at least {least}")
+        if config.rollout.temperature <= 0:
+            raise self.fail("rollout.temperature", "rollout.temperature must be above 0")
+        if config.min_group > config.algorithm.group_size:
+            raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
+        if config.planner.training + config.planner.min_rollout > config.mesh.workers:
+            raise self.fail(
+                "mesh.workers",
+                f"mesh.workers = {config.mesh.workers} are too few for {config.planner.training} "
+                f"that train and {config.planner.min_rollout} that roll out",
+            )
+
+    def _files(self, config: JobConfig) -> None:
+        model = config.model
+        if model.path and not (Path(model.path) / "config.json").is_file():
+            raise self.fail("model.path", f"{model.path} holds no config.json")
+        if not model.path and not model.config:
+            raise self.fail("model", "no model", "Set model.path, or [model.config] for a new one")
+        tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
+        if not tokenizer.is_file():
+            raise self.fail("model.tokenizer", f"there is no tokenizer at {tokenizer}")
+        if not config.dataset.train:
+            raise self.fail("dataset", "no dataset", "Set dataset.train to a JSONL file")
+        prompt = "" if config.environment.use else config.dataset.prompt
+        seen: set[str] = set()
+        for key in ("dataset.train", "dataset.held_out"):
+            if not (name := at(config, key)):
+                continue
+            if not Path(name).is_file():
+                raise self.fail(key, f"there is no file {name}")
+            own = set()
+            for number, line in rows.lines(Path(name), prompt):
+                if line in seen:
+                    raise self.fail(key, f"{name}, line {number} is also in dataset.train")
+                own.add(line)
+            if not own:
+                raise self.fail(key, f"{name} holds no rows")
+            seen = own
+
+    def _references(self, config: JobConfig, base: Path) -> None:
+        if not config.reward.use:
+            raise self.fail("reward", "no reward", 'Set reward.use = "module:function"')
+        for key, reference in all_references(config):
+            try:
+                references.resolve(reference, base)
+            except ConfigError as error:
+                raise self.fail(key, f"{key}: {error}") from error
+
+
+def all_references(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """(dotted key, module:function) of all code that a job names."""
+    for key in REFERENCES:
+        if reference := at(config, key):
+            yield key, reference
+    for tool, reference in config.environment.tools.items():
+        yield f"environment.tools.{tool}", reference
+
+
+def at(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _leaves(document: dict[str, Any], known: dict[str, Any], prefix: str = "") -> Iterator[Any]:
+    for name, value in document.items():
+        key = prefix + name
+        if isinstance(value, dict) and is_dataclass(known.get(key)):
+            yield from _leaves(value, known, key + ".")
+        else:
+            yield key, value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if origin is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(arguments[0], v) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and (
+            arguments[1] is Any or all(_fits(arguments[1], v) for v in value.values())
+        )
+    if is_dataclass(kind):
+        return isinstance(value, dict)
+    return isinstance(value, origin)
+
+
+def _name(kind: Any) -> str:
+    if is_dataclass(kind):
+        return "a table"
+    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    if get_origin(kind) is list:
+        return "a list of strings"
+    if get_origin(kind) is dict:
+        return "a table"
+    return words.get(kind, str(kind))

@@ -1,0 +1,108 @@
+"""`module:function` references of a job file: the module's file, what it defines and imports.
+
+Nothing is imported here: the author's code runs only in the processes that are made to contain it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError
+
+_REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)\Z")
+
+
+@dataclass(frozen=True)
+class Reference:
+    module: str
+    function: str
+    path: Path | None  # the module's file beside the job file; None: an installed module
+
+
+def resolve(text: str, base: Path) -> Reference:
+    """The reference `text` names, looked for beside the job file (`base`), then if installed."""
+    match = _REFERENCE.match(text)
+    if not match:
+        raise ConfigError(f"{text!r} is not of the form module:function")
+    module, function = match.groups()
+    path = module_file(base, module)
+    if path is None:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            looked = module.replace(".", "/") + ".py"
+            raise ConfigError(f"there is no module {module!r}: {base / looked} does not exist")
+        return Reference(module, function, None)
+    names = set(top_level_names(parse(path)))
+    if function not in names and "*" not in names:
+        public = sorted(n for n in names if not n.startswith("_"))
+        raise ConfigError(
+            f"{path} defines no {function!r}; it has {', '.join(public) or 'nothing'}"
+        )
+    return Reference(module, function, path)
+
+
+def module_file(base: Path, module: str) -> Path | None:
+    """The file that `import module` would read with `base` on the path, or None."""
+    stem = base.joinpath(*module.split("."))
+    for candidate in (stem / "__init__.py", stem.with_name(stem.name + ".py")):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def parse(path: Path) -> ast.Module:
+    """The syntax tree of a file; ConfigError names file and line of a syntax error."""
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except SyntaxError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from error
+
+
+def top_level_names(tree: ast.Module) -> Iterator[str]:
+    """Names that importing the module binds, also inside top-level blocks; `*`: a star import."""
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (a.asname or a.name.partition(".")[0] for a in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            pending.extend(child for child in ast.walk(node) if isinstance(child, ast.stmt))
+            pending.remove(node)
+
+
+def neighbours(base: Path, modules: list[str]) -> list[Path]:
+    """Files beside the job file that `modules` consist of and import, transitively, sorted."""
+    found: set[Path] = set()
+    pending = list(modules)
+    while pending:
+        module = pending.pop()
+        parts = module.split(".")
+        for depth in range(1, len(parts) + 1):
+            path = module_file(base, ".".join(parts[:depth]))
+            if path is None or path in found:
+                continue
+            found.add(path)
+            package = parts[:depth] if path.name == "__init__.py" else parts[: depth - 1]
+            pending.extend(_imports(parse(path), package))
+    return sorted(found)
+
+
+def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join(start + ([node.module] if node.module else []))
+            if stem:
+                yield stem
+            yield from (f"{stem}.{alias.name}" if stem else alias.name for alias in node.names)

@@ -1,0 +1,39 @@
+"""A small complete job that the tests of the command line vary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+JOB = """\
+# a job of two rows
+name = "tiny"
+
+[model]
+tokenizer = "tokenizer.json"
+config = { model_type = "llama", hidden_size = 8 }
+
+[dataset]
+train = "train.jsonl"
+held_out = "held.jsonl"
+
+[reward]
+use = "rewards:score"
+
+[algorithm]
+group_size = 4
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A valid job file with everything it refers to beside it."""
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n\n{"prompt": "1+2="}\n')
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+3="}\n')
+    (tmp_path / "rewards.py").write_text("import tally\n\ndef score(row, turns):\n    return 1.0\n")
+    (tmp_path / "tally.py").write_text("COUNT = 1\n")
+    (tmp_path / "unrelated.py").write_text("COUNT = 2\n")
+    return tmp_path / "job.toml"
