@@ -1,0 +1,141 @@
+"""The one model definition, for training and for generating: a dense Llama or Qwen decoder.
+
+It differs from the textbook in two ways. Attention is passed in, so the model knows nothing of
+packing, caches or parallelism. Query, key and value projections are one matrix, gate and up
+projections another (rows in that order), because a small model spends its time in dispatch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from common.model.attention import Attention
+from common.model.config import ModelConfig
+
+_EMBEDDING_STD = 0.02
+
+
+class Decoder(nn.Module):
+    """Parameters are allocated, not set: `initialise` them or load a state.
+
+    `max_positions` bounds the rotary table (memory only); positions must stay below it.
+    """
+
+    rope: Tensor  # [max_positions, 2, head_dim]: cosines, and sines with the first half negated
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        max_positions: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        d, vocab = config.hidden_size, config.vocab_size
+        self.embedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
+        self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.layers))
+        self.final_norm = nn.Parameter(torch.empty(d, dtype=dtype))
+        if not config.tie_embeddings:
+            self.unembedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
+        table = rope_table(config, max_positions or config.max_positions)
+        self.register_buffer("rope", table.to(dtype), persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [.., hidden_size], normalised, of `tokens` [..] at `positions` [..]."""
+        hidden = embedding(tokens, self.embedding)
+        cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, cos, sin, index, attention)
+        return rms_norm(hidden, self.final_norm.shape, self.final_norm, self.config.norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., vocab_size] of hidden states [.., hidden_size]."""
+        tied = self.config.tie_embeddings
+        return linear(hidden, self.embedding if tied else self.unembedding)
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Normal with std fan_in**-0.5; what adds to the residual stream by 1/sqrt(2 layers)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            std = parameter.shape[1] ** -0.5
+            if name.endswith("embedding"):
+                std = _EMBEDDING_STD
+            elif name.endswith(("output", "down")):
+                std /= math.sqrt(2 * self.config.layers)
+            parameter.normal_(std=std, generator=generator)
+
+
+class Layer(nn.Module):
+    """Attention and SwiGLU, each behind an RMSNorm, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        d, width = config.hidden_size, config.head_dim
+        queries, keys = config.heads * width, config.kv_heads * width
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype))
+
+        self.attention_norm = parameter(d)
+        self.qkv = parameter(queries + 2 * keys, d)
+        self.qkv_bias = parameter(queries + 2 * keys) if config.attention_bias else None
+        self.query_norm = parameter(width) if config.qk_norm else None
+        self.key_norm = parameter(width) if config.qk_norm else None
+        self.output = parameter(d, queries)
+        self.output_bias = parameter(d) if config.output_bias else None
+        self.mlp_norm = parameter(d)
+        self.gate_up = parameter(2 * config.ffn_size, d)
+        self.down = parameter(d, config.ffn_size)
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
+    ) -> Tensor:
+        c = self.config
+        heads = linear(self._normed(hidden, self.attention_norm), self.qkv, self.qkv_bias)
+        heads = heads.view(*heads.shape[:-1], -1, c.head_dim)
+        qk, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], -2)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = torch.split(qk, [c.heads, c.kv_heads], -2)
+            q, k = self._normed(q, self.query_norm), self._normed(k, self.key_norm)
+            qk = torch.cat((q, k), -2)
+        q, k = torch.split(rotate(qk, cos, sin), [c.heads, c.kv_heads], -2)
+        mixed = attention(index, q, k, v).flatten(-2)
+        hidden = hidden + linear(mixed, self.output, self.output_bias)
+        gate, up = linear(self._normed(hidden, self.mlp_norm), self.gate_up).chunk(2, -1)
+        return hidden + linear(silu(gate) * up, self.down)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of halves (a, b) -> (a cos - b sin, b cos + a sin); `sin` is signed."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def rope_table(config: ModelConfig, positions: int) -> Tensor:
+    """[positions, 2, head_dim] float32, see `Decoder.rope`."""
+    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**half
+    if config.rope_scaling:
+        frequencies = _llama3_scaled(frequencies, config.rope_scaling)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+
+
+def _llama3_scaled(frequencies: Tensor, scaling: dict[str, float]) -> Tensor:
+    """Long wavelengths stretched by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    trained = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = trained * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / scaling["factor"])

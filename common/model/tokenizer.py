@@ -1,0 +1,72 @@
+"""Text to token ids and back, over any Hugging Face tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from common.errors import ConfigError
+
+
+class Tokenizer:
+    """Adds no special tokens and drops none: what a caller wants in the text, it writes there."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a tokenizer.json, or the directory that holds one."""
+        file = Path(path)
+        if file.is_dir():
+            file /= "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                "there is no tokenizer here",
+                where=str(file),
+                fix="name a tokenizer.json, or a directory that holds one",
+            )
+        return cls(Backend.from_file(str(file)))
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ConfigError when the vocabulary cannot express the text."""
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(
+                f"text {text[:80]!r} does not encode: {error}",
+                where="tokenizer.json",
+                fix="keep to characters of its vocabulary, or use one with an unknown token",
+            ) from error
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def id_to_token(self, token_id: int) -> str | None:
+        found: str | None = self._backend.id_to_token(token_id)
+        return found
+
+
+def character_tokenizer(chars: str, path: str | Path) -> Tokenizer:
+    """Writes a tokenizer.json to `path` in which `chars[i]` is token i; encoding others fails."""
+    if len(set(chars)) != len(chars):
+        twice = next(c for c in chars if chars.count(c) > 1)
+        raise ConfigError(f"character {twice!r} is listed twice", fix="list each character once")
+    vocabulary = {char: index for index, char in enumerate(chars)}
+    backend = Backend(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    backend.save(str(path))
+    return Tokenizer(backend)

@@ -1,0 +1,180 @@
+"""Our decoder and transformers' agree on the same files, whoever wrote them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from common.errors import ConfigError
+from common.model.attention import causal_attention
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.hf import load_model, save_model, state_from_hf, state_to_hf
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SHAPE: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama3": (
+        transformers.LlamaConfig,
+        {"rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5, "head_dim": 8},
+    ),
+    "llama with biases": (transformers.LlamaConfig, {"attention_bias": True}),
+    "qwen2": (
+        transformers.Qwen2Config,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "num_key_value_heads": 3}),
+}
+
+both_ways = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def theirs_at(path: Path, family: str, tied: bool, shard_size: str = "1GB") -> Any:
+    config_class, extra = FAMILIES[family]
+    torch.manual_seed(0)
+    config = config_class(**SHAPE | extra, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and norms too, so that each one matters
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path, max_shard_size=shard_size)
+    return model
+
+
+def ours_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.inference_mode():
+        return decoder.logits(decoder(tokens, positions, causal_attention))
+
+
+def theirs_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(tokens).logits
+    return logits
+
+
+def some_tokens() -> torch.Tensor:
+    return torch.randint(99, (2, 80), generator=torch.Generator().manual_seed(3))
+
+
+@families
+@both_ways
+def test_we_read_what_transformers_wrote(family: str, tied: bool, tmp_path: Path) -> None:
+    model = theirs_at(tmp_path, family, tied)
+    _, decoder = load_model(tmp_path)
+    tokens = some_tokens()
+    torch.testing.assert_close(
+        ours_of(decoder, tokens), theirs_of(model, tokens), atol=1e-5, rtol=0
+    )
+
+
+@families
+@both_ways
+def test_transformers_reads_what_we_wrote(family: str, tied: bool, tmp_path: Path) -> None:
+    theirs_at(tmp_path / "theirs", family, tied)
+    config, _ = load_model(tmp_path / "theirs")
+    decoder = Decoder(config)
+    decoder.initialise(torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=_seed_of(name)))
+    save_model(tmp_path / "ours", config, decoder.state_dict())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    tokens = some_tokens()
+    torch.testing.assert_close(
+        ours_of(decoder, tokens), theirs_of(model, tokens), atol=1e-5, rtol=0
+    )
+
+
+def _seed_of(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(len(name))
+
+
+def test_shards_with_an_index_are_read_as_one(tmp_path: Path) -> None:
+    model = theirs_at(tmp_path, "qwen3", tied=False, shard_size="30KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    _, decoder = load_model(tmp_path)
+    tokens = some_tokens()
+    torch.testing.assert_close(
+        ours_of(decoder, tokens), theirs_of(model, tokens), atol=1e-5, rtol=0
+    )
+
+
+@families
+def test_a_state_survives_the_way_there_and_back(family: str, tmp_path: Path) -> None:
+    theirs_at(tmp_path, family, tied=False)
+    config, decoder = load_model(tmp_path)
+    state = decoder.state_dict()
+    returned = state_from_hf(config, state_to_hf(config, state))
+    assert returned.keys() == state.keys()
+    assert all(torch.equal(returned[name], state[name]) for name in state)
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+def test_older_config_files_name_the_rope_otherwise(tmp_path: Path) -> None:
+    theirs_at(tmp_path, "llama3", tied=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    new = ModelConfig.from_hf(raw)
+    scaling = dict(raw.pop("rope_parameters"))
+    old = ModelConfig.from_hf(
+        raw | {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    )
+    assert new == old
+    assert new.rope_theta == 500000.0
+    assert new.rope_scaling is not None and new.rope_scaling["factor"] == 8.0
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model_type", "mamba"),
+        ("hidden_act", "gelu"),
+        ("mlp_bias", True),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("num_key_value_heads", 4),
+        ("head_dim", 7),
+    ],
+)
+def test_what_the_decoder_cannot_do_is_refused_by_its_key(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key):
+        ModelConfig.from_hf({"model_type": "llama"} | SHAPE | {key: value})
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    theirs_at(tmp_path, "qwen2", tied=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(tmp_path)
+
+
+def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model(tmp_path)
