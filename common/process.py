@@ -144,10 +144,11 @@ class SystemChild:
         return self.poll()
 
     async def _wait_polling(self, deadline_s: float) -> int | None:
-        until = asyncio.get_running_loop().time() + deadline_s
-        while (code := self.poll()) is None and asyncio.get_running_loop().time() < until:
+        for _ in range(math.ceil(deadline_s / POLL_S)):
             await asyncio.sleep(POLL_S)
-        return code
+            if self.poll() is not None:
+                break
+        return self._code
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
