@@ -1,0 +1,163 @@
+"""The optimizer: Muon on matrices, AdamW on everything else, over one flat gradient.
+
+Muon (Jordan 2024, kellerjordan.github.io/posts/muon) differs from `torch.optim.Muon` in two ways:
+the Newton-Schulz iteration runs in the parameter's own precision instead of bfloat16, and matrices
+of one shape go through it together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from common.config import OptimizerConfig
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ_STEPS = 5
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # quintic, steepest at zero
+BETAS = 0.9, 0.95
+EPSILON = 1e-8
+NOT_FOR_MUON = ("embedding", "unembedding", "router")  # rows there are looked up, not multiplied
+
+
+def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Share of the learning rate at `step` (from 0) of `steps`: warm-up, then linear decay."""
+    decay = config.final_lr + (1 - config.final_lr) * (1 - step / steps)
+    return min(1.0, (step + 1) / max(config.warmup_steps, 1)) * decay
+
+
+class Optimizer:
+    """Updates the parameters of a model from the flat gradient of all of them, in their order."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        matrices: list[Part] = []
+        rest: list[Part] = []
+        offset = 0
+        for name, parameter in model.named_parameters():
+            part = Part(name, parameter, offset)
+            muon = config.muon_lr > 0 and parameter.dim() >= 2
+            chosen = muon and name.rsplit(".", 1)[-1] not in NOT_FOR_MUON
+            (matrices if chosen else rest).append(part)
+            offset += parameter.numel()
+        self._adamw = AdamW(rest, config.adamw_lr, config.weight_decay)
+        self._muons = [
+            Muon(alike, config.muon_lr, config.weight_decay) for alike in by_shape(matrices)
+        ]
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, lr_factor: float) -> None:
+        self._adamw.step(gradient, lr_factor)
+        for muon in self._muons:
+            muon.step(gradient, lr_factor)
+
+    def state(self) -> dict[str, Tensor]:
+        """Flat and by parameter name, so that it does not depend on how parameters are grouped."""
+        state = self._adamw.state()
+        for muon in self._muons:
+            state |= muon.state()
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._adamw.load(state)
+        for muon in self._muons:
+            muon.load(state)
+
+
+class Part:
+    """A parameter and where its gradient lies in the flat one."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, offset: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.numel = parameter.numel()
+        self.span = slice(offset, offset + self.numel)
+
+
+def by_shape(parts: Iterable[Part]) -> list[list[Part]]:
+    """Parts whose matrices have one shape, together."""
+    alike: dict[torch.Size, list[Part]] = {}
+    for part in parts:
+        alike.setdefault(part.parameter.shape, []).append(part)
+    return list(alike.values())
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019) on parameters laid end to end."""
+
+    def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
+        self._parts, self._lr, self._weight_decay = parts, lr, weight_decay
+        total = sum(part.numel for part in parts)
+        self._sizes = [part.numel for part in parts]
+        self._mean = torch.zeros(total)
+        self._square = torch.zeros(total)
+        self._steps = 0
+
+    def step(self, gradient: Tensor, lr_factor: float) -> None:
+        if not self._parts:
+            return
+        own = torch.cat([gradient[part.span] for part in self._parts])
+        self._steps += 1
+        self._mean.lerp_(own, 1 - BETAS[0])
+        self._square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
+        lr = self._lr * lr_factor
+        scale = math.sqrt(1 - BETAS[1] ** self._steps)
+        move = self._mean / (self._square.sqrt().div_(scale).add_(EPSILON))
+        move *= -lr / (1 - BETAS[0] ** self._steps)
+        for part, delta in zip(self._parts, torch.split(move, self._sizes), strict=True):
+            part.parameter.mul_(1 - lr * self._weight_decay)
+            part.parameter.add_(delta.view_as(part.parameter))
+
+    def state(self) -> dict[str, Tensor]:
+        state = {"adamw.steps": torch.tensor(self._steps)}
+        for kind, moment in (("mean", self._mean), ("square", self._square)):
+            for part, piece in zip(self._parts, torch.split(moment, self._sizes), strict=True):
+                state[f"adamw.{kind}.{part.name}"] = piece.view_as(part.parameter).clone()
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._steps = int(state["adamw.steps"])
+        for kind, moment in (("mean", self._mean), ("square", self._square)):
+            for part, piece in zip(self._parts, torch.split(moment, self._sizes), strict=True):
+                piece.copy_(state[f"adamw.{kind}.{part.name}"].reshape(-1))
+
+
+class Muon:
+    """Nesterov momentum, made orthogonal, on matrices of one shape (the last two dimensions)."""
+
+    def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
+        self._parts, self._weight_decay = parts, weight_decay
+        shape = parts[0].parameter.shape
+        self._lr = lr * max(1.0, shape[-2] / shape[-1]) ** 0.5
+        self._momentum = torch.zeros(len(parts), *shape)
+
+    def step(self, gradient: Tensor, lr_factor: float) -> None:
+        own = torch.stack([gradient[part.span].view_as(part.parameter) for part in self._parts])
+        self._momentum.lerp_(own, 1 - MOMENTUM)
+        update = orthogonal(own.lerp_(self._momentum, MOMENTUM))
+        lr = self._lr * lr_factor
+        for part, delta in zip(self._parts, update, strict=True):
+            part.parameter.mul_(1 - lr * self._weight_decay)
+            part.parameter.add_(delta, alpha=-lr)
+
+    def state(self) -> dict[str, Tensor]:
+        moments = zip(self._parts, self._momentum, strict=True)
+        return {f"muon.momentum.{part.name}": momentum.clone() for part, momentum in moments}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for part, momentum in zip(self._parts, self._momentum, strict=True):
+            momentum.copy_(state[f"muon.momentum.{part.name}"])
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About the nearest matrices [.., rows, columns] with singular values near one."""
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return orthogonal(matrices.mT).mT
+    x: Tensor = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
