@@ -1,0 +1,62 @@
+"""Whether any trajectory was lost or trained twice, from events and group rows alone.
+
+lost = opened - (trained + filtered + stale_requeued + host_lost + typed_drops + in_flight), all in trajectories. Each
+term is counted from its own events, none by subtraction; only steps of the lineage that stands count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from common.state.events import Event
+
+COUNTED = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+
+
+def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str, int]:
+    """The terms, `lost` and `trained_twice`.
+
+    `events` are all of the mesh in order, of which those of `job` count (all, when empty); `in_flight` is the number of
+    trajectories in groups that are open, ready or leased (`groups.in_flight(...).samples`).
+    """
+    terms = dict.fromkeys(COUNTED, 0)
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        fields = event.fields
+        if job and fields.get("job") != job:
+            continue
+        match event.kind:
+            case "opened":
+                terms["opened"] += fields["samples"] * len(fields["groups"])
+            case "stale":
+                terms["stale_requeued"] += sum(row["samples"] for row in fields["groups"])
+            case "requeued":
+                terms["host_lost"] += fields["samples"]
+            case "dropped":
+                terms["typed_drops"] += fields["samples"]
+            case "step":
+                steps[fields["step"]] = fields["groups"]
+            case "lineage":
+                steps = {step: rows for step, rows in steps.items() if step <= fields["version"]}
+            case "restored":
+                terms, steps = {term: fields["counts"][term] for term in COUNTED}, {}
+    return _with_steps(terms, steps, in_flight)
+
+
+def _with_steps(
+    terms: dict[str, int], steps: dict[int, list[dict[str, Any]]], in_flight: int
+) -> dict[str, int]:
+    times: Counter[int] = Counter()
+    scored: dict[int, int] = {}
+    for rows in steps.values():
+        for row in rows:
+            terms["filtered" if row["filtered"] else "trained"] += row["scored"]
+            terms["typed_drops"] += row["samples"] - row["scored"]
+            if not row["filtered"]:
+                times[row["group"]] += 1
+                scored[row["group"]] = row["scored"]
+    lost = terms["opened"] - sum(terms[term] for term in COUNTED[1:]) - in_flight
+    twice = sum(scored[group] for group, n in times.items() if n > 1)
+    return terms | {"in_flight": in_flight, "lost": lost, "trained_twice": twice}

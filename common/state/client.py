@@ -1,0 +1,168 @@
+"""The connection to Redis: registered scripts, bounded retries, one error when it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from common.errors import StateUnavailable, from_wire
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds
+RETRIES = 6  # with the backoff below, about two seconds: a supervisor restarts Redis in less
+RENEWAL_RETRIES = 1  # the renewal thread tries again by itself
+DEADLINE_S = 20.0  # of one script, all its retries included
+CONNECTIONS = 16  # of one process; further coroutines queue for one
+UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OSError)
+
+
+class WallClock(Protocol):
+    def wall(self) -> float: ...
+    def monotonic(self) -> float: ...
+
+
+@cache
+def script_source(name: str) -> tuple[str, str]:
+    """(source, sha1) of a script: the prelude, the fragments that its first line names, and itself."""
+    body = (SCRIPTS / f"{name}.lua").read_text()
+    uses = re.match(r"-- uses: (.+)", body)
+    fragments = [f"_{part}" for part in uses.group(1).split()] if uses else []
+    parts = [(SCRIPTS / f"{part}.lua").read_text() for part in ["prelude", *fragments]]
+    source = "\n".join([*parts, body])
+    return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class State:
+    """Redis as the mesh sees it. `run` is for the loop, `run_sync` for the lease renewal thread."""
+
+    def __init__(
+        self,
+        url: str,
+        client: redis.asyncio.Redis,
+        sync_client: redis.Redis,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = url
+        self.client = client
+        self._sync = sync_client
+        self._monotonic = monotonic
+        self._answered = monotonic()  # when Redis last answered the renewal thread
+        self._away = False
+
+    @classmethod
+    async def open(cls, url: str, *, connect_s: float = 10) -> State:
+        """Connects and pings; StateUnavailable when there is no answer within `connect_s`."""
+        backoff = ExponentialBackoff(cap=0.5, base=0.02)
+        common: dict[str, Any] = {
+            "socket_timeout": SOCKET_TIMEOUT_S,
+            "socket_connect_timeout": min(2.0, connect_s),
+            "decode_responses": True,
+            "protocol": 2,
+        }
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=CONNECTIONS,
+            timeout=DEADLINE_S,
+            retry=AsyncRetry(backoff, RETRIES),
+            **common,
+        )
+        sync_pool = redis.ConnectionPool.from_url(
+            url, retry=Retry(backoff, RENEWAL_RETRIES), **common
+        )
+        state = cls(url, redis.asyncio.Redis.from_pool(pool), redis.Redis.from_pool(sync_pool))
+        try:
+            await state.command("PING", deadline_s=connect_s)
+        except StateUnavailable:
+            await state.close()
+            raise
+        return state
+
+    @classmethod
+    def simulated(cls, clock: WallClock) -> State:
+        """An in-process Redis whose TIME and expiry follow `clock`."""
+        from common.state.simulated import simulated_clients
+
+        client, sync_client = simulated_clients(clock)
+        return cls("simulated:", client, sync_client, clock.monotonic)
+
+    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+        """The script's answer, decoded; the MeshError of its refusal; StateUnavailable."""
+        source, sha = script_source(script)
+        words = [len(keys), *keys, *map(_argument, args)]
+        try:
+            reply = await self.command("EVALSHA", sha, *words)
+        except NoScriptError:  # a new or flushed server: EVAL registers the script as well
+            reply = await self.command("EVAL", source, *words)
+        return _answer(script, reply)
+
+    def run_sync(self, script: str, keys: list[str], *args: Any) -> Any:
+        """`run` for threads, with a client of its own."""
+        source, sha = script_source(script)
+        words = [len(keys), *keys, *map(_argument, args)]
+        try:
+            try:
+                reply = self._sync.execute_command("EVALSHA", sha, *words)
+            except NoScriptError:
+                reply = self._sync.execute_command("EVAL", source, *words)
+        except UNREACHABLE as error:
+            self._away = True
+            raise self._unavailable(error) from error
+        self._answered, self._away = self._monotonic(), False
+        return _answer(script, reply)
+
+    def away_ms(self) -> int:
+        """For how long Redis has given the renewal thread no answer; 0 while it answers."""
+        return int((self._monotonic() - self._answered) * 1000) if self._away else 0
+
+    async def command(self, *words: Any, deadline_s: float = DEADLINE_S) -> Any:
+        """One Redis command; StateUnavailable when there is no answer by the deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await cast(Awaitable[Any], self.client.execute_command(*words))
+        except (*UNREACHABLE, TimeoutError) as error:
+            raise self._unavailable(error) from error
+
+    async def close(self) -> None:
+        """Closes both clients' connections."""
+        await self.client.aclose()
+        await self.client.connection_pool.disconnect()
+        self._sync.close()
+        self._sync.connection_pool.disconnect()
+
+    def _unavailable(self, error: BaseException) -> StateUnavailable:
+        return StateUnavailable(
+            f"Redis does not answer: {error or type(error).__name__}",
+            where=self.url,
+            fix="See whether it runs (`meshrl status`) and what $MESHRL_REDIS_URL names.",
+        )
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        return json.dumps(value, separators=(",", ":"))
+    return value
+
+
+def _answer(script: str, reply: Any) -> Any:
+    if not isinstance(reply, str):
+        raise RedisError(f"script {script} answered {reply!r}, not JSON")
+    answer = json.loads(reply)
+    if isinstance(answer, dict) and "refusal" in answer:
+        raise from_wire(answer["refusal"], answer["text"])
+    return answer

@@ -1,0 +1,176 @@
+"""What each gang should do and what it does: desired roles by the leader, actual ones by the workers."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from common.state.client import State
+from common.state.keys import MESH, PLANNER
+
+GANGS = f"{MESH}:gangs"
+GANG = f"{MESH}:gang:"
+
+
+@dataclass(frozen=True)
+class Gang:
+    """`epoch` counts decisions; what is actual counts for the decision `actual_epoch` only."""
+
+    id: str
+    workers: list[str]
+    accelerator: str
+    desired_role: str  # idle | rollout | training | serving
+    desired_job: str
+    desired_core: bool  # of a training role: owns parameters and optimizer
+    epoch: int
+    actual_role: str
+    actual_state: str  # idle | starting | ready | draining | failed | lost
+    actual_epoch: int
+    changed_ms: int
+    pinned: bool  # moved by hand: the policy leaves it alone
+    detail: str = ""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the gang does what was decided last."""
+        done = "idle" if self.desired_role == "idle" else "ready"
+        return self.actual_epoch == self.epoch and self.actual_state == done
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a person asked for with `meshrl move`."""
+
+    gang: str
+    role: str
+    op_id: str
+
+
+async def join_gang(state: State, gang: str, worker: str, token: int, accelerator: str) -> Gang:
+    """Creates the gang's record or takes it up again; Fenced without the worker's lease.
+
+    A new start of the worker (another token) is `idle` whatever the record said.
+    """
+    args = {"gang": gang, "worker": worker, "token": token, "accelerator": accelerator}
+    return _gang((await state.run("join_gang", [MESH], args))["row"])
+
+
+async def set_desired(
+    state: State,
+    leader_token: int,
+    gang: str,
+    role: str,
+    job: str,
+    core: bool,
+    reason: str,
+    op_id: str,
+    pinned: bool = False,
+    details: dict[str, Any] | None = None,
+) -> int:
+    """Writes what the gang should do and returns the new epoch; Fenced for a leader that is no longer one.
+
+    `details` (stage times, thresholds) become fields of the event `desired`. Moves that asked for this are settled.
+    """
+    args = {
+        "election": PLANNER,
+        "token": leader_token,
+        "gang": gang,
+        "role": role,
+        "job": job,
+        "core": _flag(core),
+        "pinned": _flag(pinned),
+        "reason": reason,
+        "op": op_id,
+        "details": json.dumps(details or {}),
+    }
+    return int((await state.run("desired", [MESH], args))["epoch"])
+
+
+async def report_actual(
+    state: State,
+    gang: str,
+    worker_token: int,
+    epoch: int,
+    role: str,
+    status: str,
+    detail: str = "",
+) -> bool:
+    """Records what the gang does under `epoch`; False when the leader has decided anew since.
+
+    Fenced when `worker_token` is not the live lease of one of the gang's workers.
+    """
+    args = {
+        "gang": gang,
+        "token": worker_token,
+        "epoch": epoch,
+        "role": role,
+        "status": status,
+        "detail": detail,
+    }
+    return bool((await state.run("actual", [MESH], args))["accepted"])
+
+
+async def gangs(state: State) -> list[Gang]:
+    """All gangs, in the order in which they joined."""
+    rows = (await state.run("rows", [MESH], {"index": GANGS, "prefix": GANG}))["rows"]
+    return [_gang(row) for row in rows or []]
+
+
+async def gang(state: State, id: str) -> Gang | None:
+    """One gang; None when there is none of that id."""
+    return next((found for found in await gangs(state) if found.id == id), None)
+
+
+async def lose_gang(state: State, leader_token: int, gang: str, reason: str) -> None:
+    """Marks a gang whose worker has gone `lost`; the worker's next start joins it again."""
+    args = {"election": PLANNER, "token": leader_token, "gang": gang, "reason": reason}
+    await state.run("gang_lost", [MESH], args)
+
+
+async def forget_gang(state: State, leader_token: int, gang: str) -> None:
+    """Removes a gang that will not come back."""
+    args = {"election": PLANNER, "token": leader_token, "gang": gang, "forget": True}
+    await state.run("gang_lost", [MESH], args)
+
+
+async def request_move(state: State, gang: str, role: str, op_id: str) -> None:
+    """Asks the leader to give a gang another role; it stays on record until `set_desired` or `decline_move`."""
+    await state.run("request_move", [MESH], {"gang": gang, "role": role, "op": op_id})
+
+
+async def take_moves(state: State, leader_token: int) -> list[Move]:
+    """The moves asked for that this leader has not seen; the next leader sees those that this one leaves undone."""
+    args = {"election": PLANNER, "token": leader_token, "op": uuid.uuid4().hex}
+    moves = (await state.run("take_moves", [MESH], args))["moves"]
+    asked = sorted(moves or [], key=lambda move: (move["asked_ms"], move["op"]))
+    return [Move(move["gang"], move["role"], move["op"]) for move in asked]
+
+
+async def decline_move(state: State, leader_token: int, op_id: str, reason: str) -> None:
+    """Strikes a move off the record, with the reason in the event `move_declined`."""
+    args = {"election": PLANNER, "token": leader_token, "move": op_id, "reason": reason}
+    await state.run("decline_move", [MESH], args)
+
+
+def _flag(value: bool) -> str:
+    return "1" if value else "0"
+
+
+def _gang(row: dict[str, str]) -> Gang:
+    return Gang(
+        id=row["id"],
+        workers=sorted(key.removeprefix("worker:") for key in row if key.startswith("worker:")),
+        accelerator=row["accelerator"],
+        desired_role=row["desired_role"],
+        desired_job=row["desired_job"],
+        desired_core=row["desired_core"] == "1",
+        epoch=int(row["epoch"]),
+        actual_role=row["actual_role"],
+        actual_state=row["actual_state"],
+        actual_epoch=int(row["actual_epoch"]),
+        changed_ms=int(row["changed_ms"]),
+        pinned=row["pinned"] == "1",
+        detail=row["detail"],
+    )

@@ -1,0 +1,203 @@
+"""Groups from admission to a step: the staleness gate, shards' segments, leases of the trainer.
+
+Group ids are per job and rise in the order in which groups were opened. `shard` and `trainer` are registry names, and
+each call is fenced by the caller's lease on that name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.state.client import State
+from common.state.keys import job_prefix
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A group that may be sampled: `prompt` counts through the data set, epoch after epoch."""
+
+    group: int
+    prompt: int
+    version: int  # current when it was admitted
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """A finished group that the trainer leased."""
+
+    group: int
+    shard: str
+    prompt: int
+    version: int
+    samples: int
+    scored: int  # members with a reward; the others failed by a typed error
+    digest: str  # of its bytes in the weight store
+    nbytes: int
+    min_version: int  # of its tokens
+    max_version: int
+    passed: int  # steps that took younger groups
+    opened_ms: int
+    ready_ms: int
+
+
+@dataclass(frozen=True)
+class Leased:
+    groups: list[GroupRow]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    reason: str
+    on: str  # the shard that is waited for; empty when no group is open
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Groups by state, the trajectories in them, and what the gate would admit now."""
+
+    open: int
+    ready: int
+    leased: int
+    requeued: int  # prompts that wait to be admitted again
+    samples: int
+    capacity: int  # groups; negative after a new lineage opened at an earlier version
+
+
+async def admit(
+    state: State, job: str, shard: str, token: int, want: int, op_id: str
+) -> list[Admitted]:
+    """Opens up to `want` groups, as many as the gate lets through now: none outside the phase `training`.
+
+    capacity = min(max_staleness + version + 1, budget) * groups_per_step - admitted. Prompts that were given back go first.
+    """
+    args = {"job": job, "shard": shard, "token": token, "want": want, "op": op_id}
+    return _admitted(await state.run("admit", [job_prefix(job)], args))
+
+
+async def group_ready(
+    state: State,
+    job: str,
+    shard: str,
+    token: int,
+    group: int,
+    digest: str,
+    nbytes: int,
+    min_version: int,
+    max_version: int,
+    scored: int,
+    op_id: str,
+) -> None:
+    """The group is finished and its bytes are durable: it may train."""
+    args = {
+        "job": job,
+        "shard": shard,
+        "token": token,
+        "group": group,
+        "digest": digest,
+        "nbytes": nbytes,
+        "min_version": min_version,
+        "max_version": max_version,
+        "scored": scored,
+        "op": op_id,
+    }
+    await state.run("group_ready", [job_prefix(job)], args)
+
+
+async def group_dropped(
+    state: State, job: str, shard: str, token: int, group: int, reason: str, op_id: str
+) -> None:
+    """Too many members failed by typed errors: the admission returns, the prompt does not; counts `typed_drops`."""
+    await _return(state, job, shard, token, group, reason, op_id, requeue=False)
+
+
+async def group_requeued(
+    state: State, job: str, shard: str, token: int, group: int, reason: str, op_id: str
+) -> None:
+    """The group is lost (host_lost, environment_lost, poisoned): admission and prompt return; counts `host_lost`.
+
+    The trainer may say so too, under its own name, of a group that it has leased.
+    """
+    await _return(state, job, shard, token, group, reason, op_id, requeue=True)
+
+
+async def open_groups(state: State, job: str, shard: str) -> list[Admitted]:
+    """What the shard has to finish, oldest first; its predecessor's groups are among them."""
+    return _admitted(await state.run("open_groups", [job_prefix(job)], {"shard": shard}))
+
+
+async def claim_shard(state: State, job: str, shard: str, token: int) -> dict[str, int]:
+    """Takes over the shard; returns the segments on record: name -> sealed length, -1 while open."""
+    args = {"shard": shard, "token": token}
+    found = (await state.run("claim_shard", [job_prefix(job)], args))["segments"]
+    return {name.removeprefix("segment:"): int(length) for name, length in (found or {}).items()}
+
+
+async def note_segment(
+    state: State, job: str, shard: str, token: int, name: str, sealed_length: int
+) -> None:
+    """Records a segment before its first byte is written (-1), and its length when it is sealed."""
+    args = {"shard": shard, "token": token, "name": name, "sealed_length": sealed_length}
+    await state.run("note_segment", [job_prefix(job)], args)
+
+
+async def forget_segment(state: State, job: str, shard: str, token: int, name: str) -> None:
+    """Strikes a segment whose groups have all ended off the record."""
+    args = {"shard": shard, "token": token, "name": name, "forget": True}
+    await state.run("note_segment", [job_prefix(job)], args)
+
+
+async def lease_groups(
+    state: State, job: str, trainer: str, token: int, step: int, op_id: str = ""
+) -> Leased | Waiting:
+    """The groups of step `step`, which turns version step - 1 into version step: steps count from 1.
+
+    The same groups for the same trainer and step, so that it needs no operation id. Stale groups are given back on
+    the way. Refused when `step` is not next.
+    """
+    args = {"job": job, "trainer": trainer, "token": token, "step": step}
+    answer = await state.run("lease_groups", [job_prefix(job)], args)
+    if "waiting" in answer:
+        return Waiting(answer["waiting"], answer["on"])
+    return Leased([group_row(row) for row in answer["groups"]])
+
+
+async def in_flight(state: State, job: str) -> InFlight:
+    """Counted from the rows of groups themselves, for `accounting` and for the live view."""
+    return InFlight(**await state.run("in_flight", [job_prefix(job)], {}))
+
+
+def group_row(row: dict[str, Any]) -> GroupRow:
+    """A GroupRow from the hash in Redis."""
+    text = {"shard": row["shard"], "digest": row["digest"]}
+    whole = {field: int(row[field]) for field in GroupRow.__dataclass_fields__ if field not in text}
+    return GroupRow(**text, **whole)  # type: ignore[arg-type]
+
+
+async def _return(
+    state: State,
+    job: str,
+    name: str,
+    token: int,
+    group: int,
+    reason: str,
+    op_id: str,
+    *,
+    requeue: bool,
+) -> None:
+    args = {
+        "job": job,
+        "name": name,
+        "token": token,
+        "group": group,
+        "reason": reason,
+        "op": op_id,
+        "requeue": requeue,
+        "counter": "host_lost" if requeue else "typed_drops",
+        "kind": "requeued" if requeue else "dropped",
+    }
+    await state.run("group_returned", [job_prefix(job)], args)
+
+
+def _admitted(answer: dict[str, Any]) -> list[Admitted]:
+    return [Admitted(**row) for row in answer["groups"] or []]

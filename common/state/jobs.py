@@ -1,0 +1,192 @@
+"""Jobs: what was submitted, which phase each is in, what it has counted and how it was evaluated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import NotFound
+from common.state.client import State
+from common.state.keys import MESH, job_prefix
+
+PHASES = (
+    "queued",
+    "warm_start",
+    "baseline",
+    "training",
+    "evaluation",
+    "finished",
+    "failed",
+    "stopped",
+)
+ENDED = frozenset({"finished", "failed", "stopped"})
+JOBS = f"{MESH}:jobs"
+COUNTS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """A job as Redis has it. Counts are in trajectories."""
+
+    id: str
+    phase: str
+    document: dict[str, Any]  # the resolved job file
+    run_dir: str
+    lineage: int
+    version: int  # -1 before the first weights
+    manifest: str  # digest of the current version
+    checkpoint: str  # what a recovery would replay from
+    steps_done: int
+    cursor: int  # the next prompt that nobody has seen
+    admitted: int  # groups, less those refunded
+    opened: int
+    trained: int
+    filtered: int
+    stale_requeued: int
+    host_lost: int
+    typed_drops: int
+    submitted_ms: int
+    phase_ms: int  # when the phase began
+    error: str
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ENDED
+
+
+async def submit(
+    state: State, job: str, document: dict[str, Any], run_dir: str, op_id: str
+) -> None:
+    """Puts a job on record, queued. Refused when the mesh has one of this name."""
+    fresh = {
+        "lineage": 0,
+        "version": -1,
+        "manifest": "",
+        "checkpoint": "",
+        "steps_done": 0,
+        "cursor": 0,
+        "next_group": 0,
+        "admitted": 0,
+        "counts": dict.fromkeys(COUNTS, 0),
+        "requeue": [],
+    }
+    await create(state, job, document, run_dir, op_id, "queued", fresh, "submitted", {})
+
+
+async def create(
+    state: State,
+    job: str,
+    document: dict[str, Any],
+    run_dir: str,
+    op_id: str,
+    phase: str,
+    counters: dict[str, Any],
+    why: str,
+    details: dict[str, Any],
+) -> None:
+    """Writes a job's row with the counters it begins with, and the event `why` that says how it came to be."""
+    algorithm = document["algorithm"]
+    args = counters | {
+        "job": job,
+        "op": op_id,
+        "document": json.dumps(document),
+        "run_dir": run_dir,
+        "phase": phase,
+        "groups_per_step": algorithm["groups_per_step"],
+        "group_size": algorithm["group_size"],
+        "max_staleness": algorithm["max_staleness"],
+        "budget_steps": document["budget"]["steps"],
+        "why": why,
+        "extra": json.dumps(details),
+    }
+    await state.run("submit", [job_prefix(job)], args)
+
+
+async def jobs(state: State) -> list[JobRow]:
+    """All jobs of the mesh, in the order in which they were submitted."""
+    args = {"index": JOBS, "prefix": "{", "suffix": "}:job"}
+    rows = (await state.run("rows", [MESH], args))["rows"]
+    return [_job(row) for row in rows or []]
+
+
+async def job(state: State, job: str) -> JobRow:
+    """One job; NotFound when the mesh has none of that name."""
+    row = (await state.run("row", [f"{job_prefix(job)}:job"], {}))["row"]
+    if not row:
+        raise NotFound(f"there is no job {job}", fix="`meshrl status` lists the jobs of this mesh.")
+    return _job(row | {"id": job})
+
+
+async def set_phase(
+    state: State, job: str, phase: str, token: int, name: str, error: str = ""
+) -> None:
+    """Moves a job forward; Fenced without the live lease (name, token), Refused for a step back."""
+    args = {"job": job, "phase": phase, "name": name, "token": token, "error": error}
+    await state.run("phase", [job_prefix(job)], args)
+
+
+async def reopen(state: State, job: str, op_id: str) -> None:
+    """A job that was stopped or failed goes on where it was; Refused when it has finished."""
+    await state.run("reopen", [job_prefix(job)], {"job": job, "op": op_id})
+
+
+async def record_evaluation(
+    state: State, job: str, tag: str, step: int, result: dict[str, Any], name: str, token: int
+) -> bool:
+    """Records the result under `tag`, once: False when there is one already. Fenced without the lease (name, token)."""
+    args = {
+        "job": job,
+        "tag": tag,
+        "step": step,
+        "result": json.dumps(result),
+        "name": name,
+        "token": token,
+    }
+    return bool((await state.run("evaluation", [job_prefix(job)], args))["recorded"])
+
+
+async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
+    """`{tag, step, at_ms, by, result}` of each evaluation, by step."""
+    rows = (await state.run("row", [f"{job_prefix(job)}:evaluations"], {}))["row"]
+    found = [json.loads(row) for row in (rows or {}).values()]
+    return sorted(
+        (row | {"result": json.loads(row["result"])} for row in found),
+        key=lambda row: (row["step"], row["at_ms"]),
+    )
+
+
+async def delete_job(state: State, job: str) -> None:
+    """Removes all keys of a job but its events."""
+    prefix = job_prefix(job)
+    cursor = "0"
+    while True:
+        cursor, keys = await state.command("SCAN", cursor, "MATCH", f"{prefix}:*", "COUNT", 1000)
+        if keys:
+            await state.command("UNLINK", *keys)
+        if str(cursor) == "0":
+            break
+    await state.command("ZREM", JOBS, job)
+
+
+def _job(row: dict[str, str]) -> JobRow:
+    whole = (
+        "lineage",
+        "version",
+        "steps_done",
+        "cursor",
+        "admitted",
+        "submitted_ms",
+        "phase_ms",
+        *COUNTS,
+    )
+    return JobRow(
+        id=row["id"],
+        phase=row["phase"],
+        document=json.loads(row["document"]),
+        run_dir=row["run_dir"],
+        manifest=row["manifest"],
+        checkpoint=row["checkpoint"],
+        error=row["error"],
+        **{field: int(row[field]) for field in whole},
+    )

@@ -1,0 +1,29 @@
+"""Elections: at most one leader, whose token fences what it writes."""
+
+from __future__ import annotations
+
+from common.state.client import State
+from common.state.keys import MESH
+
+
+async def campaign(state: State, election: str, owner: str, ttl_ms: int) -> int:
+    """The fencing token when `owner` leads, else 0. `owner` must be unique to one start of a process."""
+    args = {"election": election, "owner": owner, "ttl_ms": ttl_ms}
+    return int((await state.run("campaign", [MESH], args))["token"])
+
+
+def keep(state: State, election: str, token: int, ttl_ms: int) -> bool:
+    """Prolongs leadership; False when it has lapsed. Blocks, for the renewal thread."""
+    args = {"election": election, "token": token, "ttl_ms": ttl_ms}
+    return bool(state.run_sync("keep", [MESH], args)["held"])
+
+
+async def resign(state: State, election: str, token: int) -> None:
+    """Gives leadership up; no effect when it is another's already."""
+    await state.run("resign", [MESH], {"election": election, "token": token})
+
+
+async def leader(state: State, election: str) -> tuple[str, int]:
+    """(owner, token) of who leads now; ("", 0) when nobody does."""
+    answer = await state.run("leader", [MESH], {"election": election})
+    return answer["owner"], int(answer["token"])

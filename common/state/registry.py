@@ -1,0 +1,123 @@
+"""Who is there: names with leases, addresses and what each waits for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.state.client import State
+from common.state.keys import MESH
+
+LEASE_MS = 6000
+
+
+@dataclass
+class Entry:
+    """A process as the registry knows it; `alive` is by the server's time, at the time of the look."""
+
+    name: str
+    kind: str
+    address: str = ""
+    bulk: str = ""  # where its bulk bytes are served
+    host: str = ""
+    pid: int = 0
+    start_time: float = 0.0  # with the pid it names the process even after the pid was reused
+    incarnation: str = ""
+    token: int = 0  # fencing token of the lease
+    stats: dict[str, Any] = field(default_factory=dict)
+    waits: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # whom it waits for: {what, on, since_ms}
+    renewed_ms: int = 0
+    expires_ms: int = 0
+    alive: bool = False
+    run_root: str = ""
+
+
+async def register(state: State, entry: Entry, ttl_ms: int = LEASE_MS) -> int:
+    """The fencing token of a new lease on `entry.name`; the old one for the same incarnation, if nobody took the name.
+
+    Refused while another incarnation holds it.
+    """
+    about = {
+        "kind": entry.kind,
+        "address": entry.address,
+        "bulk": entry.bulk,
+        "host": entry.host,
+        "pid": entry.pid,
+        "start_time": entry.start_time,
+        "run_root": entry.run_root,
+    }
+    args = {
+        "name": entry.name,
+        "kind": entry.kind,
+        "incarnation": entry.incarnation,
+        "ttl_ms": ttl_ms,
+        "about": json.dumps(about),
+        "stats": json.dumps(entry.stats),
+        "waits": json.dumps(entry.waits),
+    }
+    return int((await state.run("register", [MESH], args))["token"])
+
+
+def renew(
+    state: State,
+    name: str,
+    token: int,
+    ttl_ms: int,
+    stats: dict[str, Any],
+    waits: list[dict[str, Any]],
+) -> bool:
+    """Prolongs the lease; False when it is lost. Blocks, for the renewal thread; StateUnavailable when Redis is away.
+
+    A lease that ended while Redis was away, and that nobody took, goes on (see `epoch`).
+    """
+    args = {
+        "name": name,
+        "token": token,
+        "ttl_ms": ttl_ms,
+        "stats": json.dumps(stats),
+        "waits": json.dumps(waits),
+        "away_ms": state.away_ms(),
+    }
+    return bool(state.run_sync("renew", [MESH], args)["held"])
+
+
+async def release(state: State, name: str, token: int) -> bool:
+    """Ends the caller's own lease; False when it was no longer its own."""
+    args = {"name": name, "token": token, "why": "released"}
+    return bool((await state.run("vacate", [MESH], args))["vacated"])
+
+
+async def evict(state: State, name: str, incarnation: str) -> bool:
+    """Ends the lease of a process that its supervisor saw end; False when the name is another's by now."""
+    args = {"name": name, "incarnation": incarnation, "why": "evicted"}
+    return bool((await state.run("vacate", [MESH], args))["vacated"])
+
+
+async def lookup(state: State, name: str) -> Entry | None:
+    """The entry of that name, dead or alive; None when it was never there or has been dead for ten minutes."""
+    found = (await state.run("entries", [MESH], {"name": name}))["entries"]
+    return _entry(found[0]) if found else None
+
+
+async def entries(state: State, kind: str = "") -> list[Entry]:
+    """All entries, of one kind if asked, the dead of the last ten minutes among them."""
+    rows = (await state.run("entries", [MESH], {}))["entries"]
+    found = [_entry(row) for row in rows or []]
+    return [entry for entry in found if not kind or entry.kind == kind]
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    return Entry(
+        name=row["name"],
+        incarnation=row["incarnation"],
+        token=int(row["token"]),
+        stats=json.loads(row["stats"]),
+        waits=json.loads(row["waits"]),
+        renewed_ms=int(row["renewed_ms"]),
+        expires_ms=int(row["expires_ms"]),
+        alive=row["alive"],
+        **json.loads(row["about"]),
+    )

@@ -1,0 +1,22 @@
+-- Rows of groups. A group is in exactly one of the indexes open, ready and leased (by id, which is open order), or
+-- it has ended and only events and step rows tell of it.
+local JOB = KEYS[1]
+
+local function group_key(group) return JOB .. ':group:' .. group end
+local function index(state) return JOB .. ':' .. state end
+local function count(field, n) redis.call('HINCRBY', JOB .. ':job', field, n) end
+
+local function move(group, from, to)
+  redis.call('ZREM', index(from), group)
+  redis.call('ZADD', index(to), group, group)
+  redis.call('HSET', group_key(group), 'state', to)
+end
+
+-- Ends a group that will not train: its admission returns to the gate, and its prompt, unless it is to blame, to the
+-- cursor with the count of steps that have passed it over, so that slow prompts are not passed over for ever.
+local function give_back(group, row, requeue)
+  redis.call('ZREM', index(row.state), group)
+  redis.call('DEL', group_key(group))
+  count('admitted', -1)
+  if requeue then redis.call('RPUSH', JOB .. ':requeue', row.prompt .. ':' .. row.passed) end
+end

@@ -1,0 +1,36 @@
+-- uses: groups
+-- The staleness gate: what is admitted now trains at most `max_staleness` versions later, because every step takes
+-- `groups_per_step` of what was admitted, oldest first. Groups beyond the budget are not opened.
+local seen = replayed()
+if seen then return seen end
+if not holds(a.shard, a.token) then return fenced(a.shard) end
+local job = hash(JOB .. ':job')
+if not job.phase then return refuse('not_found', 'there is no job ' .. a.job) end
+local version, size = tonumber(job.version), tonumber(job.group_size)
+if job.phase ~= 'training' or version < 0 then return cjson.encode({groups = {}}) end
+
+local steps = math.min(tonumber(job.max_staleness) + version + 1, tonumber(job.budget_steps))
+local capacity = steps * tonumber(job.groups_per_step) - tonumber(job.admitted)
+local cursor, first = tonumber(job.cursor), tonumber(job.next_group)
+local opened, ids, prompts = {}, {}, {}
+for n = 1, math.min(a.want, capacity) do
+  local group, prompt, passed = first + n - 1, cursor, '0'
+  local again = redis.call('LPOP', JOB .. ':requeue')
+  if again then
+    prompt, passed = string.match(again, '^(%d+):(%d+)$')
+    prompt = tonumber(prompt)
+  else
+    cursor = cursor + 1
+  end
+  redis.call('HSET', group_key(group), 'state', 'open', 'shard', a.shard, 'prompt', prompt, 'version', version,
+    'samples', size, 'passed', passed, 'opened_ms', NOW)
+  redis.call('ZADD', index('open'), group, group)
+  opened[n] = {group = group, prompt = prompt, version = version}
+  ids[n], prompts[n] = group, prompt
+end
+if #opened == 0 then return cjson.encode({groups = opened}) end
+redis.call('HSET', JOB .. ':job', 'cursor', cursor, 'next_group', first + #opened)
+count('admitted', #opened)
+count('opened', #opened * size)
+event('opened', {job = a.job, shard = a.shard, version = version, samples = size, groups = ids, prompts = prompts})
+return done({groups = opened})

@@ -1,0 +1,35 @@
+-- uses: groups
+-- What a checkpoint must hold for the job to go on from it when Redis has lost everything. Groups that the step
+-- at hand is about to train count as trained: the checkpoint is written before the step commits and named in it.
+local job = hash(JOB .. ':job')
+if not job.version then return refuse('not_found', 'there is no job ' .. a.job) end
+local counts = {}
+for _, field in ipairs({'opened', 'trained', 'filtered', 'stale_requeued', 'host_lost', 'typed_drops'}) do
+  counts[field] = tonumber(job[field])
+end
+local filtered, taken = {}, {}
+for _, group in ipairs(a.filtered) do filtered[group] = true end
+for _, group in ipairs(a.groups) do
+  local row = redis.call('HMGET', group_key(group), 'state', 'samples', 'scored')
+  if row[1] ~= 'leased' then return refuse('refused', 'group ' .. group .. ' is not leased') end
+  local field = filtered[group] and 'filtered' or 'trained'
+  counts[field] = counts[field] + tonumber(row[3])
+  counts.typed_drops = counts.typed_drops + tonumber(row[2]) - tonumber(row[3])
+  taken[group] = true
+end
+local prompts, in_flight = {}, 0
+for _, entry in ipairs(redis.call('LRANGE', JOB .. ':requeue', 0, -1)) do
+  prompts[#prompts + 1] = tonumber(string.match(entry, '^%d+'))
+end
+for _, state in ipairs({'leased', 'ready', 'open'}) do
+  for _, group in ipairs(redis.call('ZRANGE', index(state), 0, -1)) do
+    if not taken[tonumber(group)] then
+      local row = redis.call('HMGET', group_key(group), 'prompt', 'samples')
+      prompts[#prompts + 1] = tonumber(row[1])
+      in_flight = in_flight + tonumber(row[2])
+    end
+  end
+end
+return cjson.encode({lineage = tonumber(job.lineage), version = tonumber(job.version) + (#a.groups > 0 and 1 or 0),
+  cursor = tonumber(job.cursor), next_group = tonumber(job.next_group), requeue = prompts, in_flight = in_flight,
+  counts = counts, phase = job.phase})

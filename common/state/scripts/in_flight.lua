@@ -1,0 +1,16 @@
+-- uses: groups
+-- How many groups and trajectories are in each state, from the rows themselves, and what the gate would admit.
+local answer = {samples = 0}
+for _, state in ipairs({'open', 'ready', 'leased'}) do
+  local groups = redis.call('ZRANGE', index(state), 0, -1)
+  answer[state] = #groups
+  for _, group in ipairs(groups) do
+    answer.samples = answer.samples + tonumber(redis.call('HGET', group_key(group), 'samples'))
+  end
+end
+local job = hash(JOB .. ':job')
+if not job.version then return refuse('not_found', 'there is no job ' .. a.job) end
+local steps = math.min(tonumber(job.max_staleness) + tonumber(job.version) + 1, tonumber(job.budget_steps))
+answer.capacity = steps * tonumber(job.groups_per_step) - tonumber(job.admitted)
+answer.requeued = redis.call('LLEN', JOB .. ':requeue')
+return cjson.encode(answer)

@@ -1,0 +1,4 @@
+-- Prolongs leadership that has not lapsed.
+if not leads(a.election, a.token) then return cjson.encode({held = false}) end
+redis.call('HSET', MESH .. ':leader:' .. a.election, 'expires_ms', NOW + a.ttl_ms)
+return cjson.encode({held = true})

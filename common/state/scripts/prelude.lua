@@ -1,0 +1,56 @@
+-- Goes before every script. All is local, because Redis refuses globals. Keys are made from the mesh's and the
+-- job's prefix and not declared one by one: there is one primary and never a cluster.
+local MESH = '{mesh}'
+local OPERATION_TTL_MS = 600000 -- a resend comes within seconds; ten minutes outlast any outage we sit out
+local a = cjson.decode(ARGV[1])
+
+local time = redis.call('TIME')
+local NOW = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+
+local function hash(key)
+  local flat, fields = redis.call('HGETALL', key), {}
+  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  return fields
+end
+
+-- What the script would not do, and why; the client raises the error that has this code.
+local function refuse(code, text)
+  return cjson.encode({refusal = code, text = text})
+end
+
+-- redis-py sends a command again when the reply was lost: the second run returns the first one's result.
+local function replayed()
+  return a.op and redis.call('GET', KEYS[1] .. ':op:' .. a.op)
+end
+
+local function done(result)
+  local text = cjson.encode(result)
+  if a.op then redis.call('SET', KEYS[1] .. ':op:' .. a.op, text, 'PX', OPERATION_TTL_MS) end
+  return text
+end
+
+-- `extra` is JSON that passes through unread, so that its empty lists and long floats stay as they are.
+local function event(kind, fields, extra)
+  redis.call('XADD', MESH .. ':events', '*', 'kind', kind,
+    'fields', fields and cjson.encode(fields) or '{}', 'extra', extra or '{}')
+end
+
+-- Counts up from the time at which the mesh began, so that tokens rise even when Redis lost all it had.
+local function next_token()
+  redis.call('SET', MESH .. ':token', NOW, 'NX')
+  return redis.call('INCR', MESH .. ':token')
+end
+
+local function holds(name, token)
+  local lease = redis.call('HMGET', MESH .. ':entry:' .. name, 'token', 'expires_ms')
+  return lease[1] and tonumber(lease[1]) == token and tonumber(lease[2]) > NOW
+end
+
+local function leads(election, token)
+  local lease = redis.call('HMGET', MESH .. ':leader:' .. election, 'token', 'expires_ms')
+  return lease[1] and tonumber(lease[1]) == token and tonumber(lease[2]) > NOW
+end
+
+local function fenced(name)
+  return refuse('fenced', 'the lease of ' .. name .. ' is no longer its own')
+end

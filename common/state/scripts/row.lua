@@ -1,0 +1,2 @@
+-- One hash.
+return cjson.encode({row = hash(KEYS[1])})

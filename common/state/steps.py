@@ -1,0 +1,195 @@
+"""Weight versions as steps make them: the commit, lineages, and what a checkpoint must hold.
+
+Step n turns version n - 1 into version n; steps count from 1, and `steps_done` equals the version.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.state.client import State
+from common.state.groups import GroupRow, group_row
+from common.state.jobs import create
+from common.state.keys import job_prefix
+
+
+@dataclass(frozen=True)
+class Committed:
+    version: int
+    replayed: bool  # the step was on record already, with the same manifest
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a replay of a step needs; kept until a checkpoint covers it."""
+
+    step: int
+    manifest: str
+    checkpoint: str
+    groups: list[GroupRow]
+    filtered: list[int]  # ids of those of `groups` that were left out
+    record: dict[str, Any]
+
+
+async def commit_initial(
+    state: State, job: str, trainer: str, token: int, lineage: int, manifest: str, checkpoint: str
+) -> None:
+    """Version 0. Idempotent by manifest; Refused when the job began from other weights, Fenced without the lease."""
+    args = {
+        "job": job,
+        "trainer": trainer,
+        "token": token,
+        "lineage": lineage,
+        "manifest": manifest,
+        "checkpoint": checkpoint,
+    }
+    await state.run("commit_initial", [job_prefix(job)], args)
+
+
+async def commit_step(
+    state: State,
+    job: str,
+    trainer: str,
+    token: int,
+    lineage: int,
+    step: int,
+    groups: Sequence[int],
+    filtered_groups: Sequence[int],
+    manifest: str,
+    checkpoint: str,
+    metrics: dict[str, Any],
+    record: dict[str, Any],
+    covered: int = -1,
+) -> Committed:
+    """Makes version `step` current and ends its groups, once per (job, lineage, step).
+
+    `groups` and `filtered_groups` together are all that were leased for the step (an id may be in both). `record` is
+    what a replay needs beside the groups; records of steps up to `covered`, the version that a durable checkpoint
+    holds, are freed. Fenced without the lease; Refused when the step is not next, or committed with another manifest.
+    """
+    args = {
+        "job": job,
+        "trainer": trainer,
+        "token": token,
+        "lineage": lineage,
+        "step": step,
+        "groups": sorted({*groups, *filtered_groups}),
+        "filtered": list(filtered_groups),
+        "manifest": manifest,
+        "checkpoint": checkpoint,
+        "metrics": json.dumps(metrics),
+        "metrics_field": json.dumps({"metrics": metrics}),
+        "record": json.dumps(record),
+        "covered": covered,
+    }
+    answer = await state.run("commit_step", [job_prefix(job)], args)
+    return Committed(answer["version"], answer["replayed"])
+
+
+async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, Any]]:
+    """Of each step after `since`, in order: its metrics, and step, lineage, manifest, checkpoint, committed_ms and
+    the trajectories trained and filtered."""
+    rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
+    return [
+        json.loads(row["metrics"])
+        | {key: int(row[key]) for key in ("step", "lineage", "committed_ms", "trained", "filtered")}
+        | {key: row[key] for key in ("manifest", "checkpoint")}
+        for row in rows or []
+    ]
+
+
+async def step_records(state: State, job: str, since: int = 0) -> list[StepRecord]:
+    """What a replay from version `since` needs, in order; steps that a checkpoint covers are not among them."""
+    rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
+    return [_record(row) for row in rows or [] if "record" in row]
+
+
+async def open_lineage(
+    state: State,
+    job: str,
+    trainer: str,
+    token: int,
+    version: int,
+    manifest: str,
+    checkpoint: str,
+    op_id: str,
+) -> int:
+    """Goes back to a checkpoint under a new lineage, whose number is returned; later steps are abandoned.
+
+    Their groups are ready again. `version` and `manifest` are the weights that the checkpoint holds.
+    """
+    args = {
+        "job": job,
+        "trainer": trainer,
+        "token": token,
+        "version": version,
+        "manifest": manifest,
+        "checkpoint": checkpoint,
+        "op": op_id,
+    }
+    return int((await state.run("open_lineage", [job_prefix(job)], args))["lineage"])
+
+
+async def checkpoint_state(
+    state: State, job: str, groups: Sequence[int] = (), filtered_groups: Sequence[int] = ()
+) -> dict[str, Any]:
+    """What a checkpoint's manifest must hold for `restore_job`, read at one instant.
+
+    With the groups of the step at hand it is the state that the step's commit will leave, since a checkpoint is
+    written before the commit that names it. The writer adds `manifest` (of the weights) and `checkpoint` (its name).
+    """
+    args = {
+        "job": job,
+        "groups": sorted({*groups, *filtered_groups}),
+        "filtered": list(filtered_groups),
+    }
+    found: dict[str, Any] = await state.run("checkpoint_state", [job_prefix(job)], args)
+    return found | {"requeue": found["requeue"] or [], "steps_done": max(found["version"], 0)}
+
+
+async def restore_job(
+    state: State, job: str, document: dict[str, Any], run_dir: str, checkpoint: dict[str, Any]
+) -> None:
+    """After the loss of Redis: the job as its checkpoint has it, in a new lineage.
+
+    Prompts that were in flight go back to the cursor and their trajectories count as `host_lost`. Once per
+    (job, lineage, version) of a checkpoint.
+    """
+    version, size = checkpoint["version"], document["algorithm"]["groups_per_step"]
+    counts = dict(checkpoint["counts"])
+    counts["host_lost"] += checkpoint["in_flight"]
+    past = max(checkpoint["next_group"], 0) // IDS_APART + 1
+    counters = {
+        "lineage": checkpoint["lineage"] + 1,
+        "version": version,
+        "manifest": checkpoint["manifest"],
+        "checkpoint": checkpoint.get("checkpoint", ""),
+        "steps_done": version,
+        "cursor": checkpoint["cursor"],
+        "next_group": past * IDS_APART,
+        "admitted": version * size,
+        "counts": counts,
+        "requeue": checkpoint["requeue"],
+    }
+    phase = "training" if version < document["budget"]["steps"] else "evaluation"
+    op_id = f"restore-{checkpoint['lineage']}-{version}"
+    details = {"counts": counts}
+    await create(state, job, document, run_dir, op_id, phase, counters, "restored", details)
+
+
+IDS_APART = 1_000_000  # ids of groups that were opened after the checkpoint, of which no row is left, are not reused
+
+
+def _record(row: dict[str, str]) -> StepRecord:
+    groups = json.loads(row["groups"])
+    return StepRecord(
+        step=int(row["step"]),
+        manifest=row["manifest"],
+        checkpoint=row["checkpoint"],
+        groups=[group_row(group) for group in groups],
+        filtered=[group["group"] for group in groups if group["state"].startswith("filtered")],
+        record=json.loads(row["record"]),
+    )
