@@ -1,7 +1,8 @@
 """Whether any trajectory was lost or trained twice, from events and group rows alone.
 
-lost = opened - (trained + filtered + stale_requeued + host_lost + typed_drops + in_flight), all in trajectories. Each
-term is counted from its own events, none by subtraction; only steps of the lineage that stands count.
+lost = opened - (trained + filtered + stale_requeued + host_lost + typed_drops + in_flight), all in
+trajectories. Each term is counted from its own events, none by subtraction; only steps of the
+lineage that stands count.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ COUNTED = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "type
 def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str, int]:
     """The terms, `lost` and `trained_twice`.
 
-    `events` are all of the mesh in order, of which those of `job` count (all, when empty); `in_flight` is the number of
-    trajectories in groups that are open, ready or leased (`groups.in_flight(...).samples`).
+    `events` are all of the mesh in order, of which those of `job` count (all, when empty);
+    `in_flight` is the number of trajectories in groups that are open, ready or leased
+    (`groups.in_flight(...).samples`).
     """
     terms = dict.fromkeys(COUNTED, 0)
     steps: dict[int, list[dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""The connection to Redis: registered scripts, bounded retries, one error when it does not answer."""
+"""The connection to Redis: registered scripts, bounded retries, one error when it is away."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WallClock(Protocol):
 
 @cache
 def script_source(name: str) -> tuple[str, str]:
-    """(source, sha1) of a script: the prelude, the fragments that its first line names, and itself."""
+    """(source, sha1) of a script: prelude, the fragments its first line names, and itself."""
     body = (SCRIPTS / f"{name}.lua").read_text()
     uses = re.match(r"-- uses: (.+)", body)
     fragments = [f"_{part}" for part in uses.group(1).split()] if uses else []
@@ -115,11 +115,12 @@ class State:
         """`run` for threads, with a client of its own."""
         source, sha = script_source(script)
         words = [len(keys), *keys, *map(_argument, args)]
+        send: Callable[..., Any] = self._sync.execute_command
         try:
             try:
-                reply = self._sync.execute_command("EVALSHA", sha, *words)
+                reply = send("EVALSHA", sha, *words)
             except NoScriptError:
-                reply = self._sync.execute_command("EVAL", source, *words)
+                reply = send("EVAL", source, *words)
         except UNREACHABLE as error:
             self._away = True
             raise self._unavailable(error) from error
@@ -132,9 +133,10 @@ class State:
 
     async def command(self, *words: Any, deadline_s: float = DEADLINE_S) -> Any:
         """One Redis command; StateUnavailable when there is no answer by the deadline."""
+        send = cast(Callable[..., Awaitable[Any]], self.client.execute_command)
         try:
             async with asyncio.timeout(deadline_s):
-                return await cast(Awaitable[Any], self.client.execute_command(*words))
+                return await send(*words)
         except (*UNREACHABLE, TimeoutError) as error:
             raise self._unavailable(error) from error
 

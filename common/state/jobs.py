@@ -1,4 +1,4 @@
-"""Jobs: what was submitted, which phase each is in, what it has counted and how it was evaluated."""
+"""Jobs: what was submitted, the phase each is in, what it has counted, its evaluations."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ async def create(
     why: str,
     details: dict[str, Any],
 ) -> None:
-    """Writes a job's row with the counters it begins with, and the event `why` that says how it came to be."""
+    """Writes a job's row with the counters it begins with, and the event `why` that says how it
+    came to be.
+    """
     algorithm = document["algorithm"]
     args = counters | {
         "job": job,
@@ -134,7 +136,9 @@ async def reopen(state: State, job: str, op_id: str) -> None:
 async def record_evaluation(
     state: State, job: str, tag: str, step: int, result: dict[str, Any], name: str, token: int
 ) -> bool:
-    """Records the result under `tag`, once: False when there is one already. Fenced without the lease (name, token)."""
+    """Records the result under `tag`, once: False when there is one already. Fenced without the
+    lease (name, token).
+    """
     args = {
         "job": job,
         "tag": tag,

@@ -14,7 +14,7 @@ LEASE_MS = 6000
 
 @dataclass
 class Entry:
-    """A process as the registry knows it; `alive` is by the server's time, at the time of the look."""
+    """A process as the registry knows it; `alive` is by the server's time when it was read."""
 
     name: str
     kind: str
@@ -36,7 +36,8 @@ class Entry:
 
 
 async def register(state: State, entry: Entry, ttl_ms: int = LEASE_MS) -> int:
-    """The fencing token of a new lease on `entry.name`; the old one for the same incarnation, if nobody took the name.
+    """The fencing token of a new lease on `entry.name`; the old one for the same incarnation, if
+    nobody took the name.
 
     Refused while another incarnation holds it.
     """
@@ -69,7 +70,8 @@ def renew(
     stats: dict[str, Any],
     waits: list[dict[str, Any]],
 ) -> bool:
-    """Prolongs the lease; False when it is lost. Blocks, for the renewal thread; StateUnavailable when Redis is away.
+    """Prolongs the lease; False when it is lost. Blocks, for the renewal thread; StateUnavailable
+    when Redis is away.
 
     A lease that ended while Redis was away, and that nobody took, goes on (see `epoch`).
     """
@@ -91,13 +93,17 @@ async def release(state: State, name: str, token: int) -> bool:
 
 
 async def evict(state: State, name: str, incarnation: str) -> bool:
-    """Ends the lease of a process that its supervisor saw end; False when the name is another's by now."""
+    """Ends the lease of a process that its supervisor saw end; False when the name is another's by
+    now.
+    """
     args = {"name": name, "incarnation": incarnation, "why": "evicted"}
     return bool((await state.run("vacate", [MESH], args))["vacated"])
 
 
 async def lookup(state: State, name: str) -> Entry | None:
-    """The entry of that name, dead or alive; None when it was never there or has been dead for ten minutes."""
+    """The entry of that name, dead or alive; None when it was never there or has been dead for ten
+    minutes.
+    """
     found = (await state.run("entries", [MESH], {"name": name}))["entries"]
     return _entry(found[0]) if found else None
 

@@ -25,7 +25,9 @@ READS_TIME = (
 
 
 class _ServersClock:
-    """Stands for the module `time` inside fakeredis: the clock of the server at work, else the real time."""
+    """Stands for the module `time` inside fakeredis: the clock of the server at work, else the real
+    time.
+    """
 
     def __init__(self) -> None:
         self.at_work = threading.local()
@@ -42,7 +44,9 @@ _CLOCK = _ServersClock()
 
 
 class _ClockedLock:
-    """The lock of one server. fakeredis holds it while it runs a command, so that whoever holds it sets the time."""
+    """The lock of one server. fakeredis holds it while it runs a command, so that whoever holds it
+    sets the time.
+    """
 
     def __init__(self, clock: WallClock) -> None:
         self._lock = threading.Lock()

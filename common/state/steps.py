@@ -15,6 +15,9 @@ from common.state.groups import GroupRow, group_row
 from common.state.jobs import create
 from common.state.keys import job_prefix
 
+# Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
+IDS_APART = 1_000_000
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -37,7 +40,9 @@ class StepRecord:
 async def commit_initial(
     state: State, job: str, trainer: str, token: int, lineage: int, manifest: str, checkpoint: str
 ) -> None:
-    """Version 0. Idempotent by manifest; Refused when the job began from other weights, Fenced without the lease."""
+    """Version 0. Idempotent by manifest; Refused when the job began from other weights, Fenced
+    without the lease.
+    """
     args = {
         "job": job,
         "trainer": trainer,
@@ -66,9 +71,10 @@ async def commit_step(
 ) -> Committed:
     """Makes version `step` current and ends its groups, once per (job, lineage, step).
 
-    `groups` and `filtered_groups` together are all that were leased for the step (an id may be in both). `record` is
-    what a replay needs beside the groups; records of steps up to `covered`, the version that a durable checkpoint
-    holds, are freed. Fenced without the lease; Refused when the step is not next, or committed with another manifest.
+    `groups` and `filtered_groups` together are all that were leased for the step (an id may be in
+    both). `record` is what a replay needs beside the groups; records of steps up to `covered`, the
+    version that a durable checkpoint holds, are freed. Fenced without the lease; Refused when the
+    step is not next, or committed with another manifest.
     """
     args = {
         "job": job,
@@ -90,8 +96,9 @@ async def commit_step(
 
 
 async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, Any]]:
-    """Of each step after `since`, in order: its metrics, and step, lineage, manifest, checkpoint, committed_ms and
-    the trajectories trained and filtered."""
+    """Of each step after `since`, in order: its metrics, and step, lineage, manifest, checkpoint,
+    committed_ms and the trajectories trained and filtered.
+    """
     rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
     return [
         json.loads(row["metrics"])
@@ -102,7 +109,9 @@ async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, An
 
 
 async def step_records(state: State, job: str, since: int = 0) -> list[StepRecord]:
-    """What a replay from version `since` needs, in order; steps that a checkpoint covers are not among them."""
+    """What a replay from version `since` needs, in order; steps that a checkpoint covers are not
+    among them.
+    """
     rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
     return [_record(row) for row in rows or [] if "record" in row]
 
@@ -117,9 +126,11 @@ async def open_lineage(
     checkpoint: str,
     op_id: str,
 ) -> int:
-    """Goes back to a checkpoint under a new lineage, whose number is returned; later steps are abandoned.
+    """Goes back to a checkpoint under a new lineage, whose number is returned; later steps are
+    abandoned.
 
-    Their groups are ready again. `version` and `manifest` are the weights that the checkpoint holds.
+    Their groups are ready again. `version` and `manifest` are the weights that the checkpoint
+    holds.
     """
     args = {
         "job": job,
@@ -138,8 +149,9 @@ async def checkpoint_state(
 ) -> dict[str, Any]:
     """What a checkpoint's manifest must hold for `restore_job`, read at one instant.
 
-    With the groups of the step at hand it is the state that the step's commit will leave, since a checkpoint is
-    written before the commit that names it. The writer adds `manifest` (of the weights) and `checkpoint` (its name).
+    With the groups of the step at hand it is the state that the step's commit will leave, since a
+    checkpoint is written before the commit that names it. The writer adds `manifest` (of the
+    weights) and `checkpoint` (its name).
     """
     args = {
         "job": job,
@@ -155,8 +167,8 @@ async def restore_job(
 ) -> None:
     """After the loss of Redis: the job as its checkpoint has it, in a new lineage.
 
-    Prompts that were in flight go back to the cursor and their trajectories count as `host_lost`. Once per
-    (job, lineage, version) of a checkpoint.
+    Prompts that were in flight go back to the cursor and their trajectories count as `host_lost`.
+    Once per (job, lineage, version) of a checkpoint.
     """
     version, size = checkpoint["version"], document["algorithm"]["groups_per_step"]
     counts = dict(checkpoint["counts"])
@@ -178,9 +190,6 @@ async def restore_job(
     op_id = f"restore-{checkpoint['lineage']}-{version}"
     details = {"counts": counts}
     await create(state, job, document, run_dir, op_id, phase, counters, "restored", details)
-
-
-IDS_APART = 1_000_000  # ids of groups that were opened after the checkpoint, of which no row is left, are not reused
 
 
 def _record(row: dict[str, str]) -> StepRecord:

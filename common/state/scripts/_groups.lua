@@ -1,5 +1,5 @@
--- Rows of groups. A group is in exactly one of the indexes open, ready and leased (by id, which is open order), or
--- it has ended and only events and step rows tell of it.
+-- Rows of groups. A group is in exactly one of the indexes open, ready and leased (by id, which is
+-- open order), or it has ended and only events and step rows tell of it.
 local JOB = KEYS[1]
 
 local function group_key(group) return JOB .. ':group:' .. group end
@@ -12,8 +12,9 @@ local function move(group, from, to)
   redis.call('HSET', group_key(group), 'state', to)
 end
 
--- Ends a group that will not train: its admission returns to the gate, and its prompt, unless it is to blame, to the
--- cursor with the count of steps that have passed it over, so that slow prompts are not passed over for ever.
+-- Ends a group that will not train: its admission returns to the gate, and its prompt, unless it is
+-- to blame, to the cursor with the count of steps that have passed it over, so that slow prompts
+-- are not passed over for ever.
 local function give_back(group, row, requeue)
   redis.call('ZREM', index(row.state), group)
   redis.call('DEL', group_key(group))

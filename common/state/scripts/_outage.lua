@@ -1,5 +1,6 @@
--- After Redis was away for longer than a lease, all leases are over and nobody is to blame: those that were live
--- when it went are live again for the grace, so that no name changes hands because of it.
+-- After Redis was away for longer than a lease, all leases are over and nobody is to blame: those
+-- that were live when it went are live again for the grace, so that no name changes hands because
+-- of it.
 local GRACE_MS = 10000
 
 local function raise_epoch(away_ms)

@@ -1,6 +1,7 @@
 -- uses: groups
--- The staleness gate: what is admitted now trains at most `max_staleness` versions later, because every step takes
--- `groups_per_step` of what was admitted, oldest first. Groups beyond the budget are not opened.
+-- The staleness gate: what is admitted now trains at most `max_staleness` versions later, because
+-- every step takes `groups_per_step` of what was admitted, oldest first. Groups beyond the budget
+-- are not opened.
 local seen = replayed()
 if seen then return seen end
 if not holds(a.shard, a.token) then return fenced(a.shard) end
@@ -22,7 +23,8 @@ for n = 1, math.min(a.want, capacity) do
   else
     cursor = cursor + 1
   end
-  redis.call('HSET', group_key(group), 'state', 'open', 'shard', a.shard, 'prompt', prompt, 'version', version,
+  redis.call('HSET', group_key(group), 'state', 'open', 'shard', a.shard, 'prompt', prompt,
+    'version', version,
     'samples', size, 'passed', passed, 'opened_ms', NOW)
   redis.call('ZADD', index('open'), group, group)
   opened[n] = {group = group, prompt = prompt, version = version}
@@ -32,5 +34,6 @@ if #opened == 0 then return cjson.encode({groups = opened}) end
 redis.call('HSET', JOB .. ':job', 'cursor', cursor, 'next_group', first + #opened)
 count('admitted', #opened)
 count('opened', #opened * size)
-event('opened', {job = a.job, shard = a.shard, version = version, samples = size, groups = ids, prompts = prompts})
+event('opened', {job = a.job, shard = a.shard, version = version, samples = size, groups = ids,
+  prompts = prompts})
 return done({groups = opened})

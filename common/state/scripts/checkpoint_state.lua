@@ -1,10 +1,12 @@
 -- uses: groups
--- What a checkpoint must hold for the job to go on from it when Redis has lost everything. Groups that the step
--- at hand is about to train count as trained: the checkpoint is written before the step commits and named in it.
+-- What a checkpoint must hold for the job to go on from it when Redis has lost everything. Groups
+-- that the step at hand is about to train count as trained: the checkpoint is written before the
+-- step commits and named in it.
 local job = hash(JOB .. ':job')
 if not job.version then return refuse('not_found', 'there is no job ' .. a.job) end
 local counts = {}
-for _, field in ipairs({'opened', 'trained', 'filtered', 'stale_requeued', 'host_lost', 'typed_drops'}) do
+for _, field in ipairs({'opened', 'trained', 'filtered', 'stale_requeued', 'host_lost',
+  'typed_drops'}) do
   counts[field] = tonumber(job[field])
 end
 local filtered, taken = {}, {}
@@ -30,6 +32,8 @@ for _, state in ipairs({'leased', 'ready', 'open'}) do
     end
   end
 end
-return cjson.encode({lineage = tonumber(job.lineage), version = tonumber(job.version) + (#a.groups > 0 and 1 or 0),
-  cursor = tonumber(job.cursor), next_group = tonumber(job.next_group), requeue = prompts, in_flight = in_flight,
+return cjson.encode({lineage = tonumber(job.lineage),
+  version = tonumber(job.version) + (#a.groups > 0 and 1 or 0),
+  cursor = tonumber(job.cursor), next_group = tonumber(job.next_group), requeue = prompts,
+    in_flight = in_flight,
   counts = counts, phase = job.phase})

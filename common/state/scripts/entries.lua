@@ -1,4 +1,5 @@
--- The registry, with the dead of the last ten minutes: a culprit must be nameable after its lease has ended.
+-- The registry, with the dead of the last ten minutes: a culprit must be nameable after its lease
+-- has ended.
 local REMEMBERED_MS = 600000
 local index = MESH .. ':entries'
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', NOW - REMEMBERED_MS)) do

@@ -7,7 +7,8 @@ if a.forget then
   redis.call('ZREM', MESH .. ':gangs', a.gang)
   event('forgotten', {gang = a.gang})
 elseif redis.call('HGET', key, 'actual_state') ~= 'lost' then
-  redis.call('HSET', key, 'actual_state', 'lost', 'actual_role', 'idle', 'detail', a.reason, 'changed_ms', NOW)
+  redis.call('HSET', key, 'actual_state', 'lost', 'actual_role', 'idle', 'detail', a.reason,
+    'changed_ms', NOW)
   event('lost', {gang = a.gang, reason = a.reason})
 end
 return cjson.encode({})

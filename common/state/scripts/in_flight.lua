@@ -1,5 +1,6 @@
 -- uses: groups
--- How many groups and trajectories are in each state, from the rows themselves, and what the gate would admit.
+-- How many groups and trajectories are in each state, from the rows themselves, and what the gate
+-- would admit.
 local answer = {samples = 0}
 for _, state in ipairs({'open', 'ready', 'leased'}) do
   local groups = redis.call('ZRANGE', index(state), 0, -1)
@@ -10,7 +11,8 @@ for _, state in ipairs({'open', 'ready', 'leased'}) do
 end
 local job = hash(JOB .. ':job')
 if not job.version then return refuse('not_found', 'there is no job ' .. a.job) end
-local steps = math.min(tonumber(job.max_staleness) + tonumber(job.version) + 1, tonumber(job.budget_steps))
+local steps = math.min(tonumber(job.max_staleness) + tonumber(job.version) + 1,
+  tonumber(job.budget_steps))
 answer.capacity = steps * tonumber(job.groups_per_step) - tonumber(job.admitted)
 answer.requeued = redis.call('LLEN', JOB .. ':requeue')
 return cjson.encode(answer)

@@ -1,6 +1,8 @@
--- Names a segment file of a shard, or its length once it is sealed, or forgets one that was deleted.
+-- Names a segment file of a shard, or its length once it is sealed, or forgets one that was
+-- deleted.
 local key = KEYS[1] .. ':shard:' .. a.shard
-if not holds(a.shard, a.token) or tonumber(redis.call('HGET', key, 'owner')) ~= a.token then return fenced(a.shard) end
+if not holds(a.shard, a.token) or tonumber(redis.call('HGET', key, 'owner')) ~= a.token then
+  return fenced(a.shard) end
 if a.forget then
   redis.call('HDEL', key, 'segment:' .. a.name)
 else

@@ -4,7 +4,8 @@ local found = {}
 for _, group in ipairs(redis.call('ZRANGE', index('open'), 0, -1)) do
   local row = redis.call('HMGET', group_key(group), 'shard', 'prompt', 'version')
   if row[1] == a.shard then
-    found[#found + 1] = {group = tonumber(group), prompt = tonumber(row[2]), version = tonumber(row[3])}
+    found[#found + 1] = {group = tonumber(group), prompt = tonumber(row[2]),
+      version = tonumber(row[3])}
   end
 end
 return cjson.encode({groups = found})

@@ -1,5 +1,6 @@
--- Goes before every script. All is local, because Redis refuses globals. Keys are made from the mesh's and the
--- job's prefix and not declared one by one: there is one primary and never a cluster.
+-- Goes before every script. All is local, because Redis refuses globals. Keys are made from the
+-- mesh's and the job's prefix and not declared one by one: there is one primary and never a
+-- cluster.
 local MESH = '{mesh}'
 local OPERATION_TTL_MS = 600000 -- a resend comes within seconds; ten minutes outlast any outage we sit out
 local a = cjson.decode(ARGV[1])
@@ -18,7 +19,8 @@ local function refuse(code, text)
   return cjson.encode({refusal = code, text = text})
 end
 
--- redis-py sends a command again when the reply was lost: the second run returns the first one's result.
+-- redis-py sends a command again when the reply was lost: the second run returns the first one's
+-- result.
 local function replayed()
   return a.op and redis.call('GET', KEYS[1] .. ':op:' .. a.op)
 end
@@ -29,13 +31,15 @@ local function done(result)
   return text
 end
 
--- `extra` is JSON that passes through unread, so that its empty lists and long floats stay as they are.
+-- `extra` is JSON that passes through unread, so that its empty lists and long floats stay as they
+-- are.
 local function event(kind, fields, extra)
   redis.call('XADD', MESH .. ':events', '*', 'kind', kind,
     'fields', fields and cjson.encode(fields) or '{}', 'extra', extra or '{}')
 end
 
--- Counts up from the time at which the mesh began, so that tokens rise even when Redis lost all it had.
+-- Counts up from the time at which the mesh began, so that tokens rise even when Redis lost all it
+-- had.
 local function next_token()
   redis.call('SET', MESH .. ':token', NOW, 'NX')
   return redis.call('INCR', MESH .. ':token')

@@ -1,6 +1,6 @@
 -- uses: outage
--- Prolongs a lease that is still its holder's. One that ended while Redis was away (the caller measured for how
--- long it got no answer) and that nobody took goes on under a raised epoch.
+-- Prolongs a lease that is still its holder's. One that ended while Redis was away (the caller
+-- measured for how long it got no answer) and that nobody took goes on under a raised epoch.
 local key = MESH .. ':entry:' .. a.name
 local lease = redis.call('HMGET', key, 'token', 'expires_ms', 'epoch', 'gone')
 local lost = cjson.encode({held = false})
@@ -10,7 +10,8 @@ if expires <= NOW then
   if expires + a.away_ms < NOW then return lost end
   if epoch == lease[3] then epoch = raise_epoch(a.away_ms) end
 end
-redis.call('HSET', key, 'expires_ms', NOW + a.ttl_ms, 'renewed_ms', NOW, 'stats', a.stats, 'waits', a.waits,
+redis.call('HSET', key, 'expires_ms', NOW + a.ttl_ms, 'renewed_ms', NOW, 'stats', a.stats, 'waits',
+  a.waits,
   'epoch', epoch)
 redis.call('ZADD', MESH .. ':entries', NOW + a.ttl_ms, a.name)
 return cjson.encode({held = true})

@@ -8,7 +8,8 @@ if row.phase == 'finished' then return refuse('refused', a.job .. ' has finished
 if ORDER[row.phase] == 5 then
   local version = tonumber(row.version)
   local phase = 'queued'
-  if version >= tonumber(row.budget_steps) then phase = 'evaluation' elseif version >= 0 then phase = 'baseline' end
+  if version >= tonumber(row.budget_steps) then phase = 'evaluation' elseif version >= 0 then
+    phase = 'baseline' end
   if version > 0 and phase == 'baseline' then phase = 'training' end
   enter_phase(phase, '')
 end

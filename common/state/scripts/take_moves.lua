@@ -1,4 +1,5 @@
--- The moves that this leader has not taken yet. A leader that ends before it acted leaves them to the next.
+-- The moves that this leader has not taken yet. A leader that ends before it acted leaves them to
+-- the next.
 local seen = replayed()
 if seen then return seen end
 if not leads(a.election, a.token) then return fenced('the leader of ' .. a.election) end

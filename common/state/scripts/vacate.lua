@@ -1,5 +1,5 @@
--- Ends a lease at once: the holder leaves (token), or its supervisor saw the process end (incarnation).
--- The entry stays, dead, so that who waited for it can still be told its name.
+-- Ends a lease at once: the holder leaves (token), or its supervisor saw the process end
+-- (incarnation). The entry stays, dead, so that who waited for it can still be told its name.
 local key = MESH .. ':entry:' .. a.name
 local held = redis.call('HMGET', key, 'incarnation', 'token', 'gone')
 local same = held[1] and held[3] ~= '1' and
