@@ -42,6 +42,9 @@ class Child(Protocol):
     async def recv(self, deadline_s: float) -> bytes:
         """The next frame; DeadlineExceeded, PeerLost at its end, BadMessage if it is no frame."""
 
+    def close(self) -> None:
+        """Closes our end of the channel."""
+
     def usage(self) -> Usage | None:
         """What the kernel has charged it so far; None once it has ended."""
 
@@ -100,6 +103,8 @@ class SystemChild:
         self._popen = popen
         self._channel = channel
         self._buffer = bytearray()
+        self._reading = False
+        self._arrived: asyncio.Future[None] | None = None
         self._leads_session = leads_session
         self._code: int | None = None
         try:
@@ -180,39 +185,68 @@ class SystemChild:
             raise PeerLost("no channel to the process", where=self.name)
         if len(frame) > FRAME_LIMIT:
             raise BadMessage(f"a frame of {len(frame)} bytes", where=self.name)
-        loop = asyncio.get_running_loop()
+        record = len(frame).to_bytes(4, "little") + frame
+        try:
+            sent = self._channel.send(record)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise PeerLost(f"channel closed ({error})", where=self.name) from error
+        if sent < len(record):
+            await self._send_rest(self._channel, record[sent:], deadline_s)
+
+    async def _send_rest(self, channel: socket.socket, rest: bytes, deadline_s: float) -> None:
         try:
             async with asyncio.timeout(deadline_s):
-                await loop.sock_sendall(self._channel, len(frame).to_bytes(4, "little") + frame)
+                await asyncio.get_running_loop().sock_sendall(channel, rest)
         except TimeoutError:
             raise DeadlineExceeded(f"the process took no frame in {deadline_s:g} s") from None
         except OSError as error:
             raise PeerLost(f"channel closed ({error})", where=self.name) from error
 
     async def recv(self, deadline_s: float) -> bytes:
+        """Bytes reach a buffer through a callback: a deadline that strikes loses none of them."""
+        if (frame := self._taken()) is not None:
+            return frame
         loop = asyncio.get_running_loop()
-        try:
-            frame = take_frame(self._buffer)
-            if frame is not None:
-                return frame
-            if self._channel is None:
-                raise PeerLost("no channel to the process", where=self.name)
+        if self._channel is not None and not self._reading:
+            loop.add_reader(self._channel, self._read)
+            self._reading = True
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 while frame is None:
-                    more = await loop.sock_recv(self._channel, 1 << 16)
-                    if not more:
+                    if self._channel is None:
                         raise PeerLost("the process closed its channel", where=self.name)
-                    self._buffer += more
-                    frame = take_frame(self._buffer)
-            return frame
-        except TimeoutError:
-            raise DeadlineExceeded(f"no frame in {deadline_s:g} s", where=self.name) from None
-        except OSError as error:
-            raise PeerLost(f"channel broken ({error})", where=self.name) from error
+                    self._arrived = loop.create_future()
+                    await self._arrived
+                    frame = self._taken()
+        if frame is None and (frame := self._taken()) is None:
+            raise DeadlineExceeded(f"no frame in {deadline_s:g} s", where=self.name)
+        return frame
+
+    def _taken(self) -> bytes | None:
+        try:
+            return take_frame(self._buffer)
         except ValueError as error:
             raise BadMessage(str(error), where=self.name) from error
 
-    def close_channel(self) -> None:
+    def _read(self) -> None:
+        assert self._channel is not None
+        try:
+            more = self._channel.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        self._buffer += more
+        if not more or len(self._buffer) > 2 * FRAME_LIMIT:
+            self.close()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    def close(self) -> None:
         if self._channel is not None:
+            if self._reading:
+                asyncio.get_running_loop().remove_reader(self._channel)
             self._channel.close()
             self._channel = None

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class SimulatedExit(BaseException):
-    """What `Host.exit` raises: it ends the task that is the process, past every `except Exception`."""
+    """What `Host.exit` raises: it ends the process's task, past every `except Exception`."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -94,6 +94,9 @@ class SimulatedChild:
             raise PeerLost("the process has ended", where=self.name)
         async with self._clock.timeout(deadline_s, f"a frame of {self.name}"):
             return await frames.get()
+
+    def close(self) -> None:
+        """Nothing to close: the channel is two queues."""
 
     def usage(self) -> Usage | None:
         return None if self._ended.is_set() else Usage(0.0, 0.0, "S")
@@ -167,7 +170,7 @@ class SimulatedHost:
         return _Ticks(self._clock, interval_s, fn, name)
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        """Runs at once, on the loop: it takes no virtual time, and the order of a run is its seed's."""
+        """Runs at once, on the loop: it takes no virtual time, and a seed gives one order."""
         return fn(*args)
 
     def open_append(self, path: Path) -> AppendFile:

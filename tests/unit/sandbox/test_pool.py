@@ -1,0 +1,309 @@
+"""Whatever a job's code does, its call has a typed outcome and the pool serves the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.api.sandbox import LoadJob
+from common.clock import SystemClock
+from common.errors import ToolFailed
+from common.host import SystemHost
+from common.process import start_time
+from services.sandbox.pool import Answer, Limits, Pool
+
+BEHAVIOURS = """
+    import os, re, sys, time, threading
+
+    LEAKED = []
+    FLAG = os.path.join(os.path.dirname(__file__), "flag")
+
+    def reward(row, turns):
+        return BEHAVIOURS[row["do"]](row)
+
+    def tool(value):
+        return BEHAVIOURS[value["do"]](value)
+
+    def good(row):
+        return row.get("value", 0.5)
+
+    def raises(row):
+        raise KeyError("answer")
+
+    def raises_oddly(row):
+        class Odd(Exception):
+            def __str__(self):
+                raise ValueError("no text")
+        raise Odd()
+
+    def spins(row):
+        while True:
+            pass
+
+    def spins_holding_the_gil(row):
+        re.match(r"(a+)+$", "a" * 60 + "b")
+
+    def sleeps(row):
+        time.sleep(600)
+
+    def prints(row):
+        print("\\x00\\xff garbage " * 1000)
+        print("and more", file=sys.stderr)
+        sys.stdout.buffer.write(bytes(range(256)))
+        return 1.0
+
+    def writes_to_descriptors(row):
+        for fd in range(0, 60):
+            try:
+                os.write(fd, b"\\xff" * 100)
+            except OSError:
+                pass
+        return 1.0
+
+    def closes_descriptors(row):
+        os.closerange(0, 250)
+        return 1.0
+
+    def returns(row):
+        return {
+            "nan": float("nan"), "inf": -float("inf"), "str": "1.0", "none": None, "huge": 10**400,
+            "complex": 1j, "list": [1.0],
+        }[row["what"]]
+
+    def odd_value(row):
+        loop = []
+        loop.append(loop)
+        return {
+            "object": object(), "int keys": {1: 2}, "big int": 2**70, "surrogate": "\\ud800",
+            "loop": loop, "set": {1}, "long": "x" * (2 << 20),
+        }[row["what"]]
+
+    def exits(row):
+        os._exit(0)
+
+    def exits_politely(row):
+        sys.exit("done")
+
+    def segfaults(row):
+        import ctypes
+        ctypes.string_at(0)
+
+    def forks(row):
+        if os.fork() == 0:
+            return 2.0
+        return 1.0
+
+    def leaks(row):
+        while True:
+            LEAKED.append(bytearray(1 << 20))
+
+    def leaks_a_little(row):
+        LEAKED.append(bytearray(60 << 20))
+        return 1.0
+
+    def exits_once(row):
+        if not os.path.exists(FLAG):
+            open(FLAG, "w").close()
+            os._exit(1)
+        return 0.75
+
+    def names_its_process(row):
+        return os.getpid()
+
+    def stops_itself_once(row):
+        if not os.path.exists(FLAG):
+            open(FLAG, "w").close()
+            os.kill(os.getpid(), 19)
+        return 0.75
+
+    def starts_a_daemon(row):
+        import subprocess
+        daemon = subprocess.Popen(["sleep", "600"])
+        open(FLAG, "w").write(str(daemon.pid))
+        time.sleep(600)
+
+    BEHAVIOURS = dict(globals())
+"""
+
+Make = Callable[..., Awaitable[Pool]]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    pools: list[Pool] = []
+    (tmp_path / "behaviours.py").write_text(textwrap.dedent(BEHAVIOURS))
+
+    async def build(
+        reward: str = "behaviours:reward", tool: str = "behaviours:tool", **limits: Any
+    ) -> Pool:
+        code = LoadJob(job="j", bundle_dir=str(tmp_path), tools={"t": tool}, reward=reward)
+        log = tmp_path / "sandbox.log"
+        pools.append(Pool(SystemHost(), SystemClock(), code, log, Limits(**limits)))
+        await pools[-1].start()
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        await pool.stop()
+
+
+def score(do: str, **row: Any) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
+    return {"do": do, **row}, [{"role": "model", "text": "4"}], 0.3
+
+
+GOOD = Answer("ok", 0.5, "")
+
+
+async def with_neighbours(pool: Pool, do: str, **row: Any) -> Answer:
+    """The outcome of one call in the middle of a batch that loses nothing else, nor does the next."""
+    good = score("good")
+    before, odd, *after = await pool.rewards([good, score(do, **row), good, good])
+    assert [before, *after] == [GOOD] * 3
+    assert await pool.rewards([good]) == [GOOD]
+    return odd
+
+
+@pytest.mark.parametrize(
+    ("do", "status", "error"),
+    [
+        ("raises", "raised", "KeyError: 'answer' (behaviours.py:"),
+        ("raises_oddly", "raised", "Odd"),
+        ("spins", "timeout", "reward took more than 0.3 s"),
+        ("spins_holding_the_gil", "timeout", "reward took more than 0.3 s"),
+        ("sleeps", "timeout", "reward took more than 0.3 s"),
+        ("prints", "ok", ""),
+        ("writes_to_descriptors", "ok", ""),
+        ("closes_descriptors", "crashed", "reward failed its process twice"),
+        ("exits", "crashed", "reward failed its process twice"),
+        ("exits_politely", "raised", "SystemExit: done"),
+        ("segfaults", "crashed", "reward failed its process twice"),
+        ("forks", "ok", ""),
+    ],
+)
+async def test_what_a_reward_does_is_an_outcome_of_its_own_call_only(
+    make: Make, do: str, status: str, error: str
+) -> None:
+    answer = await with_neighbours(await make(warm=1, most=1), do)
+    assert (answer.status, answer.error[: len(error)]) == (status, error)
+    assert (answer.value is None) == (status != "ok")
+
+
+@pytest.mark.parametrize("what", ["nan", "inf", "str", "none", "huge", "complex", "list"])
+async def test_a_reward_that_is_no_finite_number_is_a_bad_value(make: Make, what: str) -> None:
+    answer = await with_neighbours(await make(warm=1, most=1), "returns", what=what)
+    assert answer.status == "bad_value" and answer.value is None
+    assert answer.error.startswith("reward returned ") and "finite number" in answer.error
+
+
+@pytest.mark.parametrize(
+    "what", ["object", "int keys", "big int", "surrogate", "loop", "set", "long"]
+)
+async def test_a_tool_that_returns_what_no_wire_carries_is_a_bad_value(
+    make: Make, what: str
+) -> None:
+    pool = await make(warm=1, most=1)
+    odd, good = await pool.tools(
+        [("t", {"do": "odd_value", "what": what}, 5.0), ("t", {"do": "good", "value": "4"}, 5.0)]
+    )
+    assert odd.status == "bad_value" and odd.error.startswith("t returned ")
+    assert good == Answer("ok", "4", "")
+
+
+async def test_an_integer_reward_and_a_bool_are_floats(make: Make) -> None:
+    pool = await make(warm=1)
+    answers = await pool.rewards([score("good", value=1), score("good", value=True)])
+    assert [answer.value for answer in answers] == [1.0, 1.0]
+    assert all(type(answer.value) is float for answer in answers)
+
+
+async def test_a_tool_that_eats_all_memory_crashes_and_its_process_is_replaced(make: Make) -> None:
+    pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
+    eats, good = ("t", {"do": "leaks"}, 10.0), ("t", {"do": "good"}, 10.0)
+    assert [a.status for a in await pool.tools([good, eats, good])] == ["ok", "crashed", "ok"]
+    assert pool.replaced == 2
+
+
+async def test_a_leak_of_earlier_calls_does_not_fail_the_one_that_meets_the_limit(
+    make: Make,
+) -> None:
+    pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
+    answers = await pool.tools([("t", {"do": "leaks_a_little"}, 10.0)] * 12)
+    assert [answer.status for answer in answers] == ["ok"] * 12
+    assert pool.replaced >= 2
+
+
+@pytest.mark.parametrize("do", ["exits_once", "stops_itself_once"])
+async def test_a_call_whose_process_was_ended_from_outside_is_run_again(
+    make: Make, do: str
+) -> None:
+    pool = await make(warm=1, most=1)
+    assert await with_neighbours(pool, do) == Answer("ok", 0.75, "")
+    assert pool.replaced == 1
+
+
+async def test_killing_idle_workers_loses_nothing(make: Make) -> None:
+    pool = await make(warm=2, most=2)
+    for _ in range(3):
+        pids = {a.value for a in await pool.tools([("t", {"do": "names_its_process"}, 5.0)] * 8)}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert await pool.rewards([score("good")] * 8) == [GOOD] * 8
+
+
+async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: Path) -> None:
+    pool = await make(warm=1, most=1)
+    assert (await pool.rewards([score("starts_a_daemon")]))[0].status == "timeout"
+    daemon = int((tmp_path / "flag").read_text())
+    for _ in range(200):
+        if not start_time(daemon):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the daemon runs on")
+
+
+async def test_long_calls_run_beside_each_other_as_the_pool_grows(make: Make) -> None:
+    pool = await make(warm=1, most=4)
+    slow = score("sleeps")
+    first = asyncio.create_task(pool.rewards([slow]))
+    await asyncio.sleep(0.1)
+    assert await pool.rewards([score("good")] * 3) == [GOOD] * 3
+    assert not first.done() and pool.size == 2
+    assert (await first)[0].status == "timeout"
+
+
+async def test_a_caller_that_leaves_takes_its_waiting_calls_along(make: Make) -> None:
+    pool = await make(warm=1, most=1)
+    gone = asyncio.create_task(pool.rewards([score("sleeps")] * 5))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    assert await pool.rewards([score("good")]) == [GOOD]
+    assert pool.replaced == 1
+
+
+async def test_an_unknown_tool_says_which_there_are(make: Make) -> None:
+    pool = await make()
+    answer = (await pool.tools([("u", 1, 1.0)]))[0]
+    assert answer.status == "raised"
+    assert answer.error == "job j has no tool:u; it has reward, tool:t"
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        ("behaviours:missing", "AttributeError: module 'behaviours' has no attribute 'missing'"),
+        ("nowhere:f", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("behaviours:FLAG", "is a str, not a function"),
+    ],
+)
+async def test_code_that_does_not_load_fails_with_its_reason(
+    make: Make, use: str, says: str
+) -> None:
+    with pytest.raises(ToolFailed, match=says):
+        await make(reward=use)
