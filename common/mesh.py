@@ -1,0 +1,434 @@
+"""A process's place in the mesh: its name, whom it can ask, and who asks it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import uvloop
+
+from common.actor import Actor, bind
+from common.calling import Caller, Outstanding, Route
+from common.clock import Clock, SystemClock
+from common.errors import (
+    BadMessage,
+    MeshError,
+    PeerLost,
+    StaleIncarnation,
+    StateUnavailable,
+)
+from common.host import Host, SystemHost, own_start_time
+from common.interface import Call, Cast, Stream
+from common.lease import Lease
+from common.random import Random
+from common.serving import Server
+from common.settings import MeshSettings
+from common.state import registry
+from common.state.client import State
+from common.sweep import Sweep
+from common.telemetry import Telemetry, log_to_stderr
+from common.tracing import Tracer, scope
+from common.transport.base import Peer, Transport
+from common.transport.zmq import ZmqTransport
+from common.waits import WaitTable
+from common.watchdog import TICK_S, Watchdog, usage
+from common.wire import Frame, decode, encode, unpack_header
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+FIRST_RETRY_S = 0.02
+LONGEST_RETRY_S = 0.5
+STOP_S = 2.0  # for what runs when a process leaves
+IDLE_CONNECTION_S = 120.0
+
+__all__ = ["Mesh", "MeshSettings", "Ref", "run"]
+
+
+class Mesh:
+    """One per process (a simulation holds many). `token` is the fencing token of the process's
+    registry lease.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        kind: str,
+        state: State,
+        transport: Transport,
+        clock: Clock,
+        random: Random,
+        host: Host,
+        ttl_s: float = 6.0,
+        renew_s: float = 1.5,
+        stall_s: float = 30.0,
+        settings: MeshSettings | None = None,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        self.name, self.kind = name, kind
+        self.state, self.transport, self.clock, self.random, self.host = (
+            state,
+            transport,
+            clock,
+            random,
+            host,
+        )
+        self.settings = settings or MeshSettings(redis_url=state.url, run_root="", host="")
+        self.incarnation = random.token(8)
+        self.ready: bool | None = None  # published with the stats once it is set
+        self.telemetry = Telemetry(name)
+        self.waits = WaitTable(clock)
+        self._watchdog = Watchdog(clock, stall_s)
+        self._sweep = Sweep(clock.monotonic)
+        self._caller = Caller(
+            clock,
+            transport,
+            self.incarnation,
+            Tracer(random.child("trace")),
+            self.telemetry,
+            self._sweep,
+        )
+        self._server = Server(name, clock, transport, self.incarnation, self.telemetry, self._sweep)
+        self._lease = Lease(
+            state,
+            host,
+            clock,
+            self._watchdog,
+            self.telemetry,
+            ttl_s=ttl_s,
+            renew_s=renew_s,
+            snapshot=self._snapshot,
+            on_lost=on_lost,
+        )
+        self._stats: Callable[[], dict[str, Any]] = dict
+        self._routes: dict[str, Route] = {}
+        self._lookups: dict[str, asyncio.Task[registry.Entry | None]] = {}
+        self._refs: dict[str, Ref] = {}
+        self._actor: Actor | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._housekeeping: asyncio.Task[None] | None = None
+        self._owns_state = False
+
+    @classmethod
+    async def open(cls, name: str, kind: str, settings: MeshSettings) -> Mesh:
+        """The mesh of a real process: sockets, Redis, the machine's clock, threads."""
+        log_to_stderr(name)
+        state = await State.open(settings.redis_url)
+        mesh = cls(
+            name=name,
+            kind=kind,
+            state=state,
+            transport=ZmqTransport(settings.bind, settings.advertise),
+            clock=SystemClock(),
+            random=Random.system(),
+            host=SystemHost(),
+            stall_s=settings.stall_s,
+            settings=settings,
+        )
+        mesh._owns_state = True
+        return mesh
+
+    @property
+    def token(self) -> int:
+        return self._lease.token
+
+    # ------------------------------------------------------------ joining and leaving
+
+    def start(self) -> None:
+        """Opens the mesh for asking, without a name of its own. `join` does it too."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._sweep.start()
+            self._server.start()
+            self.transport.start(self._deliver, self._lost, self._server.gone)
+            self._housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
+
+    async def join(
+        self,
+        actor: Actor | None,
+        *,
+        stats: Callable[[], dict[str, Any]] = dict,
+        bulk_address: str = "",
+    ) -> None:
+        """Takes the name, starts the actor, then lets requests in: those that came meanwhile wait.
+
+        Waits out a predecessor's lease; Refused if another incarnation keeps the name. `stats` runs
+        on the loop.
+        """
+        methods = bind(actor) if actor is not None else {}
+        self._stats = stats
+        self.start()
+        entry = registry.Entry(
+            name=self.name,
+            kind=self.kind,
+            address=self.transport.address,
+            bulk=bulk_address,
+            host=self.settings.host,
+            pid=os.getpid(),
+            start_time=own_start_time(),
+            incarnation=self.incarnation,
+            run_root=self.settings.run_root,
+        )
+        await self._lease.take(entry)
+        self._actor = actor
+        try:
+            if actor is not None:
+                await actor.start()
+        except BaseException:
+            await self.leave()
+            raise
+        self._server.offer(methods)
+
+    async def leave(self) -> None:
+        """Ends what runs, stops the actor, gives the name back, then closes the connections."""
+        await self._server.stop(STOP_S)
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            await actor.stop()
+        await self._lease.give_back()
+        for task in [self._housekeeping, *self._lookups.values()]:
+            if task is not None:
+                task.cancel()
+        self._caller.stop()
+        self._sweep.stop()
+        await self.transport.close()
+        if self._owns_state:
+            await self.state.close()
+
+    async def publish(self) -> None:
+        """Publishes stats and waits now instead of with the next renewal."""
+        await self._lease.publish()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Within this block the loop may stand still for 300 s: large files are read, code is
+        compiled.
+        """
+        return self._watchdog.loading()
+
+    def wait(self, what: str, on: str) -> AbstractContextManager[None]:
+        """Records that this process waits for `on`: an actor, "redis", "group:12". Published with
+        every renewal.
+        """
+        return self.waits.wait(what, on)
+
+    def ref(self, name: str) -> Ref:
+        ref = self._refs.get(name)
+        if ref is None:
+            ref = self._refs[name] = Ref(self, name)
+        return ref
+
+    # ------------------------------------------------------------ what arrives
+
+    def _deliver(self, peer: Peer, frames: list[Frame]) -> None:
+        try:
+            header = unpack_header(frames[0])
+            if len(frames) < 2:
+                raise BadMessage("a header without a body")
+        except BadMessage:
+            self.telemetry.count("bad_frames")
+            return
+        if peer:
+            self._server.accept(peer, header, frames)
+        else:
+            self._caller.accept(header, frames)
+
+    def _lost(self, address: str, reached: bool) -> None:
+        for name in [n for n, route in self._routes.items() if route.address == address]:
+            del self._routes[name]
+        self._caller.lost(address, reached)
+
+    # ------------------------------------------------------------ finding others
+
+    def _forget(self, route: Route) -> None:
+        if self._routes.get(route.actor) is route:
+            del self._routes[route.actor]
+
+    async def _find(self, name: str, deadline: float) -> Route:
+        """Where `name` is now; PeerLost when no process holds that name until the deadline."""
+        pause = FIRST_RETRY_S
+        with self.waits.wait("to find it", name):
+            while True:
+                entry, trouble = None, None
+                try:
+                    entry = await self._look_up(name, deadline)
+                except StateUnavailable as error:
+                    trouble = error
+                if entry is not None and entry.alive:
+                    route = Route(name, entry.address, entry.incarnation)
+                    return self._routes.setdefault(name, route)
+                if self.clock.monotonic() + pause >= deadline:
+                    raise trouble or _not_there(name, entry)
+                await self.clock.sleep(pause)
+                pause = min(2 * pause, LONGEST_RETRY_S)
+
+    async def _look_up(self, name: str, deadline: float) -> registry.Entry | None:
+        """One look into the registry, shared by all who ask at the same time."""
+        task = self._lookups.get(name)
+        if task is None:
+            task = asyncio.create_task(registry.lookup(self.state, name), name=f"look up {name}")
+            self._lookups[name] = task
+            task.add_done_callback(lambda _: self._lookups.pop(name, None))
+        async with self.clock.timeout(
+            max(deadline - self.clock.monotonic(), 0.001), f"finding {name}"
+        ):
+            return await asyncio.shield(task)
+
+    # ------------------------------------------------------------ bookkeeping
+
+    def _snapshot(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        stats = {
+            "loop_lag_ms": round(self._watchdog.lag_s * 1000, 1),
+            **usage(),
+            **self.telemetry.snapshot(),
+            **self._stats(),
+        }
+        if self.ready is not None:
+            stats["ready"] = self.ready
+        return stats, self.waits.published(self._caller.waits())
+
+    async def _keep_house(self) -> None:
+        while True:
+            await self.clock.sleep(IDLE_CONNECTION_S / 4)
+            self._caller.forget_idle(self.clock.monotonic() - IDLE_CONNECTION_S)
+
+
+class Ref:
+    """An actor by its name, wherever it runs at the moment."""
+
+    __slots__ = ("_mesh", "name")
+
+    def __init__(self, mesh: Mesh, name: str) -> None:
+        self._mesh = mesh
+        self.name = name
+
+    async def call(self, method: Call[Q, R], request: Q, *, deadline_s: float | None = None) -> R:
+        """The reply, or the error that the actor raised.
+
+        Within the deadline (the method's own, and that of the call being served) it waits for a
+        free credit, looks for an actor that is starting again, and repeats what surely did not run;
+        what may have run is repeated only if `idempotent`.
+        """
+        mesh = self._mesh
+        mesh.start()
+        now = mesh.clock.monotonic()
+        deadline = now + (method.deadline_s if deadline_s is None else deadline_s)
+        serving = scope.get()
+        if serving is not None and not serving.over and serving.deadline < deadline:
+            deadline = serving.deadline
+        body, buffers = encode(request)
+        pause = FIRST_RETRY_S
+        while True:
+            route = mesh._routes.get(self.name) or await mesh._find(self.name, deadline)
+            row = mesh._caller.ask(route, method, body, buffers, now, deadline)
+            try:
+                frames: Sequence[Frame] = await row.future
+            except asyncio.CancelledError:
+                mesh._caller.cancel(row)
+                raise
+            except (PeerLost, StaleIncarnation) as error:
+                if not _may_repeat(row, method) or mesh.clock.monotonic() + pause >= deadline:
+                    raise
+                mesh._forget(route)
+                mesh.telemetry.count(f"repeated_{error.code}")
+            else:
+                return decode(method.reply, frames[1], frames[2:])
+            await mesh.clock.sleep(pause)
+            pause = min(2 * pause, LONGEST_RETRY_S)
+            now = mesh.clock.monotonic()
+
+    async def stream(self, method: Stream[Q, R], request: Q) -> AsyncGenerator[R, None]:
+        """The replies as they come; closing the iterator cancels across the wire; PeerLost when the
+        peer ends early.
+        """
+        mesh = self._mesh
+        mesh.start()
+        body, buffers = encode(request)
+        deadline = mesh.clock.monotonic() + method.idle_s
+        pause = FIRST_RETRY_S
+        while True:
+            route = mesh._routes.get(self.name) or await mesh._find(self.name, deadline)
+            incoming = mesh._caller.open(route, method, body, buffers)
+            try:
+                async for item in incoming:
+                    yield item
+                return
+            except (PeerLost, StaleIncarnation):
+                if incoming.ran or mesh.clock.monotonic() + pause >= deadline:
+                    raise
+                mesh._forget(route)
+            finally:
+                incoming.close()
+            await mesh.clock.sleep(pause)
+            pause = min(2 * pause, LONGEST_RETRY_S)
+
+    async def cast(self, method: Cast[Q], request: Q) -> None:
+        """Sends it if the actor is there; if not, it is dropped and counted."""
+        mesh = self._mesh
+        mesh.start()
+        body, buffers = encode(request)
+        try:
+            route = mesh._routes.get(self.name) or await mesh._find(
+                self.name, mesh.clock.monotonic() + TICK_S
+            )
+            mesh._caller.cast(route, method, body, buffers)
+        except MeshError as error:
+            mesh.telemetry.count(f"casts_dropped_{error.code}")
+
+
+def _may_repeat(row: Outstanding, method: Call[Any, Any]) -> bool:
+    if (
+        row.answered
+    ):  # the actor's own trouble with a third process; or the runtime's answer that nothing ran
+        return not row.ran
+    return method.idempotent or not row.ran
+
+
+def _not_there(name: str, entry: registry.Entry | None) -> PeerLost:
+    if entry is None:
+        return PeerLost(
+            f"no process holds the name {name}", where="registry", fix="See `meshrl status`"
+        )
+    who = f"incarnation {entry.incarnation}, pid {entry.pid} on {entry.host}"
+    return PeerLost(
+        f"{name} has lost its lease ({who})",
+        where="registry",
+        fix="See `meshrl logs` for why it ended",
+    )
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs a service on uvloop. SIGTERM and SIGINT cancel `main`, which then cleans up; a second
+    one ends at once.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:  # each peer takes a few descriptors
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536), hard))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_until_signal(main))
+
+
+async def _until_signal(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(main(), name="main")
+    signalled = False
+
+    def stop() -> None:
+        nonlocal signalled
+        signalled = True
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not signalled:
+            raise

@@ -1,0 +1,56 @@
+"""What a process must know to take part in a mesh: a file, written by whoever starts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.errors import ConfigError
+
+SETTINGS_ENV = "MESHRL_SETTINGS"
+
+
+def this_host() -> str:
+    """Names this boot of this machine (or container): where shared memory and local files are in
+    reach.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    except OSError:
+        boot = "unknown"
+    return f"{socket.gethostname()}-{boot}"
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    redis_url: str
+    run_root: str
+    bind: str = "tcp://127.0.0.1:*"
+    advertise: str = ""
+    stall_s: float = 30.0
+    host: str = field(default_factory=this_host)
+    nice: int = 0  # for the role processes that this process starts
+
+    @classmethod
+    def from_env(cls) -> MeshSettings:
+        """The settings in the file that $MESHRL_SETTINGS names; ConfigError if there is none or a
+        key is unknown.
+        """
+        path = os.environ.get(SETTINGS_ENV, "")
+        if not path:
+            raise ConfigError(
+                f"${SETTINGS_ENV} is not set",
+                fix="Start services through `meshrl up` or `meshrl run`",
+            )
+        try:
+            fields = json.loads(Path(path).read_text())
+            return cls(**fields)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"unusable settings: {error}", where=path) from None
+
+    def to_file(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1))

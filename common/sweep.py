@@ -1,0 +1,51 @@
+"""One timer for all deadlines of a process: set to the soonest, it looks at every row when it
+fires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+NEVER = float("inf")
+RESOLUTION_S = 0.01  # deadlines closer together than this share one sweep
+
+
+class Sweep:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._at = NEVER
+        self._timer: asyncio.TimerHandle | None = None
+        self._expire: list[Callable[[float], float]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def add(self, expire: Callable[[float], float]) -> None:
+        """`expire(now)` ends what is due and returns the soonest deadline that remains."""
+        self._expire.append(expire)
+
+    def by(self, deadline: float) -> None:
+        """Makes sure that a sweep runs at `deadline`."""
+        if deadline < self._at:
+            self._set(deadline)
+
+    def _set(self, deadline: float) -> None:
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._at = deadline
+        delay = max(deadline - self._now(), 0.0) + RESOLUTION_S
+        self._timer = self._loop.call_later(delay, self._run)
+
+    def _run(self) -> None:
+        self._timer, self._at = None, NEVER
+        now = self._now()
+        soonest = min(expire(now) for expire in self._expire)
+        if soonest < NEVER:
+            self.by(soonest)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

@@ -1,0 +1,51 @@
+"""What a request carries with it besides its message: its trace, and the deadline of the call that
+it serves.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from common.random import Random
+
+PREFIX = 36  # of a W3C traceparent: version, trace id and their dashes
+LENGTH = 55
+
+_trace: ContextVar[str] = ContextVar("trace", default="")
+
+
+class Scope:
+    """The call that the running code serves. It bounds what it asks of others; when it is over, it
+    bounds nothing.
+    """
+
+    __slots__ = ("deadline", "over")
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.over = False
+
+
+scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
+
+
+def adopt(traceparent: str) -> None:
+    """What runs from here belongs to the trace of `traceparent`; anything malformed starts none."""
+    _trace.set(traceparent[:PREFIX] if len(traceparent) == LENGTH else "")
+
+
+def trace_id() -> str:
+    """32 hex digits, or empty outside any trace."""
+    return _trace.get()[3:35]
+
+
+class Tracer:
+    """Writes the traceparent of each call; a call outside any trace starts one."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._process = random.token(4)  # the upper half of our span ids; the call id is the lower
+
+    def traceparent(self, call_id: int) -> str:
+        prefix = _trace.get() or f"00-{self._random.token(16)}-"
+        return f"{prefix}{self._process}{call_id & 0xFFFFFFFF:08x}-01"

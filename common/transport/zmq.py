@@ -1,0 +1,288 @@
+"""The production transport: one ROUTER that all bind to, a DEALER per peer, pumped by hand on the
+event loop.
+
+ZeroMQ's file descriptor is edge triggered: after every send a drain is scheduled, or calls stall. A
+mandatory ROUTER says EAGAIN for a peer at its high-water mark; what it refuses is parked per peer,
+in order, and retried on every drain and on a timer. A DEALER's monitor tells within milliseconds
+that its peer's process has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from common.errors import ConfigError, Overloaded
+from common.transport.base import Deliver, Frames, Gone, Lost, Peer
+from common.wire import DEFAULT_LIMITS, Frame, Limits
+
+DRAIN_MESSAGES = 256  # a turn of the loop stays under ~5 ms
+RETRY_S = 0.005
+COPY_BYTES = 65_536  # below this a copy is cheaper than a reference counted across threads
+LINGER_MS = 300  # last replies on the way out
+MAX_SOCKETS = 16_384  # libzmq's own limit is 1,023
+_NOW = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_ENDED = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class _Pump:
+    """One socket on the loop: reads what there is, writes what fits, parks the rest."""
+
+    def __init__(self, socket: zmq.Socket[bytes], routes: bool, park_messages: int) -> None:
+        self.socket = socket
+        # zmq.Socket's own send and recv are wrappers in Python; the compiled ones beneath take half
+        # the time
+        raw: Any = super(zmq.Socket, socket)
+        self._send = raw.send
+        self._recv = raw.recv
+        self._routes = routes
+        self._park_messages = park_messages
+        self._parked: dict[Peer, deque[Frames]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._scheduled = False
+        self._retry: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, deliver: Deliver, gone: Gone) -> None:
+        self._loop, self._deliver, self._gone = loop, deliver, gone
+        loop.add_reader(self.socket.fileno(), self.drain)
+        self._schedule()
+
+    def send(self, peer: Peer, frames: Frames) -> None:
+        if self._parked and peer in self._parked:
+            self._park(peer, frames)
+            return
+        try:
+            self._write(peer, frames)
+        except zmq.Again:
+            self._park(peer, frames)
+        except zmq.ZMQError as error:
+            self._unreachable(peer, error)
+        if not self._scheduled:
+            self._schedule()
+
+    def _write(self, peer: Peer, frames: Frames) -> None:
+        send = self._send
+        if self._routes:
+            send(peer, _MORE)
+        last = len(frames) - 1
+        for place, frame in enumerate(frames):
+            send(frame, _MORE if place < last else _NOW, len(frame) < COPY_BYTES)
+
+    def _park(self, peer: Peer, frames: Frames) -> None:
+        queue = self._parked.setdefault(peer, deque())
+        if len(queue) >= self._park_messages:
+            raise Overloaded(f"{len(queue)} messages are parked for one peer")
+        queue.append(frames)
+        if self._retry is None and self._loop is not None:
+            self._retry = self._loop.call_later(RETRY_S, self._flush)
+
+    def _flush(self) -> None:
+        self._retry = None
+        for peer, queue in list(self._parked.items()):
+            try:
+                while queue:
+                    self._write(peer, queue[0])
+                    queue.popleft()
+                del self._parked[peer]
+            except zmq.Again:
+                continue
+            except zmq.ZMQError as error:
+                self._unreachable(peer, error)
+        if self._parked and self._loop is not None:
+            self._retry = self._loop.call_later(RETRY_S, self._flush)
+        if not self._scheduled:
+            self._schedule()
+
+    def _unreachable(self, peer: Peer, error: zmq.ZMQError) -> None:
+        if error.errno != zmq.EHOSTUNREACH or self._loop is None:
+            raise error
+        self._parked.pop(peer, None)
+        self._loop.call_soon(self._gone, peer)
+
+    def _schedule(self) -> None:
+        if self._loop is not None:
+            self._scheduled = True
+            self._loop.call_soon(self.drain)
+
+    def drain(self) -> bool:
+        """Delivers what has arrived; whether there may be more, for which another turn is
+        scheduled.
+        """
+        self._scheduled = False
+        if self.socket.closed:
+            return False
+        recv, deliver, routes = self._recv, self._deliver, self._routes
+        again = True  # also when `deliver` raises: the descriptor will not fire for what is left
+        try:
+            for _ in range(DRAIN_MESSAGES):
+                peer = recv(_NOW) if routes else b""
+                frames: list[Frame] = []
+                while True:
+                    frame = recv(_NOW, False)
+                    frames.append(frame.bytes if len(frame) < COPY_BYTES else frame.buffer)
+                    if not frame.more:
+                        break
+                deliver(peer, frames)
+                if self.socket.closed:
+                    break
+        except zmq.Again:
+            again = False
+        finally:
+            if again and not self._scheduled and not self.socket.closed:
+                self._schedule()
+        if self._parked and not self.socket.closed:
+            if self._retry is not None:
+                self._retry.cancel()
+            self._flush()
+        return again
+
+    def close(self, linger_ms: int) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        if self.socket.closed:
+            return
+        if self._loop is not None:
+            self._loop.remove_reader(self.socket.fileno())
+        self.socket.close(linger_ms)
+
+
+class _Link:
+    """Our DEALER to one peer, and the monitor that sees the connection end."""
+
+    def __init__(
+        self, pump: _Pump, loop: asyncio.AbstractEventLoop, ended: Callable[[bool], None]
+    ) -> None:
+        self.pump = pump
+        self._loop = loop
+        self._ended = ended
+        self._reached = False
+        self._monitor = pump.socket.get_monitor_socket(_ENDED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        loop.add_reader(self._monitor.fileno(), self._look)
+        loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        while not self._monitor.closed:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._reached = True
+                continue
+            while self.pump.drain():  # the peer may have answered before it ended
+                pass
+            self._ended(self._reached)
+
+    def close(self, linger_ms: int) -> None:
+        if not self._monitor.closed:
+            self._loop.remove_reader(self._monitor.fileno())
+            self.pump.socket.disable_monitor()
+            self._monitor.close(0)
+        self.pump.close(linger_ms)
+
+
+class ZmqTransport:
+    """Listens as soon as it is made (so that `address` is known), reads once it is started.
+
+    `bind` is a ZeroMQ endpoint; `*` as its port takes any free one. `advertise` is the host (or
+    whole endpoint) under which others reach it, when that differs.
+    """
+
+    def __init__(
+        self,
+        bind: str = "tcp://127.0.0.1:*",
+        advertise: str = "",
+        *,
+        hwm: int = 1000,
+        park_messages: int = 10_000,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._hwm, self._park_messages, self._limits = hwm, park_messages, limits
+        self._router = self._pump(zmq.ROUTER)
+        self._router.socket.set(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._router.socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise ConfigError(
+                f"cannot listen on {bind}: {error}", fix="Choose another bind"
+            ) from None
+        bound = self._router.socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        self.address = _advertised(bound.decode(), advertise)
+        self._links: dict[str, _Link] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _pump(self, kind: int) -> _Pump:
+        socket = self._context.socket(kind)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, self._hwm)
+        socket.set(zmq.RCVHWM, self._hwm)
+        socket.set(zmq.MAXMSGSIZE, self._limits.buffer_bytes)
+        socket.set(zmq.CONNECT_TIMEOUT, 5_000)
+        socket.set(zmq.HEARTBEAT_IVL, 3_000)  # finds hosts that vanish without closing
+        socket.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
+        return _Pump(socket, kind == zmq.ROUTER, self._park_messages)
+
+    def start(self, deliver: Deliver, lost: Lost, gone: Gone) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deliver, self._lost, self._gone = deliver, lost, gone
+        self._router.start(self._loop, deliver, gone)
+
+    def send(self, address: str, frames: Frames) -> None:
+        link = self._links.get(address)
+        if link is None:
+            link = self._connect(address)
+        link.pump.send(b"", frames)
+
+    def reply(self, peer: Peer, frames: Frames) -> None:
+        self._router.send(peer, frames)
+
+    def _connect(self, address: str) -> _Link:
+        assert self._loop is not None, "start() comes before send()"
+        pump = self._pump(zmq.DEALER)
+
+        def ended(reached: bool) -> None:
+            if self._links.get(address) is link:
+                self.forget(address)
+                self._lost(address, reached)
+
+        link = self._links[address] = _Link(pump, self._loop, ended)
+        pump.start(self._loop, self._deliver, self._gone)
+        pump.socket.connect(address)
+        return link
+
+    def forget(self, address: str) -> None:
+        link = self._links.pop(address, None)
+        if link is not None:
+            link.close(0)
+
+    async def close(self) -> None:
+        for link in list(self._links.values()):
+            link.close(LINGER_MS)
+        self._links.clear()
+        self._router.close(LINGER_MS)
+        await asyncio.to_thread(self._context.term)  # returns within the linger
+
+
+def _advertised(bound: str, advertise: str) -> str:
+    if not advertise:
+        return bound
+    if "://" in advertise and not advertise.endswith("*"):
+        return advertise
+    host = advertise.removeprefix("tcp://").removesuffix(":*")
+    return f"tcp://{host}:{bound.rsplit(':', 1)[1]}"

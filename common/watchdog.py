@@ -1,0 +1,82 @@
+"""Watches the event loop: its lag is a metric, and a process whose loop stands still must not look
+alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.clock import Clock
+
+TICK_S = 0.5
+LOADING_S = 300.0  # reading a large model may hold the loop this long
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Watchdog:
+    """Ticks on the loop; `stalled()` is asked from the renewal thread."""
+
+    def __init__(self, clock: Clock, stall_s: float) -> None:
+        self._clock = clock
+        self._stall_s = stall_s
+        self._loading = 0
+        self._ticked = clock.monotonic()
+        self.lag_s = 0.0
+
+    async def next_tick(self) -> None:
+        """Sleeps one interval and notes by how much the loop was late."""
+        due = self._clock.monotonic() + TICK_S
+        await self._clock.sleep(TICK_S)
+        now = self._clock.monotonic()
+        self.lag_s = max(now - due, 0.0)
+        self._ticked = now
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within this block the loop may stand still for 300 s."""
+        self._loading += 1
+        try:
+            yield
+        finally:
+            self._ticked = self._clock.monotonic()
+            self._loading -= 1
+
+    def stalled(self) -> str:
+        """Why this process must count as hung; empty while its loop runs."""
+        silent_s = self._clock.monotonic() - self._ticked
+        allowed_s = max(self._stall_s, LOADING_S) if self._loading else self._stall_s
+        if silent_s <= allowed_s:
+            return ""
+        return f"the event loop has not run for {silent_s:.1f} s; {allowed_s:g} are allowed"
+
+
+def usage() -> dict[str, float]:
+    """Resident memory, and CPU seconds of this process (all threads) and of the children it has
+    reaped.
+    """
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    times = os.times()
+    return {
+        "rss_mb": round(pages * _PAGE / 1e6, 1),
+        "cpu_s": round(time.process_time(), 3),
+        "cpu_children_s": round(times.children_user + times.children_system, 3),
+    }
+
+
+def dump_stacks(why: str, loop: asyncio.AbstractEventLoop | None) -> None:
+    """Every thread's stack and every task's place, on the real stderr."""
+    err = sys.__stderr__
+    if err is None:
+        return
+    print(f"{why}; all stacks follow", file=err, flush=True)
+    faulthandler.dump_traceback(file=err, all_threads=True)
+    for task in asyncio.all_tasks(loop) if loop is not None else ():
+        task.print_stack(limit=4, file=err)
+    err.flush()
