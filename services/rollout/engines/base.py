@@ -1,0 +1,139 @@
+"""What every engine offers, whatever it computes with: requests in, tokens out, weights swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import Refused
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes, as on the wire
+NO_SESSION = -1  # any negative session: nothing is kept after the request
+
+Ints = NDArray[np.integer]
+Floats = NDArray[np.floating]
+
+
+@dataclass(slots=True)
+class Request:
+    """Generate after `tokens` until a stop id (which is included), `max_new` tokens or a full slot.
+
+    What is sampled depends on the weights, `tokens`, `seed` and positions only: the same request
+    resubmitted with its first results appended to `tokens` goes on as it would have.
+    """
+
+    id: int
+    tokens: NDArray[np.int32]
+    max_new: int
+    temperature: float  # 0: greedy, with the log-probabilities of temperature 1
+    stop_ids: tuple[int, ...]
+    seed: int
+    session: int  # requests of one session follow each other; the next finds what this one computed
+
+
+@dataclass(slots=True)
+class Flush:
+    """New tokens of n requests, in order of `ids`: request i owns the next `counts[i]` entries."""
+
+    ids: NDArray[np.int64]
+    counts: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]  # of the distribution that was sampled from
+    versions: NDArray[np.int32]  # of the weights that sampled each token
+    finish: NDArray[np.int8]
+
+
+@dataclass(slots=True)
+class Piece:
+    """One request's share of a flush."""
+
+    id: int
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+    finish: int = RUNNING
+
+
+class Engine(Protocol):
+    """Driven by one thread: `step` until it returns False, `drain` when it suits."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def tokens_generated(self) -> int: ...
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in steps that computed something."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether a request has ended since the last drain."""
+
+    @property
+    def due_s(self) -> float:
+        """Seconds that may pass before the next step brings anything; 0: step at once."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Takes all or none (Refused, naming the request). An id that is in work is left alone."""
+
+    def abort(self, ids: Iterable[int]) -> None:
+        """Ends these with ABORTED; what they had generated is still flushed."""
+
+    def release(self, sessions: Iterable[int]) -> None:
+        """Nothing more will come of these sessions: their slots are free."""
+
+    def step(self) -> bool:
+        """One token more for what runs; False when paused or without work."""
+
+    def drain(self) -> Flush | None:
+        """What has come since the last drain, each token once."""
+
+    def swap(self, state: Mapping[str, Tensor], version: int) -> None:
+        """New weights from the next step on."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def score(self, tokens: Ints) -> NDArray[np.float32]:
+        """Log-probability, at temperature 1, of each token after the first: length n - 1."""
+
+
+def flush_of(pieces: Sequence[Piece]) -> Flush | None:
+    if not pieces:
+        return None
+    return Flush(
+        ids=np.array([p.id for p in pieces], np.int64),
+        counts=np.array([len(p.tokens) for p in pieces], np.int32),
+        tokens=np.concatenate([p.tokens for p in pieces], dtype=np.int32, casting="same_kind"),
+        logprobs=np.concatenate([p.logprobs for p in pieces], dtype=np.float32),
+        versions=np.concatenate([p.versions for p in pieces], dtype=np.int32, casting="same_kind"),
+        finish=np.array([p.finish for p in pieces], np.int8),
+    )
+
+
+def check(request: Request, vocab_size: int) -> None:
+    """Refused, with the reason, when no engine could serve this."""
+    tokens = request.tokens
+    reason = ""
+    if tokens.ndim != 1 or len(tokens) == 0:
+        reason = f"it needs at least one token in one dimension, not shape {tokens.shape}"
+    elif int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        reason = f"its tokens are not all in [0, {vocab_size})"
+    elif not request.temperature >= 0:
+        reason = f"temperature {request.temperature} is not a number >= 0"
+    if reason:
+        raise Refused(
+            f"request {request.id} cannot be served: {reason}",
+            where="engine",
+            fix="check the tokenizer against the model's vocabulary, and the sampling settings",
+        )

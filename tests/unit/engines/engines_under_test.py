@@ -1,0 +1,145 @@
+"""Small engines, a clock that stands until told, and a reader that adds up what engines flush."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from common.clock import loop_timeout
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from services.rollout.engines.base import Engine, Flush, Request
+from services.rollout.engines.simulated import SimulatedEngine
+from services.rollout.engines.torch_engine import TorchEngine
+
+VOCAB = 40
+TINY = ModelConfig(
+    architecture="qwen3",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    qk_norm=True,
+    max_positions=512,
+)
+
+
+class StandingClock:
+    """Time passes only when `pass_` says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def pass_(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wall(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.pass_(seconds)
+        await asyncio.sleep(0)
+
+    def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
+        return loop_timeout(seconds, what)
+
+
+def decoder(seed: int = 0) -> Decoder:
+    """Random weights, sharp enough that tokens differ in probability."""
+    model = Decoder(TINY)
+    model.initialise(torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        model.unembedding.mul_(2)
+    return model
+
+
+def torch_engine(slots: int = 4, max_length: int = 128, seed: int = 0, **more: str) -> TorchEngine:
+    return TorchEngine(decoder(seed), slots, max_length, clock=StandingClock(), **more)  # type: ignore[arg-type]
+
+
+def request(
+    id: int,
+    tokens: Iterable[int] = (1, 2, 3),
+    *,
+    max_new: int = 20,
+    temperature: float = 1.0,
+    stop_ids: tuple[int, ...] = (),
+    seed: int | None = None,
+    session: int = -1,
+) -> Request:
+    context = np.array(list(tokens), np.int32)
+    own = id if seed is None else seed
+    return Request(id, context, max_new, temperature, stop_ids, own, session)
+
+
+@dataclass
+class Heard:
+    """Everything flushed for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: list[int] = field(default_factory=list)  # codes other than RUNNING
+
+
+class Listener:
+    """Adds up flushes, and checks each one's shape."""
+
+    def __init__(self, engine: Engine, advance: Callable[[], None] = lambda: None) -> None:
+        self.engine, self.advance = engine, advance
+        self.heard: dict[int, Heard] = {}
+
+    def drain(self) -> None:
+        flush = self.engine.drain()
+        if flush is not None:
+            self.add(flush)
+
+    def add(self, flush: Flush) -> None:
+        assert flush.ids.dtype == np.int64 and flush.finish.dtype == np.int8
+        assert flush.counts.dtype == flush.tokens.dtype == flush.versions.dtype == np.int32
+        assert flush.logprobs.dtype == np.float32
+        total = int(flush.counts.sum())
+        assert total == len(flush.tokens) == len(flush.logprobs) == len(flush.versions)
+        at = 0
+        for id, count, finish in zip(flush.ids, flush.counts, flush.finish, strict=True):
+            heard = self.heard.setdefault(int(id), Heard())
+            part = slice(at, at + int(count))
+            at += int(count)
+            heard.tokens += flush.tokens[part].tolist()
+            heard.logprobs += flush.logprobs[part].tolist()
+            heard.versions += flush.versions[part].tolist()
+            assert not heard.finish, "something came after the end"
+            if finish:
+                heard.finish.append(int(finish))
+
+    def run(self, *requests: Request, drain_every: int = 3) -> dict[int, Heard]:
+        """Submits, steps until nothing is left, and returns what was heard."""
+        self.engine.submit(list(requests))
+        steps = 0
+        while self.engine.step():
+            self.advance()
+            steps += 1
+            if steps % drain_every == 0:
+                self.drain()
+            assert steps < 10_000
+        self.drain()
+        return self.heard
+
+
+def simulated(
+    slots: int = 4, rate: float = 40.0, **more: float
+) -> tuple[SimulatedEngine, Listener]:
+    clock = StandingClock()
+    engine = SimulatedEngine(clock, slots, rate, vocab_size=VOCAB, **more)  # type: ignore[arg-type]
+    return engine, Listener(engine, lambda: clock.pass_(1 / rate))
