@@ -1,5 +1,4 @@
-"""A simulated network behind the transport interface: latency, loss, duplication, reordering,
-partitions, stopped processes.
+"""A simulated network as a transport: latency, loss, repetition, partitions, stopped processes.
 
 Everything it does wrong is drawn from one seed, so a failing run can be run again.
 """
@@ -22,7 +21,7 @@ NOTICE_S = 0.001  # until a live host reports that nobody listens at an address
 
 @dataclass
 class Faults:
-    """What the network does to a message. `reorder_s` is added to the latency of a share of them."""
+    """What the network does to messages: shares of them, and seconds."""
 
     latency_s: float = 0.001
     jitter_s: float = 0.0005
@@ -41,6 +40,7 @@ class MemoryNetwork:
         self._ends: dict[str, MemoryTransport] = {}
         self._cut: set[frozenset[str]] = set()
         self._paused: dict[str, deque[tuple[str, Peer, list[Frame]]]] = {}
+        self._unsent: dict[str, deque[tuple[str, Peer, Frames]]] = {}
         self._last: dict[tuple[str, str], float] = {}  # arrival times: without `reorder`, in order
 
     # ------------------------------------------------------------ faults
@@ -55,8 +55,11 @@ class MemoryNetwork:
     def pause(self, address: str) -> None:
         """A process under SIGSTOP: what it is sent waits, what it sends waits."""
         self._paused.setdefault(address, deque())
+        self._unsent.setdefault(address, deque())
 
     def resume(self, address: str) -> None:
+        for target, peer, out in self._unsent.pop(address, ()):
+            self.carry(address, target, peer, out)
         for sender, peer, frames in self._paused.pop(address, ()):
             self._arrive(sender, address, peer, frames)
 
@@ -70,16 +73,23 @@ class MemoryNetwork:
         if self._ends.get(end.address) is end:
             del self._ends[end.address]
             self._paused.pop(end.address, None)
+            self._unsent.pop(end.address, None)
             for other in list(self._ends.values()):
                 other.hear_end(end.address, NOTICE_S)
 
     def carry(self, source: str, target: str, peer: Peer, frames: Frames) -> None:
         """Takes a message at `source`; delivers it at `target`, perhaps, once or twice."""
+        held_back = self._unsent.get(source)
+        if held_back is not None:
+            held_back.append((target, peer, frames))
+            return
+        end = self._ends.get(source)
         if target not in self._ends:
-            end = self._ends.get(source)
             if end is not None:
                 end.hear_end(target, NOTICE_S)
             return
+        if end is not None:
+            end.reached.add(target)
         draw, faults = self._random.random, self.faults
         if frozenset((source, target)) in self._cut or draw() < faults.loss:
             self.lost += 1
@@ -121,7 +131,7 @@ class MemoryTransport:
         self._network = network
         self._known: set[str] = set()  # whom we have sent requests to
         self._peers: set[str] = set()  # who has sent us requests
-        self._handed: deque[tuple[str, Peer, Frames]] = deque()  # while we are stopped
+        self.reached: set[str] = set()  # whom something may have arrived at
         self._closed = False
         self._deliver: Deliver | None = None
         network.attach(self)
@@ -152,14 +162,16 @@ class MemoryTransport:
         if self._closed or self._deliver is None:
             return
         if address in self._known:
-            self._known.discard(address)
-            self._lost(address, True)
+            reached = address in self.reached
+            self.forget(address)
+            self._lost(address, reached)
         if address in self._peers:
             self._peers.discard(address)
             self._gone(address.encode())
 
     def forget(self, address: str) -> None:
         self._known.discard(address)
+        self.reached.discard(address)
 
     async def close(self) -> None:
         if not self._closed:

@@ -1,0 +1,210 @@
+"""Calls per second between two processes, beside stock zmq.asyncio with the same MessagePack body.
+
+Both run on uvloop, 64 calls of 100 bytes in flight. Ours has everything on: deadlines, credits,
+typed messages, incarnations, trace ids. Rounds alternate; medians are reported. `python -m
+loadtests.rpc`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import msgpack
+import uvloop
+import zmq
+import zmq.asyncio
+
+from common.actor import Actor, call
+from common.clock import SystemClock
+from common.host import SystemHost
+from common.interface import Call, Interface
+from common.mesh import Mesh
+from common.random import Random
+from common.state import registry
+from common.state.client import State
+from common.transport.zmq import ZmqTransport
+from common.wire import encode, message
+
+IN_FLIGHT = 64
+BODY_BYTES = 100
+FOREVER_S = 3600.0  # lease length: no renewal falls into a round
+
+
+@message
+class Ping:
+    job: str
+    sequence: int
+    payload: bytes
+
+
+class Echo(Interface):
+    inline = Call(Ping, Ping)
+    suspending = Call(Ping, Ping)
+
+
+class EchoActor(Actor):
+    interface = Echo
+
+    @call(Echo.inline)
+    def inline(self, m: Ping) -> Ping:
+        return m
+
+    @call(Echo.suspending)
+    async def suspending(self, m: Ping) -> Ping:
+        await asyncio.sleep(0)
+        return m
+
+
+PING = Ping("load-test", 123_456, b"x" * (BODY_BYTES - 18))
+
+
+def _mesh(name: str) -> Mesh:
+    clock = SystemClock()
+    return Mesh(
+        name=name,
+        kind="loadtest",
+        state=State.simulated(clock),
+        transport=ZmqTransport(),
+        clock=clock,
+        random=Random.system(),
+        host=SystemHost(),
+        ttl_s=FOREVER_S,
+        renew_s=FOREVER_S / 2,
+    )
+
+
+async def serve_mesh() -> None:
+    mesh = _mesh("echo")
+    await mesh.join(EchoActor())
+    print(mesh.transport.address, mesh.incarnation, flush=True)
+    await asyncio.sleep(FOREVER_S)
+
+
+async def serve_peer() -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind("tcp://127.0.0.1:*")
+        print(socket.getsockopt(zmq.LAST_ENDPOINT).decode(), "-", flush=True)
+        while True:
+            peer, call_id, body = await socket.recv_multipart()
+            reply = msgpack.packb(msgpack.unpackb(body))
+            await socket.send_multipart([peer, call_id, reply])
+
+
+class StockClient:
+    """What one writes with zmq.asyncio: a DEALER, a receiving task, a table of futures."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.connect(address)
+        self._calls: dict[bytes, asyncio.Future[bytes]] = {}
+        self._last_id = 0
+        self._receiver = asyncio.create_task(self._receive())
+
+    async def _receive(self) -> None:
+        while True:
+            call_id, body = await self._socket.recv_multipart()
+            self._calls.pop(call_id).set_result(body)
+
+    async def call(self) -> None:
+        self._last_id += 1
+        call_id = self._last_id.to_bytes(8, "little")
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        body = msgpack.packb((PING.job, PING.sequence, PING.payload))
+        await self._socket.send_multipart([call_id, body])
+        msgpack.unpackb(await future)
+
+    def close(self) -> None:
+        self._receiver.cancel()
+        self._context.destroy(0)
+
+
+async def measure(one: Callable[[], Awaitable[object]], seconds: float) -> float:
+    """Calls per second with IN_FLIGHT workers."""
+    done = 0
+    start = time.perf_counter()
+    end = start + seconds
+
+    async def worker() -> None:
+        nonlocal done
+        while time.perf_counter() < end:
+            await one()
+            done += 1
+
+    await asyncio.gather(*(worker() for _ in range(IN_FLIGHT)))
+    return done / (time.perf_counter() - start)
+
+
+def _serve(which: str) -> tuple[subprocess.Popen[str], str, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loadtests.rpc", "--serve", which], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    address, incarnation = process.stdout.readline().split()
+    return process, address, incarnation
+
+
+async def compare(rounds: int, seconds: float) -> dict[str, float]:
+    echo, echo_address, incarnation = _serve("mesh")
+    stock, stock_address, _ = _serve("peer")
+    mesh = _mesh("load")
+    mesh.start()
+    entry = registry.Entry("echo", "loadtest", address=echo_address, incarnation=incarnation)
+    await registry.register(mesh.state, entry, int(FOREVER_S * 1000))
+    ref = mesh.ref("echo")
+    client = StockClient(stock_address)
+    ways: dict[str, Callable[[], Awaitable[object]]] = {
+        "calls_per_s": lambda: ref.call(Echo.inline, PING),
+        "peer_calls_per_s": client.call,
+        "task_calls_per_s": lambda: ref.call(Echo.suspending, PING),
+    }
+    figures: dict[str, list[float]] = {name: [] for name in ways}
+    try:
+        for one in ways.values():
+            await measure(one, 0.3)  # warm
+        for _ in range(rounds):
+            for name, one in ways.items():
+                figures[name].append(await measure(one, seconds))
+    finally:
+        client.close()
+        await mesh.leave()
+        for process in (echo, stock):
+            process.kill()
+            process.wait()
+    result = {name: round(statistics.median(values)) for name, values in figures.items()}
+    ratios = [
+        a / b for a, b in zip(figures["calls_per_s"], figures["peer_calls_per_s"], strict=True)
+    ]
+    return {
+        **result,
+        "ratio_zmq_asyncio": round(statistics.median(ratios), 2),
+        "ratio_lowest_round": round(min(ratios), 2),
+        "body_bytes": len(encode(PING)[0]),
+        "in_flight": IN_FLIGHT,
+        "rounds": rounds,
+        "cores": os.cpu_count() or 0,
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--seconds", type=float, default=1.0)
+    options.add_argument("--serve", choices=["mesh", "peer"], help=argparse.SUPPRESS)
+    chosen = options.parse_args()
+    if chosen.serve:
+        uvloop.run(serve_mesh() if chosen.serve == "mesh" else serve_peer())
+    else:
+        print(json.dumps(uvloop.run(compare(chosen.rounds, chosen.seconds))))
+
+
+if __name__ == "__main__":
+    main()
