@@ -1,0 +1,67 @@
+"""What an engine process offers to rollout shards: requests in, tokens out as they come."""
+
+from __future__ import annotations
+
+from common.api.hint import Look
+from common.api.role import Role
+from common.interface import Call, Cast, Stream
+from common.wire import Array, message
+
+
+@message
+class Attach:
+    owner: str  # a rollout shard's name
+    incarnation: str
+
+
+@message
+class Tokens:
+    """What a flush brings: for request `ids[i]`, its next `counts[i]` entries of the three token arrays.
+
+    `finish[i]`: 0 goes on, 1 stop token (included), 2 length, 3 aborted.
+    """
+
+    ids: Array  # int64 [n]
+    counts: Array  # int32 [n]
+    tokens: Array  # int32 [sum of counts]
+    logprobs: Array  # float32, of the sampling distribution
+    versions: Array  # int32, of the weights that sampled the token
+    finish: Array  # int8 [n]
+    version: int  # of the weights now loaded; a flush without requests tells of new ones
+
+
+@message
+class Submit:
+    """A batch of requests; `tokens` is their contexts one after the other, cut by `lengths`."""
+
+    owner: str
+    incarnation: str
+    ids: Array  # int64 [n], unique within the owner's incarnation
+    sessions: (
+        Array  # int64 [n], the trajectory: its next request finds the keys and values of this one
+    )
+    lengths: Array  # int32 [n]
+    tokens: Array  # int32
+    max_new: Array  # int32 [n]
+    temperature: Array  # float32 [n], 0: greedy
+    seeds: Array  # int64 [n]
+    stop: list[int]
+    ended: Array  # int64, sessions whose slots are free
+
+
+@message
+class Submitted:
+    accepted: int
+
+
+@message
+class Abort:
+    owner: str
+    ids: Array  # int64
+
+
+class Engine(Role):
+    attach = Stream(Attach, Tokens, idle_s=600.0)
+    submit = Call(Submit, Submitted, deadline_s=15.0)
+    abort = Cast(Abort)
+    look = Cast(Look)

@@ -1,0 +1,10 @@
+"""The one hint services send each other: look at the state again. It carries no orders, so losing it is harmless."""
+
+from __future__ import annotations
+
+from common.wire import message
+
+
+@message
+class Look:
+    what: str  # what changed, for the log

@@ -1,0 +1,85 @@
+"""What the weight store offers: versions as manifests of chunks, checkpoints, and finished groups' bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.interface import Call, Interface
+from common.wire import Array, message
+
+
+@message
+class Tensor:
+    name: str
+    dtype: str  # safetensors' names: F32, BF16, ...
+    shape: list[int]
+    chunk: str  # digest of the chunk that holds it
+    offset: int  # bytes into the chunk
+    size: int  # bytes
+
+
+@message
+class Manifest:
+    job: str
+    lineage: int
+    version: int
+    tensors: list[Tensor]
+
+
+@message
+class Stage:
+    manifest: Manifest
+
+
+@message
+class Staged:
+    digest: str
+
+
+@message
+class Fetch:
+    digest: str
+
+
+@message
+class Checkpoint:
+    """What training continues from: the staged weights, the optimizer's tensors, and the job's account."""
+
+    job: str
+    lineage: int
+    step: int
+    weights: str  # digest of the weights' manifest
+    optimizer: str  # digest of the optimizer's manifest
+    account: Any  # common.state.steps.checkpoint_state
+
+
+@message
+class Saved:
+    name: str
+
+
+@message
+class Load:
+    job: str
+    name: str
+
+
+@message
+class Group:
+    """A finished group: members' sequences one after the other."""
+
+    group: int
+    prompt: int  # row of the dataset
+    lengths: Array  # int32 [members], prompt included
+    tokens: Array  # int32
+    logprobs: Array  # float32, 0 where the model did not sample
+    versions: Array  # int32, -1 where the model did not sample
+    rewards: Array  # float32 [members], NaN: the member failed and is not trained
+    ends: list[str]  # why each member ended: done, length, turns, or its error
+
+
+class Weights(Interface):
+    stage = Call(Stage, Staged, deadline_s=30.0, idempotent=True)
+    manifest = Call(Fetch, Manifest, deadline_s=10.0, idempotent=True)
+    save = Call(Checkpoint, Saved, deadline_s=30.0, idempotent=True)
+    load = Call(Load, Checkpoint, deadline_s=10.0, idempotent=True)

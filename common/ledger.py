@@ -1,0 +1,179 @@
+"""The ledger of a rollout shard: append-only segments of CRC-framed records, and how to read them back.
+
+A record counts once `write(2)` has returned: a SIGKILL loses none, a host crash at most what was not yet synced. A torn or
+corrupt tail ends a segment at its last whole record. A segment belongs to one owner (a shard's incarnation); what a
+predecessor that was thought dead writes after its successor sealed the segment lies past the sealed length and is ignored.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from common.errors import Refused
+
+if TYPE_CHECKING:
+    from common.host import AppendFile, Host
+
+FRAME = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
+SEGMENT_BYTES = 8 << 20  # a new segment from here on, so that finished ones can be deleted
+MAX_RECORD = 64 << 20
+
+
+class Kind(IntEnum):
+    OPEN = 1  # [group, member, prompt row, version, prompt ids]
+    TOKENS = 2  # [trajectories i64, counts i32, tokens i32, logprobs f32, versions i32] as bytes
+    TOOL = 3  # [trajectory, name, input, value]
+    TURN = 4  # [trajectory, text]: the model's turn as the environment saw it
+    APPEND = 5  # [trajectory, ids]
+    END = 6  # [trajectory, reason, reward or None, error]
+    CLOSE = 7  # [group, fate]
+    RESTART = 8  # [trajectory]: begun again from the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    kind: Kind
+    payload: Any
+
+
+def trajectory_id(group: int, member: int) -> int:
+    return group << 12 | member
+
+
+def group_of(trajectory: int) -> int:
+    return trajectory >> 12
+
+
+def groups_of(record: Record) -> set[int]:
+    """The groups that a record tells of."""
+    if record.kind in (Kind.OPEN, Kind.CLOSE):
+        return {record.payload[0]}
+    if record.kind is Kind.TOKENS:
+        count = len(record.payload[0]) // 8
+        return {group_of(t) for t in struct.unpack(f"<{count}q", record.payload[0])}
+    return {group_of(record.payload[0])}
+
+
+def frame(kind: Kind, payload: Any) -> bytes:
+    """One record as it lies in a segment."""
+    body = msgpack.packb(payload, use_bin_type=True)
+    return FRAME.pack(len(body), zlib.crc32(body, kind), kind) + body
+
+
+def scan(path: Path, sealed: int = -1) -> Iterator[tuple[Record, int]]:
+    """Whole records of a segment with the offset after each, up to `sealed` bytes (-1: the file's own end)."""
+    content = path.read_bytes()
+    end = len(content) if sealed < 0 else min(sealed, len(content))
+    offset = 0
+    while offset + FRAME.size <= end:
+        length, crc, kind = FRAME.unpack_from(content, offset)
+        start, stop = offset + FRAME.size, offset + FRAME.size + length
+        if length > MAX_RECORD or stop > end or zlib.crc32(content[start:stop], kind) != crc:
+            return
+        yield Record(Kind(kind), msgpack.unpackb(content[start:stop], raw=False)), stop
+        offset = stop
+
+
+class Ledger:
+    """Segments of one owner in `directory`; appends are whole or raise StorageFull."""
+
+    def __init__(self, host: Host, directory: Path, owner: str) -> None:
+        self._host = host
+        self.directory = directory
+        self._owner = owner
+        self._number = 0
+        self._file: AppendFile | None = None
+        self._live: dict[Path, set[int]] = {}  # groups that still need a segment
+        self.bytes_written = 0
+        directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def next_path(self) -> Path:
+        """The segment that `begin` opens: it goes on record before its first byte is written."""
+        return self.directory / f"{self._owner}-{self._number + 1:05d}.ledger"
+
+    @property
+    def full(self) -> bool:
+        return self._file is not None and self._file.tell() >= SEGMENT_BYTES
+
+    def begin(self) -> tuple[Path, int] | None:
+        """Opens the next segment; returns the one before it, which is sealed now, and its length."""
+        path = self.next_path
+        opened = self._host.open_append(path)
+        sealed = None
+        if self._file is not None:
+            sealed = (self.path, self._file.tell())
+            self._file.sync()
+            self._file.close()
+        self._number += 1
+        self._file, self.path = opened, path
+        self._live[path] = set()
+        return sealed
+
+    def adopt(self, path: Path, groups: set[int]) -> None:
+        """Takes over a predecessor's segment, which `groups` still need."""
+        self._live[path] = set(groups)
+
+    def append(self, records: Iterable[tuple[Kind, Any]], groups: Iterable[int] = ()) -> None:
+        """Writes records with one system call; `groups` are those whose fate they tell.
+
+        Raises StorageFull with nothing written when the disk is full.
+        """
+        if self._file is None:
+            raise Refused("no segment of the ledger is open", where=str(self.directory))
+        block = b"".join(frame(kind, payload) for kind, payload in records)
+        self._file.write(block)
+        self.bytes_written += len(block)
+        self._live[self.path].update(groups)
+
+    def forget(self, group: int) -> list[Path]:
+        """Drops a finished group; returns the segments that nothing needs now, deleted."""
+        for live in self._live.values():
+            live.discard(group)
+        freed = [path for path, live in self._live.items() if not live and path != self.path]
+        for path in freed:
+            del self._live[path]
+            path.unlink(missing_ok=True)
+        return freed
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+            self._file.close()
+            self._file = None
+
+
+def segments(directory: Path) -> list[Path]:
+    """A shard's segments, owner by owner in the order they began: owners are named by fencing tokens."""
+    return sorted(directory.glob("*.ledger"), key=lambda path: path.name)
+
+
+def read(directory: Path) -> Iterator[Record]:
+    """Every whole record of a shard's segments."""
+    for path in segments(directory):
+        for record, _ in scan(path):
+            yield record
+
+
+def in_flight(directory: Path) -> dict[int, int]:
+    """Trajectories that the ledgers below `directory` hold as open, by group: opened and not closed."""
+    members: dict[int, set[int]] = {}
+    for shard in sorted({path.parent for path in directory.rglob("*.ledger")}):
+        for record in read(shard):
+            if record.kind is Kind.OPEN:
+                members.setdefault(record.payload[0], set()).add(record.payload[1])
+            elif record.kind is Kind.CLOSE:
+                members.pop(record.payload[0], None)
+    return {group: len(found) for group, found in members.items()}

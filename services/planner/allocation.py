@@ -1,0 +1,55 @@
+"""Which side of a job gets a gang: the one whose stage takes longer, if the move pays.
+
+An asynchronous job's iteration takes max(T_rollout, T_train) (Libra, arXiv 2606.03077, Cost Evaluator). Both stages are
+taken to scale with the gangs they have. A move is made when the stage times are out of balance by `imbalance` and the
+predicted iteration is shorter by at least `gain` of the present one, so that a balanced job is left alone (Libra applies a
+plan iff its relative gain is >= 0.05).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import PlannerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds that the present gangs need for one step's work."""
+
+    rollout_s: float
+    train_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Gangs of a job by role."""
+
+    rollout: int
+    training: int
+
+
+def growing_role(times: StageTimes, split: Split, config: PlannerConfig) -> str | None:
+    """`training` or `rollout`: the role that should get one gang of the other; None: leave it.
+
+    Training keeps its core, rollout `min_rollout` gangs.
+    """
+    if min(times.rollout_s, times.train_s) <= 0:
+        return None
+    if times.train_s >= config.imbalance * times.rollout_s and split.rollout > config.min_rollout:
+        after = iteration_s(times, split, Split(split.rollout - 1, split.training + 1))
+        grows = "training"
+    elif times.rollout_s >= config.imbalance * times.train_s and split.training > 1:
+        after = iteration_s(times, split, Split(split.rollout + 1, split.training - 1))
+        grows = "rollout"
+    else:
+        return None
+    present = max(times.rollout_s, times.train_s)
+    return grows if present - after >= config.gain * present else None
+
+
+def iteration_s(times: StageTimes, now: Split, then: Split) -> float:
+    """Predicted seconds of an iteration after a change of split."""
+    return max(
+        times.rollout_s * now.rollout / then.rollout, times.train_s * now.training / then.training
+    )

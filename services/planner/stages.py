@@ -1,0 +1,71 @@
+"""The two stage times of a job, from the counters that its processes publish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.planner.allocation import StageTimes
+
+LEAST_STEPS = 2  # in the window, before its times are believed
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Cumulative counters at one look; `sources` are the processes they come from."""
+
+    sources: frozenset[str]
+    engines: int
+    engine_busy_s: float
+    groups: int
+    train_busy_s: float
+    steps: int
+
+
+def read(job: str, entries: list[Mapping[str, Any]]) -> Counters:
+    """Counters of a job's live processes; each entry has `name`, `kind`, `incarnation` and its `stats`."""
+    mine = [e for e in entries if e["stats"].get("job") == job]
+    engines = [e for e in mine if e["kind"] == "engine"]
+    trainers = [e for e in mine if e["kind"] == "trainer"]
+    shards = [e for e in mine if e["kind"] == "rollout"]
+    return Counters(
+        sources=frozenset(e["name"] + e["incarnation"] for e in engines + trainers + shards),
+        engines=len(engines),
+        engine_busy_s=sum(float(e["stats"].get("busy_s", 0.0)) for e in engines),
+        groups=sum(int(e["stats"].get("groups", 0)) for e in shards),
+        train_busy_s=sum(float(e["stats"].get("busy_s", 0.0)) for e in trainers),
+        steps=sum(int(e["stats"].get("step", 0)) for e in trainers),
+    )
+
+
+class StageWindow:
+    """Differences of counters since the processes last changed."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._first: Counters | None = None
+        self._last: Counters | None = None
+
+    def observe(self, counters: Counters) -> None:
+        """Takes a look; other processes than before begin a new window."""
+        if self._first is None or self._first.sources != counters.sources:
+            self._first = counters
+        self._last = counters
+
+    def reset(self) -> None:
+        self._first = self._last = None
+
+    def times(self) -> StageTimes | None:
+        """Seconds per step of each stage with the present gangs; None until enough has been seen."""
+        first, last = self._first, self._last
+        if first is None or last is None or not last.engines:
+            return None
+        steps, groups = last.steps - first.steps, last.groups - first.groups
+        if steps < LEAST_STEPS or groups < LEAST_STEPS * self._groups_per_step:
+            return None
+        busy = (last.engine_busy_s - first.engine_busy_s) / last.engines
+        return StageTimes(
+            rollout_s=busy / groups * self._groups_per_step,
+            train_s=(last.train_busy_s - first.train_busy_s) / steps,
+        )

@@ -1,0 +1,76 @@
+"""Many small requests of one turn of the event loop, sent as one message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+
+class Batcher(Generic[Q, R]):
+    """Collects requests and sends them together; while `in_flight` batches are out, later ones wait and grow.
+
+    `send` takes a batch and returns one answer for each, in order; an answer that is an exception is raised to its caller.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[list[Q]], Awaitable[list[R | Exception]]],
+        *,
+        limit: int = 256,
+        in_flight: int = 1,
+    ) -> None:
+        self._send = send
+        self._limit = limit
+        self._allowed = in_flight
+        self._queue: deque[tuple[Q, asyncio.Future[R]]] = deque()
+        self._scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def put(self, request: Q) -> asyncio.Future[R]:
+        """Queues a request; the future resolves with its answer."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
+        self._queue.append((request, future))
+        if not self._scheduled and len(self._tasks) < self._allowed:
+            self._scheduled = True
+            loop.call_soon(self._fire)
+        return future
+
+    def _fire(self) -> None:
+        self._scheduled = False
+        while self._queue and len(self._tasks) < self._allowed:
+            batch = [self._queue.popleft() for _ in range(min(self._limit, len(self._queue)))]
+            task = asyncio.get_running_loop().create_task(self._run(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._fire()
+
+    async def _run(self, batch: list[tuple[Q, asyncio.Future[R]]]) -> None:
+        try:
+            answers = await self._send([request for request, _ in batch])
+        except Exception as error:
+            answers = [error] * len(batch)
+        for (_, future), answer in zip(batch, answers, strict=True):
+            if future.done():
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+    async def close(self) -> None:
+        """Cancels what is out and fails what waits."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._queue:
+            _, future = self._queue.popleft()
+            future.cancel()

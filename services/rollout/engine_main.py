@@ -1,0 +1,135 @@
+"""Entry of an engine process: the role process of a worker in the rollout role."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import threading
+from typing import Any
+
+import torch
+from common.bulk import BulkClient
+
+from common.errors import ConfigError, MeshError
+from common.jobdata import JobData
+from common.mesh import Mesh, MeshSettings, run
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.transfer import fetch
+from common.patience import patiently
+from common.state import jobs
+from services.rollout.engine_service import EngineService
+from services.rollout.engines.torch_engine import TorchEngine
+
+IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
+LOOK_S = 0.3  # how often the job's version is looked at without a hint
+SWITCH_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
+
+
+class Driver:
+    """Runs an engine service's turns in a thread of its own."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.service: EngineService | None = None
+        self._stopped = False
+        self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
+        self.error: BaseException | None = None
+
+    def deliver(self, action: Any) -> None:
+        self._loop.call_soon_threadsafe(action)
+
+    def start(self, service: EngineService) -> None:
+        self.service = service
+        self._thread.start()
+
+    def _drive(self) -> None:
+        service = self.service
+        assert service is not None
+        try:
+            while not self._stopped:
+                if not service.turn():
+                    service.wake.wait(IDLE_S)
+                    service.wake.clear()
+        except BaseException as error:
+            self.error = error
+            service.mesh.host.exit(70, f"the engine failed: {error!r}")
+
+    def stop(self) -> None:
+        self._stopped = True
+
+
+async def main(gang: str, job_id: str, epoch: int) -> None:
+    settings = MeshSettings.from_env()
+    mesh = await Mesh.open(f"engine/{gang}", "engine", settings)
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_S)
+    row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, job_id))
+    if row is None:
+        raise ConfigError(f"no job is called {job_id}", where=mesh.name)
+    data = JobData.of(job_id, row.document, row.run_dir)
+    model = Decoder(model_config(data))
+    model.eval()
+    engine = TorchEngine(model, data.config.rollout.slots, data.config.rollout.max_tokens)
+    driver = Driver(asyncio.get_running_loop())
+    service = EngineService(mesh, engine, driver.deliver)
+
+    def stats() -> dict[str, Any]:
+        return {
+            "job": job_id,
+            "epoch": epoch,
+            "ready": True,
+            "gang": gang,
+            "version": engine.version,
+            "tokens": engine.tokens_generated,
+            "busy_s": engine.busy_s,
+            "running": engine.running,
+            "waiting": engine.waiting,
+        }
+
+    driver.start(service)
+    await mesh.join(service, stats=stats)
+    try:
+        await follow(mesh, service, job_id)
+    finally:
+        driver.stop()
+        await mesh.leave()
+
+
+def model_config(data: JobData) -> ModelConfig:
+    """The model of a job, before any weights."""
+    if data.config.model.path:
+        import json
+
+        text = (data.bundle / data.config.model.path / "config.json").read_text()
+        return ModelConfig.from_hf(json.loads(text))
+    return ModelConfig.from_hf(data.config.model.config)
+
+
+async def follow(mesh: Mesh, service: EngineService, job: str) -> None:
+    """Keeps the engine at the job's committed version."""
+    bulk = BulkClient(mesh)
+    while True:
+        service.changed.clear()
+        try:
+            row = await jobs.job(mesh.state, job)
+            if row is not None and row.version >= 0 and row.manifest != service.manifest:
+                _, tensors = await fetch(mesh, bulk, row.manifest)
+                await service.swap(tensors, row.version, row.manifest)
+        except MeshError as error:
+            mesh.telemetry.log.warning("weights", error=str(error))
+        try:
+            async with mesh.clock.timeout(LOOK_S, "a hint"):
+                await service.changed.wait()
+        except MeshError:
+            continue
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gang", required=True)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    arguments = parser.parse_args()
+    run(lambda: main(arguments.gang, arguments.job, arguments.epoch))

@@ -1,0 +1,199 @@
+"""The pool of environment processes of a rollout shard, and what becomes of trajectories when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from common.errors import DeadlineExceeded, MeshError, ToolFailed
+from common.host import Child, Host
+from services.rollout.batching import Batcher
+
+Operation = tuple[int, str, Any]  # trajectory, operation, argument
+START_S = 60.0  # importing the author's modules may take its time
+
+
+class EnvironmentLost(MeshError):
+    """The process that held the environment has died; it can be rebuilt from the log."""
+
+    code = "environment_lost"
+    retryable = True
+
+
+class EnvironmentProcess:
+    """One process; operations queue into batches, a hang past the deadline kills it."""
+
+    def __init__(
+        self, host: Host, argv: list[str], name: str, log: Path, deadline_s: float
+    ) -> None:
+        self._host, self._argv, self._log = host, argv, log
+        self.name = name
+        self._deadline_s = deadline_s
+        self._child: Child | None = None
+        self._starting = asyncio.Lock()
+        self._batcher: Batcher[Operation, Any] = Batcher(self._exchange)
+        self._fresh = True
+        self.restarts = -1
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid if self._child else 0
+
+    def put(self, operation: Operation) -> asyncio.Future[Any]:
+        return self._batcher.put(operation)
+
+    async def _ready(self) -> Child:
+        async with self._starting:
+            if self._child is None:
+                self.restarts += 1
+                self._fresh = True
+                self._child = self._host.spawn(self._argv, name=self.name, log=self._log, pipe=True)
+            return self._child
+
+    async def _exchange(self, batch: list[Operation]) -> list[Any]:
+        child = await self._ready()
+        deadline_s = self._deadline_s + (START_S if self._fresh else 0.0)
+        try:
+            await child.send(msgpack.packb(batch, use_bin_type=True))
+            block = await child.recv(deadline_s)
+        except (OSError, EOFError, MeshError) as error:
+            await self._bury(child)
+            lost: list[Any] = [EnvironmentLost(f"environment process {self.name}: {error}")]
+            if isinstance(error, DeadlineExceeded) and len(batch) == 1:
+                lost = [
+                    ToolFailed(
+                        f"the environment hung: {batch[0][1]}() took over {deadline_s:.0f} s",
+                        where=self.name,
+                        fix="make it finish, or raise environment.step_deadline_s",
+                    )
+                ]
+            return lost * len(batch)
+        self._fresh = False
+        return [
+            _answer(status, value, self.name)
+            for _, status, value in msgpack.unpackb(block, raw=False)
+        ]
+
+    async def _bury(self, child: Child) -> None:
+        self._child = None
+        child.kill()
+        await child.wait(5.0)
+
+    async def close(self) -> None:
+        await self._batcher.close()
+        if self._child is not None:
+            await self._bury(self._child)
+
+
+def _answer(status: str, value: Any, name: str) -> Any:
+    if status == "ok":
+        return value
+    if status == "unknown":
+        return EnvironmentLost(str(value))
+    return ToolFailed(f"the environment raised {value}", where=name, fix="see the job's module")
+
+
+class EnvironmentPool:
+    """Environments by trajectory, each in the process that its id maps to.
+
+    A lost process is started again at its next operation; every trajectory it held is rebuilt there from `replay` before
+    its operation is repeated. An operation that was out when a process hung is repeated alone, so that only the one that
+    hangs by itself fails.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        use: str,
+        modules: str,
+        tokenizer: str,
+        prompt: str,
+        processes: int,
+        deadline_s: float,
+        shard: str,
+        logs: Path,
+    ) -> None:
+        argv = [sys.executable, "-m", "services.rollout.environment_main", "--use", use]
+        argv += ["--modules", modules, "--tokenizer", tokenizer, "--prompt", prompt]
+        name = "environment-" + shard.replace("/", "-")
+        self._processes = [
+            EnvironmentProcess(host, argv, f"{name}-{i}", logs / f"{name}-{i}.log", deadline_s)
+            for i in range(processes)
+        ]
+        self._alone = asyncio.Lock()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {p.name: p.pid for p in self._processes}
+
+    async def begin(self, key: int, row: dict[str, Any]) -> list[int]:
+        """Opens an environment; returns the prompt's ids."""
+        ids: list[int] = await self._perform(key, "begin", row, None)
+        return ids
+
+    async def step(
+        self, key: int, ids: list[int], replay: Callable[[], Any]
+    ) -> tuple[str, str, Any]:
+        """(the turn's text, tool | append | done, what comes with it)."""
+        text, action, value = await self._perform(key, "step", ids, replay)
+        return text, action, value
+
+    async def result(self, key: int, value: Any, replay: Callable[[], Any]) -> tuple[str, Any]:
+        action, argument = await self._perform(key, "result", value, replay)
+        return action, argument
+
+    async def text(self, key: int, ids: list[int]) -> str:
+        """What ids say; the environment is not told."""
+        said: str = await self._perform(key, "text", ids, None)
+        return said
+
+    def close_one(self, key: int) -> None:
+        self._process(key).put((key, "close", None)).add_done_callback(_observe)
+
+    def _process(self, key: int) -> EnvironmentProcess:
+        return self._processes[(key ^ key >> 12) % len(self._processes)]
+
+    async def _perform(
+        self, key: int, operation: str, argument: Any, replay: Callable[[], Any] | None
+    ) -> Any:
+        process = self._process(key)
+        try:
+            return await process.put((key, operation, argument))
+        except EnvironmentLost:
+            pass
+        for attempt in range(5):
+            try:
+                if attempt == 0:
+                    return await self._again(process, key, operation, argument, replay)
+                async with self._alone:  # it may have been the one that hung: nobody rides along
+                    return await self._again(process, key, operation, argument, replay)
+            except EnvironmentLost as error:
+                lost = error
+        raise ToolFailed(f"{operation}() lost its environment process five times: {lost}")
+
+    async def _again(
+        self,
+        process: EnvironmentProcess,
+        key: int,
+        operation: str,
+        argument: Any,
+        replay: Callable[[], Any] | None,
+    ) -> Any:
+        if replay is not None:
+            await process.put((key, "restore", replay()))
+        return await process.put((key, operation, argument))
+
+    async def close(self) -> None:
+        for process in self._processes:
+            await process.close()
+
+
+def _observe(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()

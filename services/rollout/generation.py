@@ -1,0 +1,264 @@
+"""Turns of the model: requests to engines, tokens into the ledger and the trajectory, and on to another engine when one goes."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from common.api.engine import Abort, Attach, Engine, Submit, Tokens
+from common.errors import MeshError, ToolFailed
+from common.mesh import Mesh, Ref
+from services.rollout.batching import Batcher
+from services.rollout.routing import EngineLoad, choose
+from services.rollout.trajectory import Trajectory
+
+RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes of common.api.engine.Tokens
+ATTEMPTS = 5  # engines that may fail a trajectory in a row without one new token
+TURN_S = 600.0  # a turn that takes longer is handed to another engine
+PLACE_S = (
+    24 * 3600.0
+)  # a trajectory may wait this long for an engine: spot capacity can be away for hours
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request as an engine sees it."""
+
+    trajectory: Trajectory
+    max_new: int
+
+
+class TokenSink(Protocol):
+    async def tokens(self, ids: list[int], counts: list[int], flush: Tokens) -> None:
+        """Writes model tokens down before they count; returns when they are."""
+
+
+class EngineLink:
+    """One engine as this shard sees it: a stream of tokens and the requests that are out."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: str,
+        bound: int,
+        sink: TokenSink,
+        stop: list[int],
+        on_version: Callable[[], None],
+    ) -> None:
+        self.name, self.bound = name, bound
+        self.version = -1
+        self.held: set[int] = set()  # trajectories whose slot is here
+        self.ended: list[int] = []  # trajectories whose slots the engine may reuse
+        self._mesh, self._sink, self._stop = mesh, sink, stop
+        self._on_version = on_version  # its weights are newer now
+        self._ref: Ref = mesh.ref(name)
+        self._requests: dict[int, tuple[Trajectory, asyncio.Future[int]]] = {}
+        self._next = 0
+        self._batcher: Batcher[tuple[int, Turn], None] = Batcher(self._submit, in_flight=2)
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(self.name, self.bound, len(self.held), self.version)
+
+    @property
+    def requests(self) -> int:
+        return len(self._requests)
+
+    async def run(self) -> None:
+        """Reads the stream until the engine is gone; then every request that is out ends as aborted."""
+        try:
+            attach = Attach(self._mesh.name, self._mesh.incarnation)
+            async for flush in self._ref.stream(Engine.attach, attach):
+                await self._arrived(flush)
+        finally:
+            self.version = -1
+            await self._batcher.close()
+            for _, future in self._requests.values():
+                if not future.done():
+                    future.set_result(ABORTED)
+            self._requests.clear()
+            self.held.clear()
+
+    async def generate(self, turn: Turn) -> int:
+        """Submits a turn; returns its finish code once every token of it is written down."""
+        self._next += 1
+        request = self._next
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._requests[request] = (turn.trajectory, future)
+        submitted = self._batcher.put((request, turn))
+        submitted.add_done_callback(lambda f: self._refused(request, f))
+        try:
+            async with self._mesh.clock.timeout(TURN_S, f"a turn on {self.name}"):
+                return await future
+        except BaseException:
+            if self._requests.pop(request, None) is not None:
+                abort = Abort(self._mesh.name, np.array([request], np.int64))
+                await self._ref.cast(Engine.abort, abort)
+            raise
+
+    def _refused(self, request: int, submitted: asyncio.Future[None]) -> None:
+        if submitted.cancelled() or submitted.exception() is not None:
+            _, future = self._requests.pop(request, (None, None))
+            if future is not None and not future.done():
+                future.set_result(ABORTED)
+
+    async def _submit(self, batch: list[tuple[int, Turn]]) -> list[None | Exception]:
+        ts = [turn.trajectory for _, turn in batch]
+        ended, self.ended = self.ended, []
+        await self._ref.call(
+            Engine.submit,
+            Submit(
+                owner=self._mesh.name,
+                incarnation=self._mesh.incarnation,
+                ids=np.array([request for request, _ in batch], np.int64),
+                sessions=np.array([t.id for t in ts], np.int64),
+                lengths=np.array([t.length for t in ts], np.int32),
+                tokens=np.concatenate([t.tokens for t in ts]),
+                max_new=np.array([turn.max_new for _, turn in batch], np.int32),
+                temperature=np.array([t.temperature for t in ts], np.float32),
+                seeds=np.array([t.seed for t in ts], np.int64),
+                stop=self._stop,
+                ended=np.array(ended, np.int64),
+            ),
+        )
+        return [None] * len(batch)
+
+    async def _arrived(self, flush: Tokens) -> None:
+        if flush.version > self.version:
+            self.version = flush.version
+            self._on_version()
+        counts = flush.counts.tolist()
+        found = [self._requests.get(i) for i in flush.ids.tolist()]
+        known = [pair[0].id if pair else 0 for pair in found]
+        await self._sink.tokens(known, counts, flush)
+        at = 0
+        finishes = flush.finish.tolist()
+        for i, pair in enumerate(found):
+            end = at + counts[i]
+            if pair is not None:
+                trajectory, future = pair
+                if end > at:
+                    trajectory.sampled(
+                        flush.tokens[at:end], flush.logprobs[at:end], flush.versions[at:end]
+                    )
+                if finishes[i] != RUNNING:
+                    del self._requests[int(flush.ids[i])]
+                    if not future.done():
+                        future.set_result(finishes[i])
+            at = end
+
+
+class Router:
+    """Engines of the job as the registry shows them, and the trajectories that wait for one."""
+
+    def __init__(self, mesh: Mesh, sink: TokenSink, stop: list[int], bound: int) -> None:
+        self._mesh, self._sink, self._stop, self._bound = mesh, sink, stop, bound
+        self.links: dict[str, EngineLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._waiting: list[tuple[int, int, Trajectory, asyncio.Future[EngineLink]]] = []  # a heap
+        self.continued = 0  # trajectories that went on elsewhere after their engine failed
+
+    @property
+    def capacity(self) -> int:
+        """Trajectories that all engines together may hold."""
+        return sum(link.bound for link in self.links.values())
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def observe(self, alive: set[str]) -> None:
+        """Takes the engines that are alive and ready now; an engine tells its version itself."""
+        for name in self.links.keys() - alive:
+            self._tasks[name].cancel()
+        for name in sorted(alive - self.links.keys()):
+            link = EngineLink(self._mesh, name, self._bound, self._sink, self._stop, self.dispatch)
+            self.links[name] = link
+            task = asyncio.get_running_loop().create_task(link.run(), name=f"link {name}")
+            self._tasks[name] = task
+            task.add_done_callback(lambda done, name=name: self._ended(name, done))
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is task:
+            del self.links[name], self._tasks[name]
+        if not task.cancelled():
+            task.exception()  # a lost peer: its requests are already moving
+
+    async def generate(self, turn: Callable[[], Turn], floor: int) -> int:
+        """Runs a turn to its end on whatever engines there are; STOP or LENGTH.
+
+        `turn` is asked again after an engine failed, since the trajectory has grown. ToolFailed after ATTEMPTS failures in
+        a row without a new token.
+        """
+        while True:
+            request = turn()
+            trajectory = request.trajectory
+            if len(trajectory.turn) and int(trajectory.tokens[-1]) in self._stop:
+                return (
+                    STOP  # known from the ledger, or the engine went with its last token delivered
+                )
+            if request.max_new <= 0:
+                return LENGTH
+            link = await self._place(trajectory, floor)
+            length = trajectory.length
+            finish = await self._attempt(link, request)
+            if finish in (STOP, LENGTH):
+                return finish
+            link.held.discard(trajectory.id)
+            trajectory.engine = ""
+            self.continued += 1
+            trajectory.attempts = 0 if trajectory.length > length else trajectory.attempts + 1
+            if trajectory.attempts >= ATTEMPTS:
+                raise ToolFailed(f"{ATTEMPTS} engines in a row failed trajectory {trajectory.id}")
+
+    async def _attempt(self, link: EngineLink, request: Turn) -> int:
+        try:
+            return await link.generate(request)
+        except MeshError:
+            return ABORTED
+
+    async def _place(self, trajectory: Trajectory, floor: int) -> EngineLink:
+        name = choose((link.load for link in self.links.values()), floor, trajectory.engine)
+        if name is not None and (name == trajectory.engine or not self._waiting):
+            return self._assign(trajectory, name)
+        future: asyncio.Future[EngineLink] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (trajectory.id, floor, trajectory, future))
+        async with self._mesh.clock.timeout(PLACE_S, "an engine for a trajectory"):
+            return await future
+
+    def _assign(self, trajectory: Trajectory, name: str) -> EngineLink:
+        link = self.links[name]
+        link.held.add(trajectory.id)
+        trajectory.engine = name
+        return link
+
+    def dispatch(self) -> None:
+        """Gives room that has opened to those who wait, oldest group first."""
+        while self._waiting:
+            _, floor, trajectory, future = self._waiting[0]
+            if not future.done():
+                name = choose((link.load for link in self.links.values()), floor)
+                if name is None:
+                    return
+                future.set_result(self._assign(trajectory, name))
+            heapq.heappop(self._waiting)
+
+    def release(self, trajectory: Trajectory) -> None:
+        """The trajectory has ended: its slot goes to the next."""
+        link = self.links.get(trajectory.engine)
+        if link is not None and trajectory.id in link.held:
+            link.held.discard(trajectory.id)
+            link.ended.append(trajectory.id)
+        trajectory.engine = ""
+        self.dispatch()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

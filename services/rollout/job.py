@@ -1,0 +1,404 @@
+"""One job on one rollout shard: admits prompts, runs their trajectories, hands in finished groups."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common.bulk import BulkClient
+
+from common.api.engine import Tokens
+from common.api.weights import Group
+from common.blob import pack
+from common.errors import MeshError, StorageFull, ToolFailed
+from common.jobdata import JobData
+from common.ledger import Kind, Ledger, groups_of, scan, segments
+from common.mesh import Mesh
+from common.patience import patiently
+from common.state import groups as rows
+from common.state import registry
+from common.store import put
+from services.rollout.environments import EnvironmentPool
+from services.rollout.generation import LENGTH, Router, Turn
+from services.rollout.outside import Outside
+from services.rollout.trajectory import NOT_SAMPLED, Ending, Restored, Round, Trajectory
+
+LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
+SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
+FULL_RETRY_S = 0.5
+GATE_S = 0.1  # how soon a closed gate is tried again
+BOUNDS = (32, 64, 96, 128, 192, 256, 512, 1024, 4096, 32768)  # of the histogram of lengths
+EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
+
+
+class ShardJob:
+    """The trajectories of a job that this shard owns.
+
+    Training trajectories are in the ledger before their tokens count; evaluation's start over when the shard does.
+    """
+
+    def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
+        config = job.config
+        self.mesh, self.job, self.config = mesh, job, config
+        self.train_rows, self.held_out = job.rows("train"), job.rows("held_out")
+        self.outside = Outside(mesh, job)
+        self.environments = EnvironmentPool(
+            mesh.host,
+            use=config.environment.use,
+            modules=str(job.modules),
+            tokenizer=str(job.tokenizer),
+            prompt=config.dataset.prompt,
+            processes=config.environment.processes,
+            deadline_s=config.environment.step_deadline_s,
+            shard=mesh.name,
+            logs=logs,
+        )
+        directory = job.run_dir / "ledger" / mesh.name.replace("/", "-")
+        self.ledger = Ledger(mesh.host, directory, f"{mesh.token:012d}")
+        self.router = Router(mesh, self, self._stop_ids(), config.rollout.slots)
+        self.bulk = BulkClient(mesh)
+        self.active: dict[int, Trajectory] = {}
+        self.tokens_sampled = 0
+        self.groups_finished = 0
+        self.version = -1
+        self._groups: dict[int, asyncio.Task[None]] = {}
+        self.hungry = asyncio.Event()
+        self.admitting = False  # the job is in its training phase
+
+    def _stop_ids(self) -> list[int]:
+        from common.model.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(str(self.job.tokenizer))
+        return [tokenizer.token_to_id(text) for text in self.config.rollout.stop]
+
+    def seed_of(self, group: int, member: int) -> int:
+        text = f"{self.config.seed}/{group}/{member}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+    async def take_over(self) -> None:
+        """Claims the shard's groups of the job and goes on with what its predecessor left of them.
+
+        A predecessor's segments are sealed at their last whole record first: what it may still write is not read.
+        """
+        mesh, job = self.mesh, self.job.id
+        on_record = await rows.claim_shard(mesh.state, job, mesh.name, mesh.token)
+        restored = Restored()
+        for path in segments(self.ledger.directory):
+            sealed = on_record.get(path.name, -1)
+            length, mentioned = 0, set()
+            for record, end in scan(path, sealed):
+                restored.apply(record, self.seed_of)
+                mentioned |= groups_of(record)
+                length = end
+            if sealed < 0:
+                await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
+            self.ledger.adopt(path, mentioned)
+        await self._new_segment()
+        known = restored.by_group()
+        open_groups = await rows.open_groups(mesh.state, job, mesh.name)
+        for group in known.keys() - {a.group for a in open_groups}:
+            await self.log((Kind.CLOSE, [group, "ended"]))
+        for group in restored.groups() - {a.group for a in open_groups}:
+            await self._forget(group)
+        for a in open_groups:
+            self.start(a.group, a.prompt, a.version, known.get(a.group, []))
+
+    async def _new_segment(self) -> None:
+        """Goes on in a new segment, on record before its first byte."""
+        mesh, job = self.mesh, self.job.id
+        name = self.ledger.next_path.name
+        await rows.note_segment(mesh.state, job, mesh.name, mesh.token, name, -1)
+        sealed = self.ledger.begin()
+        if sealed is not None:
+            path, length = sealed
+            await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
+
+    async def _forget(self, group: int) -> None:
+        for path in self.ledger.forget(group):
+            await rows.forget_segment(
+                self.mesh.state, self.job.id, self.mesh.name, self.mesh.token, path.name
+            )
+
+    # -- the books -------------------------------------------------------------------------------
+
+    async def log(self, *records: tuple[Kind, Any], groups: tuple[int, ...] = ()) -> None:
+        """Writes records down; a full disk makes the trajectory wait, and loses nothing."""
+        while True:
+            try:
+                return self.ledger.append(records, groups)
+            except StorageFull as error:
+                self.mesh.telemetry.log.error("ledger: disk full", error=str(error))
+                with self.mesh.wait("room for the ledger", on="disk"):
+                    await self.mesh.clock.sleep(FULL_RETRY_S)
+
+    async def tokens(self, ids: list[int], counts: list[int], flush: Tokens) -> None:
+        self.tokens_sampled += len(flush.tokens)
+        keep = [identity in self.active and self.active[identity].recorded for identity in ids]
+        if not any(keep):
+            return
+        arrays = [flush.tokens, flush.logprobs, flush.versions]
+        if not all(keep):
+            chosen = np.repeat(np.array(keep), counts)
+            arrays = [a[chosen] for a in arrays]
+            ids = [i for i, k in zip(ids, keep, strict=True) if k]
+            counts = [c for c, k in zip(counts, keep, strict=True) if k]
+        head = [np.array(ids, np.int64).tobytes(), np.array(counts, np.int32).tobytes()]
+        payload = head + [np.ascontiguousarray(a).tobytes() for a in arrays]
+        await self.log((Kind.TOKENS, payload), groups=tuple({i >> 12 for i in ids}))
+
+    async def sync_forever(self) -> None:
+        """Brings what was written to the disk, and forgets segments that nothing needs."""
+        written = -1
+        while True:
+            await self.mesh.clock.sleep(SYNC_S)
+            if written != self.ledger.bytes_written:
+                written = self.ledger.bytes_written
+                await self.mesh.host.run_blocking(self.ledger.sync, deadline_s=60.0)
+            if self.ledger.full:
+                await patiently(self.mesh.clock, self._new_segment)
+
+    # -- engines ---------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Takes in which engines serve this job now."""
+        alive = {
+            e.name
+            for e in await registry.entries(self.mesh.state, "engine")
+            if e.alive and e.stats.get("job") == self.job.id and e.stats.get("ready")
+        }
+        self.router.observe(alive)
+        self.hungry.set()
+
+    # -- admission -------------------------------------------------------------------------------
+
+    def wanted(self) -> int:
+        """Groups to ask the gate for: enough for every slot, and one group in reserve."""
+        size = self.config.algorithm.group_size
+        room = self.router.capacity + size - len(self.active)
+        return max(0, -(-room // size)) if self.router.links else 0
+
+    async def admit_forever(self) -> None:
+        """Opens groups as soon as slots free up, as far as the staleness gate allows."""
+        while True:
+            await self.hungry.wait()
+            self.hungry.clear()
+            try:
+                opened = await self._admit() if self.admitting and self.wanted() else 0
+            except MeshError as error:
+                if not error.retryable:
+                    raise
+                self.mesh.telemetry.log.warning("admission", error=str(error))
+                await self.mesh.clock.sleep(GATE_S)
+                await self._reconcile()
+                opened = 0
+            if self.admitting and self.wanted():
+                if not opened:  # the gate is closed: a commit opens it
+                    await self.mesh.clock.sleep(GATE_S)
+                self.hungry.set()
+
+    async def _admit(self) -> int:
+        operation = self.mesh.random.token()
+        admitted = await rows.admit(
+            self.mesh.state, self.job.id, self.mesh.name, self.mesh.token, self.wanted(), operation
+        )
+        for a in admitted:
+            self.start(a.group, a.prompt, a.version, [])
+        return len(admitted)
+
+    async def _reconcile(self) -> None:
+        """Takes up groups that an admission opened whose reply was lost."""
+        for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
+            self.start(a.group, a.prompt, a.version, [])
+
+    def start(self, group: int, prompt: int, version: int, members: list[Trajectory]) -> None:
+        """Runs a group as a task of its own."""
+        if group not in self._groups:
+            name = f"group {group}"
+            task = asyncio.create_task(self._group(group, prompt, version, members), name=name)
+            self._groups[group] = task
+            task.add_done_callback(lambda done: self._group_done(group, done))
+
+    def _group_done(self, group: int, task: asyncio.Task[None]) -> None:
+        self._groups.pop(group, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A group that stops without a fate would be waited for for ever: begin again from the ledger.
+            self.mesh.host.exit(70, f"group {group} of {self.mesh.name} failed: {error!r}")
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    async def _group(self, group: int, prompt: int, version: int, known: list[Trajectory]) -> None:
+        size = self.config.algorithm.group_size
+        row = self.train_rows[prompt % len(self.train_rows)]
+        have = {t.member: t for t in known}
+        members = [
+            have.get(m) or Trajectory(group, m, prompt, version, self.seed_of(group, m))
+            for m in range(size)
+        ]
+        for t in members:
+            t.temperature = self.config.rollout.temperature
+        await asyncio.gather(*(self.run(t, row) for t in members))
+        scored = [t for t in members if t.ending is not None and t.ending.reward is not None]
+        if len(scored) >= self.config.min_group:
+            await self._hand_in(group, prompt, members)
+            fate = "ready"
+        else:
+            reasons = sorted({t.ending.reason for t in members if t.ending} - {"done", "length"})
+            await patiently(
+                self.mesh.clock,
+                lambda: rows.group_dropped(
+                    self.mesh.state,
+                    self.job.id,
+                    self.mesh.name,
+                    self.mesh.token,
+                    group,
+                    ",".join(reasons),
+                    f"drop-{group}",
+                ),
+            )
+            fate = "dropped"
+        self.groups_finished += 1
+        await self.log((Kind.CLOSE, [group, fate]))
+        await patiently(self.mesh.clock, lambda: self._forget(group))
+
+    async def _hand_in(self, group: int, prompt: int, members: list[Trajectory]) -> None:
+        """The group's bytes into the store, then its row to `ready`."""
+        endings = [t.ending or Ending("failed") for t in members]
+        message = Group(
+            group=group,
+            prompt=prompt,
+            lengths=np.array([t.length for t in members], np.int32),
+            tokens=np.concatenate([t.tokens for t in members]),
+            logprobs=np.concatenate([t.logprobs for t in members]),
+            versions=np.concatenate([t.versions for t in members]),
+            rewards=np.array(
+                [np.nan if e.reward is None else e.reward for e in endings], np.float32
+            ),
+            ends=[e.reason for e in endings],
+        )
+        content = pack(message)
+        digest = await put(self.mesh, self.bulk, content, "storing a finished group")
+        sampled = message.versions[message.versions != NOT_SAMPLED]
+        await patiently(
+            self.mesh.clock,
+            lambda: rows.group_ready(
+                self.mesh.state,
+                self.job.id,
+                self.mesh.name,
+                self.mesh.token,
+                group,
+                digest,
+                len(content),
+                int(sampled.min()),
+                int(sampled.max()),
+                int(np.isfinite(message.rewards).sum()),
+                f"ready-{group}",
+            ),
+        )
+
+    # -- trajectories ----------------------------------------------------------------------------
+
+    async def run(self, t: Trajectory, row: dict[str, Any]) -> None:
+        """A trajectory to its end, from wherever the ledger has it."""
+        if t.ending is not None:
+            return
+        self.active[t.id] = t
+        try:
+            if t.length == 0:
+                t.begin(await self.environments.begin(t.id, row))
+                if t.recorded:
+                    head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
+                    await self.log((Kind.OPEN, head), groups=(t.group,))
+            reason = await self._turns(t, row)
+            self.router.release(t)
+            reward = await self.outside.reward(row, t.turns())
+            ending = Ending(reason, reward)
+        except ToolFailed as error:
+            self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
+            ending = Ending("failed", None, str(error))
+        finally:
+            self.active.pop(t.id, None)
+            self.router.release(t)
+            self.environments.close_one(t.id)
+            self.hungry.set()
+        if t.recorded:
+            await self.log(
+                (Kind.END, [t.id, ending.reason, ending.reward, ending.error]), groups=(t.group,)
+            )
+        t.ending = ending
+
+    async def _turns(self, t: Trajectory, row: dict[str, Any]) -> str:
+        config = self.config.rollout
+
+        def replay() -> Any:
+            return [row, t.replay()]
+
+        def turn() -> Turn:
+            return Turn(t, config.max_tokens - t.length)
+
+        while True:
+            finish = await self.router.generate(turn, t.version)
+            if finish == LENGTH:
+                t.open_round = Round(await self.environments.text(t.id, t.turn.tolist()), 0)
+                return "length"
+            if t.open_round is None or not t.open_round.answered:
+                t.open_round = None
+                text, action, value = await self.environments.step(t.id, t.turn.tolist(), replay)
+                t.open_round = Round(text, len(t.turn))
+                if t.recorded:
+                    await self.log((Kind.TURN, [t.id, text]), groups=(t.group,))
+                if action == "tool":
+                    name, argument = value
+                    answer = await self.outside.tool(name, argument)
+                    await self._answered(t, name, argument, answer)
+            else:
+                action = "tool"
+            if action == "tool":
+                action, value = await self.environments.result(t.id, t.open_round.value, replay)
+            if action == "done":
+                return "done"
+            if len(t.rounds) + 1 > config.max_turns:
+                return "turns"
+            if t.length + len(value) >= config.max_tokens:
+                return "length"
+            if t.recorded:
+                await self.log((Kind.APPEND, [t.id, value]), groups=(t.group,))
+            t.appended(value)
+
+    async def _answered(self, t: Trajectory, name: str, argument: Any, answer: Any) -> None:
+        if t.recorded:
+            await self.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
+        r = t.open_round
+        if r is not None:
+            r.tool, r.input, r.value, r.answered = name, argument, answer, True
+
+    # -- stats and the end -----------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """What the live view and the planner read."""
+        lengths = np.array([t.length for t in self.active.values()] or [0])
+        histogram = np.histogram(lengths, (0, *BOUNDS, 1 << 40))[0] if self.active else []
+        return {
+            "job": self.job.id,
+            "in_flight": len(self.active),
+            "waiting": self.router.waiting,
+            "bounds": list(BOUNDS),
+            "histogram": [int(n) for n in histogram],
+            "tokens": self.tokens_sampled,
+            "groups": self.groups_finished,
+            "continued": self.router.continued,
+            "environments": self.environments.pids,
+        }
+
+    async def close(self) -> None:
+        """Leaves what is in flight to the ledger."""
+        tasks = list(self._groups.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.router.close()
+        await self.outside.close()
+        await self.environments.close()
+        self.ledger.close()

@@ -1,0 +1,200 @@
+"""One trajectory: its tokens, its turns, and how it is rebuilt from the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from common.ledger import Kind, Record, group_of, trajectory_id
+
+NOT_SAMPLED = -1  # weight version of a token that the model did not sample
+
+
+@dataclass(slots=True)
+class Round:
+    """A turn of the model with what the environment answered, as far as it has got."""
+
+    text: str
+    tokens: int  # sampled in this turn
+    tool: str = ""
+    input: Any = None
+    value: Any = None
+    answered: bool = False  # the tool's value is logged
+
+    def history(self) -> list[dict[str, Any]]:
+        """The turn as a reward function sees it."""
+        turns: list[dict[str, Any]] = [{"role": "model", "text": self.text}]
+        if self.answered:
+            turns.append(
+                {"role": "tool", "name": self.tool, "input": self.input, "value": self.value}
+            )
+        return turns
+
+
+@dataclass(slots=True)
+class Ending:
+    reason: str  # done, length, turns, or the code of a typed failure
+    reward: float | None = None
+    error: str = ""
+
+
+class Trajectory:
+    """Token ids, log-probabilities and versions side by side, in buffers that grow."""
+
+    def __init__(self, group: int, member: int, prompt: int, version: int, seed: int) -> None:
+        self.id = trajectory_id(group, member)
+        self.group, self.member, self.prompt, self.seed = group, member, prompt, seed
+        self.version = (
+            version  # of the mesh when its group was admitted: engines below it may not serve it
+        )
+        self.length = 0
+        self.prompt_length = 0
+        self.turn_start = 0  # where this turn's sampled tokens begin
+        self.rounds: list[Round] = []
+        self.open_round: Round | None = None  # the environment has seen the turn, and not answered
+        self.ending: Ending | None = None
+        self.attempts = 0  # engines that failed since the last token
+        self.engine = ""  # that holds its keys and values
+        self.restarts = 0
+        self.recorded = True  # training trajectories are in the ledger, evaluation is not
+        self.temperature = 1.0
+        self._tokens = np.zeros(64, np.int32)
+        self._logprobs = np.zeros(64, np.float32)
+        self._versions = np.full(64, NOT_SAMPLED, np.int32)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self._tokens[: self.length]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        return self._logprobs[: self.length]
+
+    @property
+    def versions(self) -> np.ndarray:
+        return self._versions[: self.length]
+
+    @property
+    def turn(self) -> np.ndarray:
+        """Ids sampled in the current turn."""
+        return self._tokens[self.turn_start : self.length]
+
+    def _room(self, n: int) -> slice:
+        end = self.length + n
+        if end > len(self._tokens):
+            grown = max(end, 2 * len(self._tokens))
+            extra = grown - len(self._tokens)
+            self._tokens = np.concatenate([self._tokens, np.zeros(extra, np.int32)])
+            self._logprobs = np.concatenate([self._logprobs, np.zeros(extra, np.float32)])
+            self._versions = np.concatenate([self._versions, np.full(extra, NOT_SAMPLED, np.int32)])
+        where = slice(self.length, end)
+        self.length = end
+        return where
+
+    def sampled(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+        """Tokens of the model."""
+        where = self._room(len(tokens))
+        self._tokens[where] = tokens
+        self._logprobs[where] = logprobs
+        self._versions[where] = versions
+        self.attempts = 0
+
+    def appended(self, ids: list[int]) -> None:
+        """Tokens of the prompt or the environment; the model's next turn begins after them."""
+        where = self._room(len(ids))
+        self._tokens[where] = ids
+        self._logprobs[where] = 0.0
+        self._versions[where] = NOT_SAMPLED
+        self.turn_start = self.length
+        if self.open_round is not None:
+            self.rounds.append(self.open_round)
+            self.open_round = None
+
+    def begin(self, prompt: list[int]) -> None:
+        """(Re)starts at the prompt."""
+        self.length = 0
+        self.rounds, self.open_round, self.ending = [], None, None
+        self.appended(prompt)
+        self.prompt_length = len(prompt)
+
+    def turns(self) -> list[dict[str, Any]]:
+        """All turns, for the reward function."""
+        rounds = self.rounds + ([self.open_round] if self.open_round else [])
+        return [turn for r in rounds for turn in r.history()]
+
+    def replay(self) -> list[Any]:
+        """What an environment must be told again to stand where this trajectory stands.
+
+        An open round counts as far as it has got: the environment has seen its turn, not the tool's answer.
+        """
+        told: list[Any] = []
+        at = self.prompt_length
+        for r in self.rounds + ([self.open_round] if self.open_round else []):
+            sampled = self._versions[at : self.length] != NOT_SAMPLED
+            at += int(np.argmax(sampled)) if len(sampled) else 0
+            told.append(["step", self._tokens[at : at + r.tokens].tolist()])
+            at += r.tokens
+            if r.answered and r is not self.open_round:
+                told.append(["result", r.value])
+        return told
+
+
+@dataclass(slots=True)
+class Restored:
+    """What a shard's ledger knows of its unfinished groups."""
+
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)
+    closed: set[int] = field(default_factory=set)
+
+    def apply(self, record: Record, seed_of: Any) -> None:
+        """Replays one record; records of one trajectory come in the order they were written."""
+        p = record.payload
+        if record.kind is Kind.OPEN:
+            group, member, prompt, version, ids = p
+            t = Trajectory(group, member, prompt, version, seed_of(group, member))
+            t.begin(ids)
+            self.trajectories[t.id] = t
+        elif record.kind is Kind.TOKENS:
+            self._tokens(p)
+        elif record.kind is Kind.CLOSE:
+            self.closed.add(p[0])
+        elif (t := self.trajectories.get(p[0])) is None:
+            return
+        elif record.kind is Kind.TURN:
+            t.open_round = Round(p[1], t.length - t.turn_start)
+        elif record.kind is Kind.TOOL and t.open_round is not None:
+            r = t.open_round
+            r.tool, r.input, r.value, r.answered = p[1], p[2], p[3], True
+        elif record.kind is Kind.APPEND:
+            t.appended(p[1])
+        elif record.kind is Kind.END:
+            t.ending = Ending(p[1], p[2], p[3])
+        elif record.kind is Kind.RESTART:
+            t.begin(t.tokens[: t.prompt_length].tolist())
+
+    def _tokens(self, payload: list[bytes]) -> None:
+        ids, counts = np.frombuffer(payload[0], np.int64), np.frombuffer(payload[1], np.int32)
+        tokens, logprobs = (
+            np.frombuffer(payload[2], np.int32),
+            np.frombuffer(payload[3], np.float32),
+        )
+        versions = np.frombuffer(payload[4], np.int32)
+        at = 0
+        for identity, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            if (t := self.trajectories.get(identity)) is not None:
+                end = at + count
+                t.sampled(tokens[at:end], logprobs[at:end], versions[at:end])
+            at += count
+
+    def groups(self) -> set[int]:
+        return self.closed | {group_of(t) for t in self.trajectories}
+
+    def by_group(self) -> dict[int, list[Trajectory]]:
+        """Unclosed groups with the members the ledger knows, in member order."""
+        groups: dict[int, list[Trajectory]] = {}
+        for t in sorted(self.trajectories.values(), key=lambda t: t.id):
+            if group_of(t.id) not in self.closed:
+                groups.setdefault(t.group, []).append(t)
+        return groups

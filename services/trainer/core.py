@@ -1,0 +1,388 @@
+"""The core of a training gang: leases groups, has their bins computed, steps, stages, commits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import torch
+from common.bulk import BulkClient
+
+from common.actor import Actor, call
+from common.api.engine import Engine
+from common.api.hint import Look
+from common.api.role import Drain, Drained
+from common.api.trainer import BinLease, BinRequest, BinResult, BinTaken, Trainer
+from common.api.weights import Checkpoint, Group, Weights
+from common.blob import unpack
+from common.errors import BadMessage, MeshError, NotFound
+from common.jobdata import JobData
+from common.mesh import Mesh
+from common.model.transfer import stage
+from common.patience import patiently
+from common.state import groups, jobs, registry, steps
+from common.store import STORE, get
+from services.trainer.batch import Batch, assemble
+from services.trainer.batching import Bin, make_bins
+from services.trainer.beginning import from_checkpoint, warm
+from services.trainer.bins import BinBoard
+from services.trainer.learner import MODEL, BinStats, Learner, add
+from services.trainer.optimizers import lr_factor
+
+POLL_S = 0.03  # how often ready groups are looked for
+COMPUTE_S = 3600.0  # deadline of one piece of arithmetic
+PATIENT_BINS = 5.0  # a leased bin may take this many times as long as bins take on average
+LEAST_BIN_S = 1.0
+
+Result = tuple[torch.Tensor, BinStats]
+
+
+class StepWork:
+    """The bins of the step that is being computed."""
+
+    def __init__(self, step: int, bins: list[Bin], manifest: str) -> None:
+        self.step, self.bins, self.manifest = step, bins, manifest
+        self.board: BinBoard[Result] = BinBoard(len(bins))
+
+
+class TrainerCore(Actor):
+    """Owns parameters and optimizer; hybrids lend it gradients."""
+
+    interface = Trainer
+
+    def __init__(self, mesh: Mesh, data: JobData, gang: str, epoch: int, learner: Learner) -> None:
+        self.mesh, self.data, self.gang, self.epoch = mesh, data, gang, epoch
+        self.learner = learner
+        self.bulk = BulkClient(mesh)
+        self.ready = False
+        self.steps_done, self.lineage, self.manifest = 0, 0, ""
+        self.tokens = 0
+        self.busy_s, self.wait_s = 0.0, 0.0
+        self.warm_fraction = 0.0
+        self._work: StepWork | None = None
+        self._offered = asyncio.Event()  # there may be a bin for a hybrid
+        self._progress = asyncio.Event()  # a result or an expiry to look at
+        self._bin_s = 0.0  # moving average of a bin's time
+        self._helpers: dict[str, float] = {}  # gang -> busy seconds in this step
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "job": self.data.id,
+            "epoch": self.epoch,
+            "ready": self.ready,
+            "gang": self.gang,
+            "core": True,
+            "step": self.steps_done,
+            "tokens": self.tokens,
+            "busy_s": self.busy_s,
+            "wait_s": self.wait_s,
+            "warm_start": self.warm_fraction,
+        }
+
+    # -- hybrids ---------------------------------------------------------------------------------
+
+    @call(Trainer.lease_bin)
+    async def lease_bin(self, request: BinRequest) -> BinLease:
+        deadline = self.mesh.clock.monotonic() + min(request.wait_s, 10.0)
+        while (left := deadline - self.mesh.clock.monotonic()) > 0:
+            lease = self._lease(request.gang)
+            if lease is not None:
+                return lease
+            self._offered.clear()
+            try:
+                async with self.mesh.clock.timeout(left, "a bin"):
+                    await self._offered.wait()
+            except MeshError:
+                break
+        return BinLease(self.steps_done + 1, self.steps_done, self.mesh.incarnation, -1, "", {})
+
+    def _lease(self, gang: str) -> BinLease | None:
+        work = self._work
+        if work is None:
+            return None
+        patience = max(LEAST_BIN_S, PATIENT_BINS * self._bin_s)
+        until = self.mesh.clock.monotonic() + min(
+            patience, self.data.config.training.bin_deadline_s
+        )
+        index = work.board.lease(gang, until)
+        if index is None:
+            return None
+        return BinLease(
+            step=work.step,
+            version=work.step - 1,
+            epoch=self.mesh.incarnation,
+            index=index,
+            manifest=work.manifest,
+            arrays=work.bins[index].to_arrays(),
+        )
+
+    @call(Trainer.bin_done)
+    def bin_done(self, result: BinResult) -> BinTaken:
+        work = self._work
+        if work is None or (result.step, result.epoch) != (work.step, self.mesh.incarnation):
+            return BinTaken(False)
+        if result.gradient.shape != (self.learner.size,) or result.gradient.dtype != np.float32:
+            raise BadMessage(
+                f"a gradient of {result.gradient.shape} for a model of {self.learner.size}"
+            )
+        gradient = torch.from_numpy(np.array(result.gradient))
+        counted = work.board.done(result.index, result.gang, (gradient, BinStats(**result.stats)))
+        self._helpers[result.gang] = self._helpers.get(result.gang, 0.0) + result.busy_s
+        self._progress.set()
+        return BinTaken(counted)
+
+    @call(Trainer.drain)
+    def drain(self, request: Drain) -> Drained:
+        """A step that is cut off is repeated by the next core, from its own lease of the groups."""
+        return Drained(0)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Puts the learner where the job stands; makes version 0 if there is none."""
+        row = await self._row()
+        if row.version < 0:
+            if row.phase == "queued":
+                await self._phase("warm_start")
+            with self.mesh.loading():
+                cached = await self._warm()
+            await self._commit_initial(cached)
+            row = await self._row()
+        else:
+            with self.mesh.loading():
+                await from_checkpoint(self.mesh, self.bulk, self.data, self.learner, row.checkpoint)
+        self.steps_done, self.lineage, self.manifest = row.version, row.lineage, row.manifest
+        self.warm_fraction = 1.0
+        if row.phase in ("queued", "warm_start"):
+            await self._phase("baseline")
+        self.ready = True
+
+    async def _row(self) -> jobs.JobRow:
+        row = await patiently(self.mesh.clock, lambda: jobs.job(self.mesh.state, self.data.id))
+        if row is None:
+            raise NotFound(f"the job {self.data.id} is not in Redis any more")
+        return row
+
+    async def _phase(self, phase: str) -> None:
+        await patiently(
+            self.mesh.clock,
+            lambda: jobs.set_phase(
+                self.mesh.state, self.data.id, phase, self.mesh.token, self.mesh.name
+            ),
+        )
+
+    async def _warm(self) -> bool:
+        if not self.data.config.warm_start.demonstrations:
+            return False
+        total = max(1, self.data.config.warm_start.steps)
+
+        def progress(step: int, loss: float) -> None:
+            self.warm_fraction = step / total
+
+        return await self.mesh.host.run_blocking(
+            warm, self.data, self.learner, progress, deadline_s=COMPUTE_S
+        )
+
+    async def _commit_initial(self, cached: bool) -> None:
+        lineage = 0
+        weights, name = await self._stage(lineage, 0, {"version": 0, "warm_start_cached": cached})
+        await patiently(
+            self.mesh.clock,
+            lambda: steps.commit_initial(
+                self.mesh.state,
+                self.data.id,
+                self.mesh.name,
+                self.mesh.token,
+                lineage,
+                weights,
+                name,
+            ),
+        )
+
+    async def train(self) -> None:
+        """Steps until the budget is spent, or the job has ended."""
+        row = await self._row()
+        budget = self.data.config.budget.steps
+        while self.steps_done < budget and row.phase not in ("failed", "stopped", "finished"):
+            if row.phase != "training":
+                await self.mesh.clock.sleep(POLL_S)
+                row = await self._row()
+                continue
+            await self._step(self.steps_done + 1)
+        while True:  # the role process stays until its gang is moved
+            await self.mesh.clock.sleep(60.0)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    async def _step(self, step: int) -> None:
+        clock = self.mesh.clock
+        started = clock.monotonic()
+        leased = await self._lease_groups(step)
+        waited = clock.monotonic() - started
+        began = clock.monotonic()
+        batch = await self._batch(leased, step)
+        metrics: dict[str, Any] = batch.metrics()
+        metrics |= await self._update(step, batch)
+        busy = clock.monotonic() - began
+        metrics |= {
+            "step": step,
+            "wait_s": waited,
+            "train_s": busy,
+            "wall": clock.wall(),
+            "workers": dict(self._helpers),
+        }
+        await self._commit(step, batch, metrics)
+        self.busy_s += clock.monotonic() - began
+        self.wait_s += waited
+        self.tokens += batch.tokens
+
+    async def _lease_groups(self, step: int) -> list[groups.GroupRow]:
+        while True:
+            answer = await patiently(
+                self.mesh.clock,
+                lambda: groups.lease_groups(
+                    self.mesh.state, self.data.id, self.mesh.name, self.mesh.token, step
+                ),
+            )
+            if isinstance(answer, groups.Leased):
+                return answer.groups
+            with self.mesh.wait(answer.reason, on=answer.on or "rollout/0"):
+                await self.mesh.clock.sleep(POLL_S)
+
+    async def _batch(self, leased: list[groups.GroupRow], step: int) -> Batch:
+        found = await asyncio.gather(*(self._group(row) for row in leased))
+        return await self.mesh.host.run_blocking(
+            assemble, list(found), step - 1, self.data.config, deadline_s=COMPUTE_S
+        )
+
+    async def _group(self, row: groups.GroupRow) -> Group:
+        content = await get(self.mesh, self.bulk, row.digest, f"group {row.group}")
+        return unpack(Group, content)
+
+    async def _update(self, step: int, batch: Batch) -> dict[str, Any]:
+        """The optimizer step of a batch; a batch with nothing to learn from changes nothing."""
+        self._helpers = {}
+        if not batch.sequences:
+            return {"bins": 0}
+        run = self.mesh.host.run_blocking
+        config = self.data.config
+        bins = await run(
+            make_bins, batch.sequences, config.training.bin_tokens, step - 1, deadline_s=COMPUTE_S
+        )
+        gradient, stats = await self._gradients(step, bins)
+        factor = lr_factor(step - 1, config.budget.steps, config.optimizer)
+        norm = await run(self.learner.apply, gradient, stats.tokens, factor, deadline_s=COMPUTE_S)
+        tokens = max(1, stats.tokens)
+        return {
+            "bins": len(bins),
+            "grad_norm": norm,
+            "loss": stats.loss_sum / tokens,
+            "entropy": stats.entropy_sum / tokens,
+            "clipped": stats.clipped / tokens,
+            "kl": stats.kl_sum / tokens,
+            "logprob_gap": stats.gap_max if stats.fresh_tokens else None,
+            "logprob_gap_mean": stats.gap_sum / max(1, stats.fresh_tokens),
+            "fresh_tokens": stats.fresh_tokens,
+            "model_tokens": stats.tokens,
+        }
+
+    async def _gradients(self, step: int, bins: list[Bin]) -> Result:
+        """Sum over the bins, in their order, by whoever computed each."""
+        work = self._work = StepWork(step, bins, self.manifest)
+        clock = self.mesh.clock
+        self._offered.set()
+        try:
+            while not work.board.complete:
+                index = work.board.take(clock.monotonic())
+                if index is None:
+                    await self._others(work)
+                    continue
+                began = clock.monotonic()
+                result = await self.mesh.host.run_blocking(
+                    self.learner.gradient, bins[index], deadline_s=COMPUTE_S
+                )
+                took = clock.monotonic() - began
+                self._bin_s = took if not self._bin_s else 0.8 * self._bin_s + 0.2 * took
+                self._helpers[self.gang] = self._helpers.get(self.gang, 0.0) + took
+                work.board.done(index, self.gang, result)
+        finally:
+            self._work = None
+        return await self.mesh.host.run_blocking(add, work.board.in_order(), deadline_s=COMPUTE_S)
+
+    async def _others(self, work: StepWork) -> None:
+        """Until a hybrid's result comes or its lease runs out."""
+        self._progress.clear()
+        expiry = work.board.next_expiry()
+        if work.board.complete or expiry is None:
+            return
+        left = max(0.01, expiry - self.mesh.clock.monotonic())
+        try:
+            async with self.mesh.clock.timeout(left, "a hybrid's bin"):
+                await self._progress.wait()
+        except MeshError:
+            return
+
+    # -- staging and the commit ------------------------------------------------------------------
+
+    async def _stage(self, lineage: int, version: int, account: dict[str, Any]) -> tuple[str, str]:
+        """Weights and optimizer made durable under a checkpoint; (weights' manifest, its name)."""
+        state = self.learner.state()
+        weights = {
+            key.removeprefix(MODEL): value for key, value in state.items() if key.startswith(MODEL)
+        }
+        rest = {key: value for key, value in state.items() if not key.startswith(MODEL)}
+        staged, optimizer = await asyncio.gather(
+            stage(self.mesh, self.bulk, self.data.id, lineage, version, weights),
+            stage(self.mesh, self.bulk, self.data.id, lineage, version, rest),
+        )
+        request = Checkpoint(
+            job=self.data.id,
+            lineage=lineage,
+            step=version,
+            weights=staged,
+            optimizer=optimizer,
+            account=account,
+        )
+        store = self.mesh.ref(STORE)
+        saved = await patiently(self.mesh.clock, lambda: store.call(Weights.save, request))
+        return staged, saved.name
+
+    async def _commit(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
+        account = await patiently(
+            self.mesh.clock,
+            lambda: steps.checkpoint_state(
+                self.mesh.state, self.data.id, batch.groups, batch.filtered
+            ),
+        )
+        weights, checkpoint = await self._stage(self.lineage, step, account)
+        record = {"bins": metrics["bins"], "seed": self.data.config.seed}
+        committed = await patiently(
+            self.mesh.clock,
+            lambda: steps.commit_step(
+                self.mesh.state,
+                self.data.id,
+                self.mesh.name,
+                self.mesh.token,
+                self.lineage,
+                step,
+                batch.groups,
+                batch.filtered,
+                weights,
+                checkpoint,
+                metrics,
+                record,
+                covered=step,
+            ),
+        )
+        self.steps_done, self.manifest = committed.version, weights
+        await self._tell_engines()
+
+    async def _tell_engines(self) -> None:
+        """A hint that there is a new version; an engine that misses it looks by itself."""
+        try:
+            for entry in await registry.entries(self.mesh.state, "engine"):
+                if entry.alive:
+                    await self.mesh.ref(entry.name).cast(Engine.look, Look("version"))
+        except MeshError as error:
+            self.mesh.telemetry.log.warning("hint", error=str(error))

@@ -1,0 +1,32 @@
+"""Entry of the weight store's process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from common.bulk import BulkServer, ChunkStore
+
+from common.mesh import Mesh, MeshSettings, run
+from common.store import STORE
+from services.weights.store import WeightStore
+
+
+async def main() -> None:
+    settings = MeshSettings.from_env()
+    mesh = await Mesh.open(STORE, "weights", settings)
+    chunks = ChunkStore(Path(settings.run_root) / "store")
+    bulk = BulkServer(chunks, mesh.host, settings.bind, settings.advertise)
+    actor = WeightStore(mesh, chunks)
+    await mesh.join(actor, stats=actor.stats, bulk_address=bulk.address)
+    try:
+        await actor.sweep_forever()
+    except asyncio.CancelledError:
+        raise
+    finally:
+        bulk.close()
+        await mesh.leave()
+
+
+if __name__ == "__main__":
+    run(main)
