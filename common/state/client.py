@@ -39,12 +39,12 @@ class WallClock(Protocol):
 
 @cache
 def script_source(name: str) -> tuple[str, str]:
-    """(source, sha1) of a script: prelude, the fragments its first line names, and itself."""
+    """(source, sha1) of a script: its name, the prelude, the fragments it names, and itself."""
     body = (SCRIPTS / f"{name}.lua").read_text()
     uses = re.match(r"-- uses: (.+)", body)
     fragments = [f"_{part}" for part in uses.group(1).split()] if uses else []
     parts = [(SCRIPTS / f"{part}.lua").read_text() for part in ["prelude", *fragments]]
-    source = "\n".join([*parts, body])
+    source = "\n".join([f"local SCRIPT = '{name}'", *parts, body])
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 

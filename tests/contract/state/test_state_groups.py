@@ -1,0 +1,318 @@
+"""Jobs, the staleness gate, shards and leases of groups, the same on every backend."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from state_bench import JOB, SHARD, TRAINER, Bench, document
+
+from common.errors import Fenced, NotFound, Refused
+from common.state import events, groups, jobs, registry
+from common.state.client import State
+from common.state.groups import Leased, Waiting
+
+
+async def test_a_submitted_job_is_queued_and_comes_back_as_it_was_written(bench: Bench) -> None:
+    for _ in range(2):
+        await jobs.submit(bench.state, JOB, document(), "/runs/job", "op")
+    row = await jobs.job(bench.state, JOB)
+    assert (row.phase, row.version, row.opened, row.run_dir) == ("queued", -1, 0, "/runs/job")
+    assert row.document == document()
+    assert await jobs.jobs(bench.state) == [row]
+    kinds = [event.kind for event in await events.read_all(bench.state)]
+    assert kinds == ["submitted"]
+
+
+async def test_a_job_name_is_taken_once_and_must_be_a_name(state: State) -> None:
+    await jobs.submit(state, JOB, document(), "", "op1")
+    with pytest.raises(Refused, match="already"):
+        await jobs.submit(state, JOB, document(), "", "op2")
+    for name in ("mesh", "", "a b", "{x}", "a:b"):
+        with pytest.raises(Refused, match="cannot be the name"):
+            await jobs.submit(state, name, document(), "", "op3")
+    with pytest.raises(NotFound):
+        await jobs.job(state, "other")
+
+
+async def test_phases_only_go_forward_and_only_for_a_lease(bench: Bench) -> None:
+    token = await bench.seat("planner/0")
+    await jobs.submit(bench.state, JOB, document(), "", "op")
+    await jobs.set_phase(bench.state, JOB, "warm_start", token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, "warm_start", token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, "training", token, "planner/0")
+    with pytest.raises(Refused, match="cannot go back"):
+        await jobs.set_phase(bench.state, JOB, "baseline", token, "planner/0")
+    newer = await bench.seat("planner/0")
+    with pytest.raises(Fenced):
+        await jobs.set_phase(bench.state, JOB, "evaluation", token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, "failed", newer, "planner/0", "no reward")
+    with pytest.raises(Refused):
+        await jobs.set_phase(bench.state, JOB, "finished", newer, "planner/0")
+    row = await jobs.job(bench.state, JOB)
+    assert row.ended and row.error == "no reward"
+    phases = [e for e in await events.read_all(bench.state) if e.kind == "phase"]
+    assert [e.fields["phase"] for e in phases] == ["warm_start", "training", "failed"]
+
+
+async def test_a_stopped_job_goes_on_where_it_was(bench: Bench) -> None:
+    seats = await bench.training_job()
+    for group in await seats.admit():
+        await seats.finish(group)
+    await seats.step(1)
+    await jobs.set_phase(bench.state, JOB, "stopped", seats.trainer, TRAINER)
+    assert await seats.admit() == []
+    for _ in range(2):
+        await jobs.reopen(bench.state, JOB, "op")
+    assert (await jobs.job(bench.state, JOB)).phase == "training"
+    assert await seats.admit() != []
+    await jobs.set_phase(bench.state, JOB, "finished", seats.trainer, TRAINER)
+    with pytest.raises(Refused, match="has finished"):
+        await jobs.reopen(bench.state, JOB, "op2")
+
+
+async def test_an_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
+    token = await bench.seat("evaluator")
+    await jobs.submit(bench.state, JOB, document(), "", "op")
+    args = (token,)
+    first = {"greedy": 0.5, "wrong": []}
+    assert await jobs.record_evaluation(bench.state, JOB, "s10", 10, first, "evaluator", *args)
+    assert not await jobs.record_evaluation(
+        bench.state, JOB, "s10", 10, {"greedy": 0.6}, "evaluator", *args
+    )
+    assert await jobs.record_evaluation(bench.state, JOB, "before", 0, {}, "evaluator", *args)
+    found = await jobs.evaluations(bench.state, JOB)
+    assert [(row["tag"], row["result"]) for row in found] == [("before", {}), ("s10", first)]
+
+
+async def test_a_deleted_job_leaves_nothing_but_its_events(bench: Bench) -> None:
+    seats = await bench.training_job()
+    await seats.admit()
+    await jobs.delete_job(bench.state, JOB)
+    assert await jobs.jobs(bench.state) == []
+    left = await bench.state.command("KEYS", "*")
+    assert not [key for key in left if key.startswith("{job}")]
+    await jobs.submit(bench.state, JOB, document(), "", "again")
+
+
+async def test_the_gate_admits_what_the_staleness_bound_allows(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=2, max_staleness=2)
+    opened = await seats.admit(4) + await seats.admit(4)
+    assert [group.group for group in opened] == [0, 1, 2, 3, 4, 5]
+    assert [group.prompt for group in opened] == [0, 1, 2, 3, 4, 5]
+    assert await seats.admit(1) == []
+    for group in opened[:2]:
+        await seats.finish(group)
+    await seats.step(1)
+    assert [(g.group, g.version) for g in await seats.admit()] == [(6, 1), (7, 1)]
+    row = await jobs.job(bench.state, JOB)
+    assert (row.opened, row.trained, row.admitted, row.cursor) == (16, 4, 8, 8)
+
+
+async def test_nothing_is_admitted_before_training_nor_beyond_the_budget(bench: Bench) -> None:
+    shard, trainer = await bench.seat(SHARD), await bench.seat(TRAINER)
+    await jobs.submit(bench.state, JOB, document(steps=1), "", "op")
+    assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op1") == []
+    await jobs.set_phase(bench.state, JOB, "training", trainer, TRAINER)
+    assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op2") == []
+    from common.state import steps
+
+    await steps.commit_initial(bench.state, JOB, TRAINER, trainer, 0, "m0", "c0")
+    assert len(await groups.admit(bench.state, JOB, SHARD, shard, 9, "op3")) == 2
+
+
+async def test_an_admission_sent_twice_opens_its_groups_once(bench: Bench) -> None:
+    seats = await bench.training_job()
+    first = await groups.admit(bench.state, JOB, SHARD, seats.shard, 3, "op")
+    again = await groups.admit(bench.state, JOB, SHARD, seats.shard, 3, "op")
+    assert first == again and len(first) == 3
+    assert (await groups.in_flight(bench.state, JOB)).open == 3
+
+
+async def test_a_shard_that_lost_its_lease_can_do_nothing(bench: Bench) -> None:
+    seats = await bench.training_job()
+    [group] = await seats.admit(1)
+    old = seats.shard
+    await bench.seat(SHARD)
+    with pytest.raises(Fenced):
+        await seats.admit(1)
+    with pytest.raises(Fenced):
+        await seats.finish(group)
+    with pytest.raises(Fenced):
+        await groups.group_dropped(bench.state, JOB, SHARD, old, group.group, "", "op1")
+    with pytest.raises(Fenced):
+        await groups.group_requeued(bench.state, JOB, SHARD, old, group.group, "", "op2")
+    with pytest.raises(Fenced):
+        await groups.claim_shard(bench.state, JOB, SHARD, old)
+
+
+async def test_a_new_incarnation_takes_over_groups_and_segments(bench: Bench) -> None:
+    seats = await bench.training_job()
+    opened = await seats.admit(3)
+    assert await groups.claim_shard(bench.state, JOB, SHARD, seats.shard) == {}
+    await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "a", -1)
+    await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "a", 4096)
+    await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "b", -1)
+    await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "c", -1)
+    await groups.forget_segment(bench.state, JOB, SHARD, seats.shard, "c")
+    old, seats.shard = seats.shard, await bench.seat(SHARD)
+    with pytest.raises(Fenced):  # it holds the name but has not claimed yet
+        await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "d", -1)
+    found = await groups.claim_shard(bench.state, JOB, SHARD, seats.shard)
+    assert found == {"a": 4096, "b": -1}
+    with pytest.raises(Fenced):
+        await groups.note_segment(bench.state, JOB, SHARD, old, "b", 7)
+    assert await groups.open_groups(bench.state, JOB, SHARD) == opened
+    assert await groups.open_groups(bench.state, JOB, "rollout/1") == []
+    await seats.finish(opened[0])
+    assert await groups.open_groups(bench.state, JOB, SHARD) == opened[1:]
+
+
+async def test_a_finished_group_is_ready_once(bench: Bench) -> None:
+    seats = await bench.training_job()
+    [group] = await seats.admit(1)
+    for _ in range(2):
+        await groups.group_ready(
+            bench.state, JOB, SHARD, seats.shard, group.group, "d", 9, 0, 0, 2, "same"
+        )
+    with pytest.raises(Refused, match="not open"):
+        await seats.finish(group)
+    now = await groups.in_flight(bench.state, JOB)
+    assert (now.open, now.ready, now.samples) == (0, 1, 2)
+
+
+async def test_a_dropped_group_returns_its_admission_but_not_its_prompt(bench: Bench) -> None:
+    seats = await bench.training_job()
+    opened = await seats.admit()
+    for _ in range(2):
+        await groups.group_dropped(
+            bench.state, JOB, SHARD, seats.shard, opened[0].group, "tool_failed", "op"
+        )
+    again = await seats.admit()
+    assert [(g.group, g.prompt) for g in again] == [(6, 6)]
+    row = await jobs.job(bench.state, JOB)
+    assert (row.typed_drops, row.host_lost, row.admitted) == (2, 0, 6)
+
+
+async def test_a_lost_group_returns_its_admission_and_its_prompt_goes_first(bench: Bench) -> None:
+    seats = await bench.training_job()
+    opened = await seats.admit()
+    for _ in range(2):
+        await groups.group_requeued(
+            bench.state, JOB, SHARD, seats.shard, opened[1].group, "host_lost", "op"
+        )
+    again = await seats.admit()
+    assert [(g.group, g.prompt) for g in again] == [(6, 1)]
+    row = await jobs.job(bench.state, JOB)
+    assert (row.typed_drops, row.host_lost, row.cursor) == (0, 2, 6)
+
+
+async def test_a_step_leases_the_oldest_groups_that_are_ready(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=2)
+    opened = await seats.admit()
+    answer = await seats.lease(1)
+    assert isinstance(answer, Waiting) and answer.on == SHARD and "0 of 2" in answer.reason
+    for n in (3, 2, 1):
+        await seats.finish(opened[n])
+    first = await seats.lease(1)
+    assert isinstance(first, Leased)
+    assert [row.group for row in first.groups] == [1, 2]
+    assert first.groups[0].digest == "digest1" and first.groups[0].scored == 2
+    assert await seats.lease(1) == first
+    await seats.finish(opened[0])
+    assert await seats.lease(1) == first
+
+
+async def test_a_step_that_is_not_next_leases_nothing(bench: Bench) -> None:
+    seats = await bench.training_job()
+    with pytest.raises(Refused, match="current version is 0"):
+        await seats.lease(2)
+
+
+async def test_a_new_trainer_leases_what_its_predecessor_had(bench: Bench) -> None:
+    seats = await bench.training_job()
+    for group in await seats.admit():
+        await seats.finish(group)
+    old = seats.trainer
+    taken = await seats.leased(1)
+    seats.trainer = await bench.seat(TRAINER)
+    with pytest.raises(Fenced):
+        await groups.lease_groups(bench.state, JOB, TRAINER, old, 1)
+    assert await seats.leased(1) == taken
+    now = await groups.in_flight(bench.state, JOB)
+    assert (now.ready, now.leased) == (4, 2)
+
+
+async def test_a_group_that_became_stale_goes_back_to_the_cursor(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=2, max_staleness=1)
+    opened = await seats.admit()
+    await seats.finish(opened[0], age=2)
+    for group in opened[1:]:
+        await seats.finish(group)
+    assert await seats.leased(1) == [1, 2]
+    row = await jobs.job(bench.state, JOB)
+    assert (row.stale_requeued, row.admitted) == (2, 3)
+    assert [(g.group, g.prompt) for g in await seats.admit()] == [(4, 0)]
+    told = [e for e in await events.read_all(bench.state) if e.kind == "stale"]
+    assert [e.fields["groups"][0]["group"] for e in told] == [0]
+
+
+async def test_a_slow_group_is_passed_over_so_often_and_then_waited_for(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=1, max_staleness=2)
+    slow, *others = await seats.admit()
+    for step in (1, 2):
+        await seats.finish(others[step - 1])
+        await seats.step(step)
+    [after] = [g for g in await seats.admit() if g.group == 3]
+    await seats.finish(after)
+    waiting = await seats.lease(3)
+    assert waiting == Waiting(f"group {slow.group} of {SHARD}", SHARD)
+    await seats.finish(slow)
+    assert await seats.leased(3) == [slow.group]
+
+
+async def test_a_requeued_prompt_is_not_passed_over_for_longer(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=1, max_staleness=1)
+    slow, other = await seats.admit()
+    await seats.finish(other)
+    await seats.step(1)
+    await groups.group_requeued(
+        bench.state, JOB, SHARD, seats.shard, slow.group, "environment_lost", "op"
+    )
+    successor, younger = await seats.admit()
+    assert successor.prompt == slow.prompt
+    await seats.finish(younger)
+    assert await seats.lease(2) == Waiting(f"group {successor.group} of {SHARD}", SHARD)
+
+
+async def test_with_no_staleness_a_step_waits_for_every_older_group(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=2, max_staleness=0)
+    opened = await seats.admit()
+    assert len(opened) == 2
+    await seats.finish(opened[1])
+    assert isinstance(await seats.lease(1), Waiting)
+    await seats.finish(opened[0])
+    assert await seats.leased(1) == [0, 1]
+
+
+async def test_the_trainer_gives_back_a_group_whose_bytes_are_bad(bench: Bench) -> None:
+    seats = await bench.training_job()
+    for group in await seats.admit(3):
+        await seats.finish(group)
+    assert await seats.leased(1) == [0, 1]
+    with pytest.raises(Refused, match="not trainer/job's"):
+        await groups.group_requeued(bench.state, JOB, TRAINER, seats.trainer, 2, "poisoned", "op1")
+    await groups.group_requeued(bench.state, JOB, TRAINER, seats.trainer, 0, "poisoned", "op2")
+    assert await seats.leased(1) == [1, 2]
+
+
+async def test_of_twenty_zombies_none_takes_a_group(bench: Bench) -> None:
+    seats = await bench.training_job()
+    tokens = [await bench.seat(SHARD) for _ in range(20)]
+    for token in tokens[:-1]:
+        with pytest.raises(Fenced):
+            await groups.admit(bench.state, JOB, SHARD, token, 1, uuid.uuid4().hex)
+    seats.shard = tokens[-1]
+    assert len(await seats.admit(1)) == 1
+    found = await registry.lookup(bench.state, SHARD)
+    assert found and found.token == tokens[-1]

@@ -1,0 +1,244 @@
+"""Names, leases, fencing, elections and events, the same on every backend."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from state_bench import Bench, HandClock
+
+from common.errors import Refused
+from common.state import epoch, events, leader, registry
+from common.state.client import State
+from common.state.registry import Entry
+
+LONG_MS = 600_000
+
+
+def entry(incarnation: str, name: str = "rollout/0") -> Entry:
+    return Entry(
+        name,
+        "rollout",
+        address="tcp://127.0.0.1:5",
+        bulk="tcp://127.0.0.1:6",
+        host="here",
+        pid=7,
+        start_time=1.25,
+        incarnation=incarnation,
+        run_root="/runs",
+    )
+
+
+async def test_a_registered_process_is_found_with_all_it_said(state: State) -> None:
+    token = await registry.register(state, entry("a"), LONG_MS)
+    waits = [{"what": "call Weights.stage", "on": "weights", "since_ms": 5}]
+    stats = {"lag_s": 0.1, "nothing": [], "nested": {"empty": {}}, "text": "naïve ✓"}
+    assert registry.renew(state, "rollout/0", token, LONG_MS, stats, waits)
+    found = await registry.lookup(state, "rollout/0")
+    assert found is not None
+    assert found.alive and found.token == token and found.incarnation == "a"
+    assert (found.address, found.bulk, found.host) == (
+        "tcp://127.0.0.1:5",
+        "tcp://127.0.0.1:6",
+        "here",
+    )
+    assert (found.pid, found.start_time, found.run_root) == (7, 1.25, "/runs")
+    assert found.stats == stats and found.waits == waits
+    assert found.expires_ms - found.renewed_ms == LONG_MS
+
+
+async def test_a_name_nobody_took_is_not_found(state: State) -> None:
+    assert await registry.lookup(state, "rollout/0") is None
+    assert await registry.entries(state) == []
+
+
+async def test_entries_can_be_asked_for_by_kind(state: State) -> None:
+    await registry.register(state, entry("a"))
+    await registry.register(state, Entry("weights", "weights", incarnation="b"))
+    assert [found.name for found in await registry.entries(state, "weights")] == ["weights"]
+    assert len(await registry.entries(state)) == 2
+
+
+async def test_a_live_name_is_refused_to_another_incarnation(state: State) -> None:
+    await registry.register(state, entry("a"), LONG_MS)
+    with pytest.raises(Refused, match="rollout/0"):
+        await registry.register(state, entry("b"), LONG_MS)
+
+
+async def test_registering_twice_gives_the_same_token(state: State) -> None:
+    first = await registry.register(state, entry("a"), LONG_MS)
+    assert await registry.register(state, entry("a"), LONG_MS) == first
+
+
+async def test_twenty_contenders_for_a_name_leave_one_holder(state: State) -> None:
+    names = [str(n) for n in range(20)]
+    answers = await asyncio.gather(
+        *(registry.register(state, entry(name), LONG_MS) for name in names),
+        return_exceptions=True,
+    )
+    won = [answer for answer in answers if isinstance(answer, int)]
+    assert len(won) == 1
+    assert all(isinstance(answer, Refused) for answer in answers if answer not in won)
+
+
+async def test_an_expired_lease_is_lost_and_its_name_is_free(bench: Bench) -> None:
+    state = bench.state
+    first = await registry.register(state, entry("a"), 20)
+    await bench.pass_ms(50)
+    assert not registry.renew(state, "rollout/0", first, LONG_MS, {}, [])
+    second = await registry.register(state, entry("b"), LONG_MS)
+    assert second > first
+    assert not registry.renew(state, "rollout/0", first, LONG_MS, {}, [])
+    assert registry.renew(state, "rollout/0", second, LONG_MS, {}, [])
+
+
+async def test_the_dead_are_listed_so_that_a_culprit_can_be_named(bench: Bench) -> None:
+    await registry.register(bench.state, entry("a"), 20)
+    await bench.pass_ms(50)
+    [found] = await registry.entries(bench.state)
+    assert found.name == "rollout/0" and not found.alive
+
+
+async def test_a_lease_lasts_six_virtual_seconds_and_its_entry_ten_minutes(
+    simulated: Bench,
+) -> None:
+    state = simulated.state
+    token = await registry.register(state, entry("a"))
+    for _ in range(20):  # half a virtual minute, renewed in time
+        await simulated.pass_ms(1500)
+        assert registry.renew(state, "rollout/0", token, 6000, {}, [])
+    await simulated.pass_ms(5900)
+    assert (await registry.entries(state))[0].alive
+    await simulated.pass_ms(200)
+    assert not (await registry.entries(state))[0].alive
+    await simulated.pass_ms(599_000)
+    assert len(await registry.entries(state)) == 1
+    await simulated.pass_ms(2_000)
+    assert await registry.entries(state) == []
+    assert await registry.lookup(state, "rollout/0") is None
+
+
+async def test_keys_expire_by_the_clock_of_their_own_simulation() -> None:
+    slow, fast = HandClock(), HandClock(now=5.0)
+    one, other = State.simulated(slow), State.simulated(fast)
+    for state in (one, other):
+        await state.command("SET", "key", "value", "PX", 10_000)
+    fast.now += 11
+    assert await one.command("GET", "key") == "value"
+    assert await other.command("GET", "key") is None
+    assert (await one.command("TIME"))[0] in (int(slow.now), str(int(slow.now)))
+    assert (await other.command("TIME"))[0] in (16, "16")
+    await one.close()
+    await other.close()
+
+
+async def test_a_process_that_leaves_frees_its_name_at_once(state: State) -> None:
+    token = await registry.register(state, entry("a"), LONG_MS)
+    assert await registry.release(state, "rollout/0", token)
+    assert not await registry.release(state, "rollout/0", token)
+    assert not registry.renew(state, "rollout/0", token, LONG_MS, {}, [])
+    assert await registry.register(state, entry("b"), LONG_MS) > token
+
+
+async def test_a_supervisor_evicts_the_incarnation_it_saw_end_and_no_other(state: State) -> None:
+    token = await registry.register(state, entry("a"), LONG_MS)
+    assert not await registry.evict(state, "rollout/0", "b")
+    assert registry.renew(state, "rollout/0", token, LONG_MS, {}, [])
+    assert await registry.evict(state, "rollout/0", "a")
+    assert await registry.register(state, entry("b"), LONG_MS) > token
+
+
+async def test_an_evicted_incarnation_that_registers_again_gets_a_new_token(state: State) -> None:
+    token = await registry.register(state, entry("a"), LONG_MS)
+    await registry.evict(state, "rollout/0", "a")
+    assert await registry.register(state, entry("a"), LONG_MS) > token
+
+
+async def test_after_an_outage_the_first_to_return_raises_the_epoch_once(bench: Bench) -> None:
+    state = bench.state
+    one = await registry.register(state, entry("a", "one"), 20)
+    two = await registry.register(state, entry("b", "two"), 20)
+    await bench.pass_ms(100)
+    away = {"away_ms": 60_000, "ttl_ms": LONG_MS, "stats": "{}", "waits": "[]"}
+    assert state.run_sync("renew", ["{mesh}"], away | {"name": "one", "token": one})["held"]
+    assert await epoch.mesh_epoch(state) == 1
+    # `two` has not renewed yet, and its name is safe from others for the grace.
+    with pytest.raises(Refused):
+        await registry.register(state, entry("c", "two"))
+    assert state.run_sync("renew", ["{mesh}"], away | {"name": "two", "token": two})["held"]
+    assert await epoch.mesh_epoch(state) == 1
+    assert [e.kind for e in await events.read_all(state)].count("epoch") == 1
+
+
+async def test_an_epoch_is_raised_once_by_all_who_saw_the_same_outage(state: State) -> None:
+    answers = [await epoch.raise_epoch(state, 0, 9000) for _ in range(3)]
+    assert answers == [1, 1, 1]
+    assert await epoch.raise_epoch(state, 1, 9000) == 2
+
+
+async def test_who_registers_again_after_an_outage_keeps_a_name_nobody_took(bench: Bench) -> None:
+    state = bench.state
+    token = await registry.register(state, entry("a"), 20)
+    await bench.pass_ms(50)
+    assert await registry.register(state, entry("a"), LONG_MS) == token
+
+
+async def test_an_election_has_one_leader_among_twenty(state: State) -> None:
+    tokens = await asyncio.gather(
+        *(leader.campaign(state, "planner", f"p{n}", LONG_MS) for n in range(20))
+    )
+    [won] = [token for token in tokens if token]
+    owner, token = await leader.leader(state, "planner")
+    assert token == won and owner == f"p{tokens.index(won)}"
+    assert await leader.campaign(state, "planner", owner, LONG_MS) == won
+
+
+async def test_a_standby_leads_once_the_leaders_lease_is_over(bench: Bench) -> None:
+    state = bench.state
+    old = await leader.campaign(state, "planner", "a", 20)
+    await bench.pass_ms(50)
+    assert await leader.leader(state, "planner") == ("", 0)
+    assert not leader.keep(state, "planner", old, LONG_MS)
+    new = await leader.campaign(state, "planner", "b", LONG_MS)
+    assert new > old
+    assert not leader.keep(state, "planner", old, LONG_MS)
+    assert leader.keep(state, "planner", new, LONG_MS)
+
+
+async def test_a_leader_that_lapsed_leads_again_under_a_new_token(bench: Bench) -> None:
+    old = await leader.campaign(bench.state, "planner", "a", 20)
+    await bench.pass_ms(50)
+    assert await leader.campaign(bench.state, "planner", "a", LONG_MS) > old
+
+
+async def test_a_leader_that_resigns_is_followed_at_once(state: State) -> None:
+    old = await leader.campaign(state, "planner", "a", LONG_MS)
+    await leader.resign(state, "planner", old)
+    assert await leader.campaign(state, "planner", "b", LONG_MS) > old
+    await leader.resign(state, "planner", old)
+    assert (await leader.leader(state, "planner"))[0] == "b"
+
+
+async def test_events_come_back_in_order_and_page_by_page(state: State) -> None:
+    for n in range(5):
+        await events.append(state, "ticked", {"n": n, "none": None, "list": [], "map": {}})
+    first = await events.read(state, count=3)
+    rest = await events.read(state, first[-1].id)
+    assert [event.fields["n"] for event in first + rest] == [0, 1, 2, 3, 4]
+    assert first[0].fields == {"n": 0, "none": None, "list": [], "map": {}}
+    assert await events.read_all(state) == first + rest
+
+
+async def test_scripts_are_loaded_again_by_a_server_that_forgot_them(state: State) -> None:
+    await events.append(state, "before", {})
+    await state.command("SCRIPT", "FLUSH")
+    await events.append(state, "after", {})
+    assert [event.kind for event in await events.read_all(state)] == ["before", "after"]
+
+
+async def test_a_script_sent_twice_under_one_operation_acts_once(state: State) -> None:
+    args = {"op": "same", "kind": "once", "fields": "{}"}
+    assert await state.run("append", ["{mesh}"], args) == await state.run(
+        "append", ["{mesh}"], args
+    )
+    assert len(await events.read_all(state)) == 1

@@ -1,0 +1,206 @@
+"""The step commit, lineages and checkpoints, the same on every backend."""
+
+from __future__ import annotations
+
+import pytest
+from state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
+
+from common.errors import Fenced, Refused
+from common.state import accounting, events, groups, jobs, steps
+from common.state.steps import Committed
+
+
+async def account(bench: Bench) -> dict[str, int]:
+    now = await groups.in_flight(bench.state, JOB)
+    return accounting.account(await events.read_all(bench.state), now.samples, JOB)
+
+
+async def fill(seats: Seats, scored: int = 2) -> list[groups.Admitted]:
+    opened = await seats.admit()
+    for group in opened:
+        await seats.finish(group, scored)
+    return opened
+
+
+async def test_the_first_weights_are_version_zero_once(bench: Bench) -> None:
+    seats = await bench.training_job()
+    await steps.commit_initial(bench.state, JOB, TRAINER, seats.trainer, 0, "m0", "c0")
+    with pytest.raises(Refused, match="other weights"):
+        await steps.commit_initial(bench.state, JOB, TRAINER, seats.trainer, 0, "m9", "c0")
+    row = await jobs.job(bench.state, JOB)
+    assert (row.version, row.manifest, row.checkpoint) == (0, "m0", "c0")
+
+
+async def test_a_step_becomes_the_current_version_and_ends_its_groups(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=2)
+    await fill(seats)
+    taken = await seats.leased(1)
+    assert await seats.commit(1, taken, filtered=(taken[0],)) == Committed(1, False)
+    row = await jobs.job(bench.state, JOB)
+    assert (row.version, row.steps_done, row.manifest, row.checkpoint) == (1, 1, "m0.1", "c1")
+    assert (row.trained, row.filtered) == (2, 2)
+    [told] = [e for e in await events.read_all(bench.state) if e.kind == "step"]
+    assert told.fields["groups"] == [
+        {"group": 0, "samples": 2, "scored": 2, "filtered": True},
+        {"group": 1, "samples": 2, "scored": 2, "filtered": False},
+    ]
+    assert told.fields["metrics"] == {"reward": 0.5, "lengths": []}
+    assert not await bench.state.command("EXISTS", "{job}:group:0", "{job}:group:1")
+
+
+async def test_a_commit_sent_twice_is_one_step(bench: Bench) -> None:
+    seats = await bench.training_job()
+    await fill(seats)
+    taken = await seats.leased(1)
+    assert await seats.commit(1, taken) == Committed(1, False)
+    assert await seats.commit(1, taken) == Committed(1, True)
+    assert (await account(bench))["trained"] == 4
+    with pytest.raises(Refused, match="committed with manifest"):
+        await seats.commit(1, taken, manifest="other")
+
+
+async def test_a_zombie_trainer_commits_nothing(bench: Bench) -> None:
+    seats = await bench.training_job()
+    await fill(seats)
+    taken = await seats.leased(1)
+    zombie = Seats(bench.state, seats.shard, seats.trainer)
+    seats.trainer = await bench.seat(TRAINER)
+    with pytest.raises(Fenced):
+        await zombie.commit(1, taken)
+    with pytest.raises(Refused, match="not leased"):
+        await seats.commit(1, taken)
+    assert await seats.leased(1) == taken
+    assert await seats.commit(1, taken) == Committed(1, False)
+    with pytest.raises(Fenced):
+        await zombie.commit(2, taken)
+
+
+async def test_a_step_takes_all_that_it_leased_and_nothing_else(bench: Bench) -> None:
+    seats = await bench.training_job()
+    await fill(seats)
+    taken = await seats.leased(1)
+    with pytest.raises(Refused, match="accounts for 1"):
+        await seats.commit(1, taken[:1])
+    with pytest.raises(Refused, match="not leased"):
+        await seats.commit(1, [taken[0], 5])
+    with pytest.raises(Refused, match="does not follow"):
+        await seats.commit(2, taken)
+    with pytest.raises(Refused, match="does not follow"):
+        await seats.commit(1, taken, lineage=1)
+
+
+async def test_members_that_failed_are_typed_drops_of_the_step(bench: Bench) -> None:
+    seats = await bench.training_job(group_size=4)
+    await fill(seats, scored=3)
+    await seats.step(1)
+    terms = await account(bench)
+    assert (terms["trained"], terms["typed_drops"], terms["lost"]) == (6, 2, 0)
+    assert (await jobs.job(bench.state, JOB)).typed_drops == 2
+
+
+async def test_the_last_step_of_the_budget_starts_the_evaluation(bench: Bench) -> None:
+    seats = await bench.training_job(steps=1)
+    await fill(seats)
+    await seats.step(1)
+    assert (await jobs.job(bench.state, JOB)).phase == "evaluation"
+
+
+async def test_steps_are_read_in_order_with_their_metrics(bench: Bench) -> None:
+    seats = await bench.training_job()
+    for step in (1, 2, 3):
+        await fill(seats)
+        await seats.step(step)
+    rows = await steps.step_rows(bench.state, JOB)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["reward"] == 0.5 and rows[0]["trained"] == 4 and rows[0]["lengths"] == []
+    assert [row["step"] for row in await steps.step_rows(bench.state, JOB, since=2)] == [3]
+
+
+async def test_a_replay_finds_groups_and_record_until_a_checkpoint_covers_them(
+    bench: Bench,
+) -> None:
+    seats = await bench.training_job()
+    for step in (1, 2):
+        await fill(seats)
+        await seats.step(step)
+    found = await steps.step_records(bench.state, JOB)
+    assert [record.step for record in found] == [1, 2]
+    assert found[0].record == {"bins": [[0, 1]]}
+    assert [row.digest for row in found[0].groups] == ["digest0", "digest1"]
+    await fill(seats)
+    await seats.commit(3, await seats.leased(3), covered=1)
+    assert [record.step for record in await steps.step_records(bench.state, JOB)] == [2, 3]
+    assert len(await steps.step_rows(bench.state, JOB)) == 3
+
+
+async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> None:
+    seats = await bench.training_job()
+    first = await fill(seats)
+    for step in (1, 2):
+        await seats.step(step)
+    for _ in range(2):
+        lineage = await steps.open_lineage(
+            bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op"
+        )
+        assert lineage == 1
+    row = await jobs.job(bench.state, JOB)
+    assert (row.lineage, row.version, row.manifest, row.trained) == (1, 1, "m0.1", 4)
+    terms = await account(bench)
+    assert (terms["trained"], terms["in_flight"], terms["lost"]) == (4, 8, 0)
+    assert await seats.admit() == [] or (await groups.in_flight(bench.state, JOB)).capacity >= 0
+    again = await seats.leased(2)
+    assert again == [group.group for group in first[2:4]]
+    assert await seats.commit(2, again, lineage=1) == Committed(2, False)
+    terms = await account(bench)
+    assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (8, 0, 0)
+
+
+async def test_no_lineage_opens_behind_what_a_checkpoint_covers(bench: Bench) -> None:
+    seats = await bench.training_job()
+    for step in (1, 2):
+        await fill(seats)
+        await seats.commit(step, await seats.leased(step), covered=step)
+    with pytest.raises(Refused, match="covered"):
+        await steps.open_lineage(bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op")
+    with pytest.raises(Refused, match="current version is 2"):
+        await steps.open_lineage(bench.state, JOB, TRAINER, seats.trainer, 3, "m", "c", "op2")
+
+
+async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=2)
+    opened = await seats.admit()
+    for group in opened[:4]:
+        await seats.finish(group)
+    await seats.step(1)
+    await groups.group_requeued(bench.state, JOB, SHARD, seats.shard, 5, "host_lost", "op")
+    taken = await seats.leased(2)
+    saved = await steps.checkpoint_state(bench.state, JOB, taken)
+    assert (saved["version"], saved["steps_done"], saved["lineage"]) == (2, 2, 0)
+    assert saved["requeue"] == [5, 4] and saved["in_flight"] == 2
+    assert saved["counts"]["trained"] == 8
+    saved |= {"manifest": "m0.2", "checkpoint": "c2"}
+    await seats.commit(2, taken)
+
+    await bench.state.command("FLUSHALL")
+    for _ in range(2):
+        await steps.restore_job(bench.state, JOB, document(groups_per_step=2), "/runs", saved)
+    seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
+    row = await jobs.job(bench.state, JOB)
+    assert (row.lineage, row.version, row.manifest, row.phase) == (1, 2, "m0.2", "training")
+    assert (row.opened, row.trained, row.host_lost) == (12, 8, 4)
+    assert (await account(bench))["lost"] == 0
+    again = await seats.admit()
+    assert [group.prompt for group in again] == [5, 4, 6, 7, 8, 9]
+    assert again[0].group > 1000
+    for group in again:
+        await seats.finish(group)
+    await seats.commit(3, await seats.leased(3), lineage=1)
+    terms = await account(bench)
+    assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (12, 0, 0)
+
+
+async def test_tokens_rise_even_when_redis_lost_everything(simulated: Bench) -> None:
+    before = await simulated.seat(SHARD)
+    await simulated.state.command("FLUSHALL")
+    await simulated.pass_ms(1000)
+    assert await simulated.seat(SHARD) > before
