@@ -128,9 +128,9 @@ class Muon:
     """Nesterov momentum, made orthogonal, on matrices of one shape (the last two dimensions)."""
 
     def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
-        self._parts, self._weight_decay = parts, weight_decay
+        self._parts, self._lr, self._weight_decay = parts, lr, weight_decay
         shape = parts[0].parameter.shape
-        self._lr = lr * max(1.0, shape[-2] / shape[-1]) ** 0.5
+        self._stretch = max(1.0, shape[-2] / shape[-1]) ** 0.5  # tall matrices move further
         self._momentum = torch.zeros(len(parts), *shape)
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
@@ -140,7 +140,7 @@ class Muon:
         lr = self._lr * lr_factor
         for part, delta in zip(self._parts, update, strict=True):
             part.parameter.mul_(1 - lr * self._weight_decay)
-            part.parameter.add_(delta, alpha=-lr)
+            part.parameter.add_(delta, alpha=-lr * self._stretch)
 
     def state(self) -> dict[str, Tensor]:
         moments = zip(self._parts, self._momentum, strict=True)

@@ -1,0 +1,116 @@
+"""The warm start and its cache."""
+
+import pytest
+import torch
+
+from common.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
+from common.errors import ConfigError
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.tokenizer import character_tokenizer
+from services.trainer import warm_start as warm
+from services.trainer.learner import Learner
+
+MODEL = ModelConfig(
+    architecture="llama",
+    vocab_size=16,
+    hidden_size=16,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    ffn_size=24,
+    tie_embeddings=True,
+    max_positions=64,
+)
+CONFIG = WarmStartConfig(steps=20, batch=8, warmup_steps=2)
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return character_tokenizer("_$?=0123456789", tmp_path / "tokenizer.json")
+
+
+def echo(random, progress):
+    """A digit, to be said three times."""
+    digit = str(random.randrange(10))
+    return [(f"?{digit}=", False), (digit * 3 + "$", True)]
+
+
+def run(tokenizer, demonstrate=echo, seed=3, **changes):
+    model = Decoder(MODEL)
+    model.initialise(torch.Generator().manual_seed(0))
+    learner = Learner(model, OptimizerConfig(), AlgorithmConfig())
+    losses = []
+    limits = {"held_out": set(), "max_tokens": 32, "bin_tokens": 256} | changes
+    warm.warm_start(
+        learner,
+        demonstrate,
+        tokenizer,
+        CONFIG,
+        seed=seed,
+        progress=lambda step, loss: losses.append((step, loss)),
+        **limits,
+    )
+    return learner, losses
+
+
+def test_the_model_learns_the_demonstrations(tokenizer):
+    learner, losses = run(tokenizer)
+    assert [step for step, _ in losses] == list(range(1, 21))
+    assert losses[-1][1] < losses[0][1] - 0.3
+    assert learner.steps == 0
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(tokenizer):
+    first, second, other = (run(tokenizer, seed=seed)[0].weights() for seed in (3, 3, 4))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+def test_held_out_prompts_are_never_demonstrated(tokenizer):
+    shown = []
+
+    def remembering(random, progress):
+        segments = echo(random, progress)
+        shown.append((segments[0][0], progress))
+        return segments
+
+    run(tokenizer, remembering, held_out={"?3="})
+    used = [prompt for prompt, _ in shown if prompt != "?3="]
+    assert len(shown) > len(used) == CONFIG.steps * CONFIG.batch
+    assert shown[0][1] == 0.0 and 0.9 < shown[-1][1] < 1.0
+
+
+def test_demonstrations_that_cannot_be_used_end_in_an_error_that_says_so(tokenizer):
+    with pytest.raises(ConfigError, match=r"warm_start\.demonstrations"):
+        run(tokenizer, max_tokens=4)
+
+
+def test_segments_are_encoded_one_by_one_and_only_the_model_s_are_trained(tokenizer):
+    made = warm.encode([("?12=", False), ("3$", True)], tokenizer)
+    assert made.tokens.tolist() == [2, 5, 6, 3, 7, 1]
+    assert made.mask.tolist() == [False, False, False, False, True, True]
+
+
+def test_the_learning_rate_warms_up_stays_and_falls_to_nothing():
+    config = WarmStartConfig(steps=100, warmup_steps=20, decay=0.4)
+    factors = [warm.lr_factor(step, config) for step in range(100)]
+    assert factors[0] == pytest.approx(0.05) and factors[19:61] == [1.0] * 42
+    assert factors[80] == pytest.approx(0.5) and factors[-1] == pytest.approx(1 / 40)
+
+
+def test_the_cache_returns_what_was_kept_under_the_same_job_only(tokenizer, tmp_path):
+    learner, _ = run(tokenizer)
+    path = warm.cache_path(str(tmp_path), {"seed": 3, "steps": 12}, [b"def demonstrate"])
+    assert warm.load(path) is None
+    warm.save(path, learner.weights())
+    again = warm.cache_path(str(tmp_path), {"steps": 12, "seed": 3}, [b"def demonstrate"])
+    kept = warm.load(again)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in learner.weights().items())
+    others = [
+        warm.cache_path(str(tmp_path), {"seed": 4, "steps": 12}, [b"def demonstrate"]),
+        warm.cache_path(str(tmp_path), {"seed": 3, "steps": 12}, [b"def", b" demonstrate"]),
+    ]
+    assert len({again, *others}) == 3
+    assert [p.name for p in tmp_path.glob("*.safetensors*")] == [path.name]
