@@ -232,7 +232,7 @@ def at(config: Any, key: str) -> Any:
 def _leaves(document: dict[str, Any], known: dict[str, Any], prefix: str = "") -> Iterator[Any]:
     for name, value in document.items():
         key = prefix + name
-        if isinstance(value, dict) and is_dataclass(known.get(key)):
+        if isinstance(value, dict) and value and is_dataclass(known.get(key, JobConfig)):
             yield from _leaves(value, known, key + ".")
         else:
             yield key, value

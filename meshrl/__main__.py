@@ -1,0 +1,21 @@
+"""`meshrl` and `python -m meshrl`."""
+
+from __future__ import annotations
+
+import sys
+
+from common.errors import MeshError
+from meshrl.cli import app
+
+
+def main() -> None:
+    """Runs the command line; an error of ours is one line with its fix, not a trace."""
+    try:
+        app()
+    except MeshError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""The command line: what each command takes and says; what it does is imported when it runs.
+
+Nothing heavy is imported here, so that `meshrl --help` and errors in a job file come at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshrl import jobfile
+
+app = typer.Typer(
+    name="meshrl",
+    help="Reinforcement learning for language models on a mesh of accelerators.",
+    epilog="A first run: meshrl run examples/calculator.toml",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, as in runs/calculator.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Overrides a key of the job file; VALUE is TOML or a bare string. May be repeated.",
+    ),
+]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Overrides `seed` of the job file.")]
+Force = Annotated[bool, typer.Option("--force", help="Deletes a run that is already in `out`.")]
+Mesh = Annotated[
+    Path | None,
+    typer.Option(
+        "--mesh", metavar="PATH", help="A run or mesh directory; default: the mesh started last."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]
+
+
+def _overrides(values: list[str] | None, seed: int | None) -> list[str]:
+    return [*(values or []), *([] if seed is None else [f"seed={seed}"])]
+
+
+@app.command(rich_help_panel="Runs")
+def run(
+    job: Job,
+    seed: Seed = None,
+    set_: Set = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Prints the resolved job and the process plan.")
+    ] = False,
+    force: Force = False,
+) -> None:
+    """Starts a mesh, trains the job on it, reports, and stops the mesh.
+
+    The run directory is `out` of the job file, or else runs/NAME (runs/NAME-2 when that is taken).
+    Ctrl-C stops cleanly and prints the command that resumes.
+
+    Examples:
+
+        meshrl run examples/calculator.toml
+
+        meshrl run examples/calculator.toml --seed 1 --set budget.steps=12 --set mesh.workers=4
+
+        meshrl run examples/calculator.toml --dry-run
+    """
+    config, base = jobfile.load(job, _overrides(set_, seed))
+    if dry_run:
+        from meshrl import dryrun
+
+        dryrun.show(config)
+        return
+    from meshrl import session
+
+    raise typer.Exit(session.run(config, base, force))
+
+
+@app.command(rich_help_panel="Runs")
+def resume(run: Run) -> None:
+    """Continues a run that was stopped or cut off.
+
+    With the mesh's Redis data in the run directory everything goes on where it was; without it the
+    job starts again from its newest checkpoint.
+
+    Example:
+
+        meshrl resume runs/calculator
+    """
+    from meshrl import session
+
+    raise typer.Exit(session.resume(run))
+
+
+@app.command(rich_help_panel="Runs")
+def audit(run: Run, json: AsJson = False) -> None:
+    """Accounts for every trajectory of a run, from its ledger and events alone.
+
+    Exits 1 when a trajectory is lost or was trained twice.
+
+    Example:
+
+        meshrl audit runs/calculator
+    """
+    from meshrl import audit as auditing
+
+    raise typer.Exit(auditing.show(run, json))
+
+
+@app.command(rich_help_panel="Meshes")
+def up(
+    workers: Annotated[int, typer.Option(metavar="N", help="Accelerators, or CPU slots.")] = 3,
+    shards: Annotated[int, typer.Option(metavar="N", help="Rollout shards.")] = 1,
+    root: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where it keeps its files; default .meshrl.")
+    ] = None,
+    bind: Annotated[str, typer.Option(help="Where every process listens.")] = "tcp://127.0.0.1:*",
+    advertise: Annotated[str, typer.Option(help="What it tells others; default: `bind`.")] = "",
+) -> None:
+    """Starts a mesh in the background, for jobs that are submitted to it.
+
+    $MESHRL_REDIS_URL names a Redis to use instead of an embedded one.
+
+    Example:
+
+        meshrl up --workers 4
+
+        meshrl submit examples/calculator.toml
+
+        meshrl down
+    """
+    from meshrl import updown
+
+    updown.up(root, workers, shards, bind, advertise)
+
+
+@app.command(rich_help_panel="Meshes")
+def down(mesh: Mesh = None) -> None:
+    """Stops a mesh with everything it started.
+
+    Example:
+
+        meshrl down
+    """
+    from meshrl import updown
+
+    updown.down(mesh)
+
+
+@app.command(rich_help_panel="Runs")
+def submit(
+    job: Job, seed: Seed = None, set_: Set = None, force: Force = False, mesh: Mesh = None
+) -> None:
+    """Hands a job to the mesh that runs, and returns.
+
+    Example:
+
+        meshrl submit examples/calculator.toml --set budget.steps=12
+    """
+    from meshrl import commands
+
+    config, base = jobfile.load(job, _overrides(set_, seed))
+    commands.submit(config, base, force, mesh)
+
+
+@app.command(rich_help_panel="Meshes")
+def status(
+    stalled: Annotated[
+        bool, typer.Option("--stalled", help="Names who waits and which process is the cause.")
+    ] = False,
+    json: AsJson = False,
+    mesh: Mesh = None,
+) -> None:
+    """Shows jobs, services and gangs, or with --stalled what holds them up.
+
+    Example:
+
+        meshrl status
+
+        meshrl status --stalled --json
+    """
+    from meshrl import commands
+
+    if stalled:
+        commands.stalled(mesh, json)
+    else:
+        commands.status(mesh, json)
+
+
+@app.command(rich_help_panel="Meshes")
+def workers(json: AsJson = False, mesh: Mesh = None) -> None:
+    """Shows each worker with its accelerator, its role and the role it is to have.
+
+    Example:
+
+        meshrl workers
+    """
+    from meshrl import commands
+
+    commands.workers(mesh, json)
+
+
+@app.command(rich_help_panel="Meshes")
+def move(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As in `meshrl workers`: g1.")],
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="rollout, training or idle.")],
+    mesh: Mesh = None,
+) -> None:
+    """Gives a worker another role and keeps it there; the others go on.
+
+    Example:
+
+        meshrl move g1 training
+    """
+    from meshrl import commands
+
+    commands.move(worker, role, mesh)
+
+
+@app.command(rich_help_panel="Help")
+def logs(
+    service: Annotated[
+        str | None, typer.Argument(metavar="[SERVICE]", help="As in rollout/0; default: all.")
+    ] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="How many, of each log.")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
+    mesh: Mesh = None,
+) -> None:
+    """Prints the logs of a mesh, also of one that has stopped.
+
+    Example:
+
+        meshrl logs rollout/0 -f
+    """
+    from meshrl import logs as printing
+
+    printing.show(mesh, service, lines, follow)
+
+
+@app.command(rich_help_panel="Help")
+def doctor() -> None:
+    """Checks what this machine offers a mesh; each line that is not ok says the fix.
+
+    Example:
+
+        meshrl doctor
+    """
+    from meshrl import doctor as checks
+
+    raise typer.Exit(checks.show())

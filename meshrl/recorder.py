@@ -1,0 +1,200 @@
+"""Keeps a run's record while it runs: events.jsonl, metrics.jsonl, what its processes used.
+
+It only ever appends what is not there yet, so a run that was cut off and resumed has one record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import DeadlineExceeded, StateUnavailable
+from common.state import events, gangs, groups, jobs, registry, steps
+from meshrl.launcher import Launcher
+from meshrl.places import read_json, write_json
+from meshrl.usage import Tally
+from meshrl.watch import History, Reading, Snapshot, snapshot
+
+LOOK_S = 0.5
+ANSWER_S = 4.0  # for one look; Redis is restarted after 8 s of silence
+FIRST_CHECKPOINT = "step-000-000000.json"
+TALLY_S = 2.0  # between readings of CPU times: a process that lives shorter is not counted
+
+
+class Recorder:
+    """One job of the mesh that `launcher` runs, recorded into its run directory."""
+
+    def __init__(self, launcher: Launcher, job: str, run_dir: Path) -> None:
+        self.launcher, self.job, self.run_dir = launcher, job, run_dir
+        self.tally = Tally.read(run_dir / "usage.json")
+        self.rows: list[dict[str, Any]] = read_lines(run_dir / "metrics.jsonl")
+        self.shot: Snapshot | None = None
+        known = read_events(run_dir)
+        self._last_event = known[-1].id if known else "0"
+        self._evaluations: list[dict[str, Any]] = []
+        self._history = History()
+        self._clock = launcher.clock
+        self._started = self._clock.monotonic()
+        self._tallied = -TALLY_S
+        self._names: dict[int, str] = {}
+        self._silent_since: float | None = None
+
+    @property
+    def session_s(self) -> float:
+        return self._clock.monotonic() - self._started
+
+    @property
+    def wall_s(self) -> float:
+        """Of this session and those before it."""
+        return self.tally.wall_s + self.session_s
+
+    async def look(self) -> Snapshot | None:
+        """The run now; the last snapshot, marked, while Redis does not answer; None before any."""
+        now = self._clock.monotonic()
+        try:
+            async with self._clock.timeout(ANSWER_S, "a look at the run"):
+                self.shot = await self._read()
+            self._silent_since = None
+        except (StateUnavailable, DeadlineExceeded):
+            self._silent_since = self._silent_since or now
+            silent = f"redis does not answer for {now - self._silent_since:.0f} s"
+            if self.shot is not None:
+                self.shot = replace(self.shot, trouble=silent, elapsed_s=self.wall_s)
+        return self.shot
+
+    async def close(self) -> None:
+        """A last look, when the services have ended: what is in flight now stays so."""
+        self._count_cpu(force=True)
+        await self.look()
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            async with self._clock.timeout(ANSWER_S, "a count of what is in flight"):
+                counted = await groups.in_flight(self.launcher.state, self.job)
+                mark = {"event": self._last_event, **asdict(counted)}
+                write_json(self.run_dir / "in_flight.json", mark)
+
+    async def _read(self) -> Snapshot:
+        state = self.launcher.state
+        row = await jobs.job(state, self.job)
+        new_events = await events.read_all(state, self._last_event)
+        self._abandon(row.steps_done, new_events)
+        new_rows = await steps.step_rows(state, self.job, since=len(self.rows))
+        entries = await registry.entries(state)
+        known = await gangs.gangs(state)
+        if any(e.kind == "evaluation" for e in new_events) or not self._evaluations:
+            self._evaluations = await jobs.evaluations(state, self.job)
+        self._keep(new_rows, new_events)
+        for entry in entries:
+            if tokens := entry.stats.get("tokens"):
+                self.tally.see_tokens(entry.name, entry.incarnation, float(tokens))
+        self._names = {e.pid: e.name for e in entries if e.alive}
+        self._count_cpu()
+        self._note_warm_start()
+        reading = Reading(
+            at=self.wall_s,
+            job=row,
+            rows=self.rows,
+            entries=entries,
+            gangs=known,
+            evaluations=self._evaluations,
+            events=new_events,
+        )
+        return snapshot(reading, self._history)
+
+    def _note_warm_start(self) -> None:
+        """Whether the warm start came from the cache; only the first checkpoint says so."""
+        first = self.run_dir / "checkpoints" / FIRST_CHECKPOINT
+        if not self.tally.warm_start_cached and first.is_file():
+            self.tally.warm_start_cached = bool(
+                read_json(first)["account"].get("warm_start_cached", False)
+            )
+
+    def _abandon(self, steps_done: int, new: list[events.Event]) -> None:
+        """Cuts off the rows of steps that a new lineage has left behind."""
+        kept = min(len(self.rows), steps_done)
+        for event in new:
+            if event.kind in ("lineage", "restored") and event.fields.get("job") == self.job:
+                kept = min(kept, int(event.fields["version"]))
+        if kept < len(self.rows):
+            self.rows = self.rows[:kept]
+            (self.run_dir / "metrics.jsonl").unlink()
+            append_lines(self.run_dir / "metrics.jsonl", self.rows)
+
+    def _keep(self, rows: list[dict[str, Any]], new: list[events.Event]) -> None:
+        if rows:
+            append_lines(self.run_dir / "metrics.jsonl", rows)
+            self.rows += rows
+        mine = [e for e in new if e.fields.get("job") in (None, "", self.job)]
+        if mine:
+            append_lines(self.run_dir / "events.jsonl", [asdict(event) for event in mine])
+        if new:
+            self._last_event = new[-1].id
+
+    def _count_cpu(self, force: bool = False) -> None:
+        now = self._clock.monotonic()
+        if not force and now - self._tallied < TALLY_S:
+            return
+        self._tallied = now
+        names = {**self._names, **self.launcher.pids}
+        self.tally.see_processes(names, list(names))
+        self.tally.write(self.run_dir / "usage.json", self.session_s)
+
+
+async def record_all(launcher: Launcher, stop: asyncio.Event) -> None:
+    """Records every job of a mesh until `stop`, and writes each one's report when it is over."""
+    from meshrl import report
+
+    recorders: dict[str, Recorder] = {}
+    reported: set[str] = set()
+    while not stop.is_set():
+        try:
+            async with launcher.clock.timeout(ANSWER_S, "a look at the jobs"):
+                known = await jobs.jobs(launcher.state)
+        except (StateUnavailable, DeadlineExceeded):
+            known = []
+        for row in known:
+            if row.id in reported or (row.ended and row.id not in recorders):
+                continue
+            if row.id not in recorders:
+                recorders[row.id] = Recorder(launcher, row.id, Path(row.run_dir))
+            shot = await recorders[row.id].look()
+            if shot is not None and shot.over:
+                await recorders[row.id].close()
+                await report.write(recorders[row.id])
+                reported.add(row.id)
+        await launcher.clock.sleep(LOOK_S)
+    for job, recorder in recorders.items():
+        if job not in reported:
+            await recorder.close()
+            await report.write(recorder)
+
+
+def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file that we wrote; a torn last line, of a crash, is cut off the file."""
+    if not path.is_file():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        path.write_bytes(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def read_events(run_dir: Path) -> list[events.Event]:
+    """The events of a run as they were recorded."""
+    rows = read_lines(run_dir / "events.jsonl")
+    return [events.Event(row["id"], int(row["ms"]), row["kind"], row["fields"]) for row in rows]
+
+
+def job_of(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """(job id, submitted document) of a run directory."""
+    held = read_json(run_dir / "job.json")
+    return str(held["job"]), held["document"]

@@ -1,0 +1,157 @@
+"""Who waits for whom, and which process at the end of that chain is the one that does not move.
+
+Every process publishes what it waits for with each renewal of its lease (1.5 s). A process whose
+renewal is overdue is stopped, starved or gone; if someone waits for it, directly or through others
+that are well, it is the culprit. A long wait on processes that all renew is followed to its end and
+named too, because a live process that does not answer is just as much in the way. Pure: the caller
+supplies entries, gangs and the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from common.state.registry import LEASE_MS
+
+if TYPE_CHECKING:
+    from common.state.gangs import Gang
+    from common.state.registry import Entry
+
+OVERDUE_MS = 3_000  # two renewals missed
+LONG_WAIT_MS = 10_000  # nothing in a mesh takes this long but loading and a long generation
+SETTLE_MS = 30_000  # a gang that has not reached its role by then is stuck; loading renews this
+REMEMBER_MS = 60_000  # an expired lease that nobody waits for is news for this long
+
+
+@dataclass(frozen=True)
+class Stall:
+    waiter: str  # "" when nobody waits
+    culprit: str
+    what: str  # the method or thing that is waited for
+    since_s: float
+    reason: str
+
+
+def diagnose(entries: Sequence[Entry], gangs: Sequence[Gang], now_ms: float) -> list[Stall]:
+    """Every stall of a mesh, the longest first; processes that nobody waits for come last."""
+    board = _Board(entries, now_ms)
+    stalls: dict[tuple[str, str], Stall] = {}
+    for stall in [*board.stalls(), *_unsettled(gangs, now_ms)]:
+        known = stalls.get((stall.waiter, stall.culprit))
+        if known is None or known.since_s < stall.since_s:
+            stalls[stall.waiter, stall.culprit] = stall
+    waited_for = {culprit for _, culprit in stalls}
+    quiet = [s for s in board.overdue() if s.culprit not in waited_for]
+    return sorted(stalls.values(), key=lambda s: -s.since_s) + quiet
+
+
+def redis_silent(since_s: float) -> list[Stall]:
+    """The diagnosis when Redis does not answer: nothing else can be known, all wait for it."""
+    return [Stall("everyone", "redis", "any command", since_s, "redis does not answer")]
+
+
+class _Board:
+    """The graph of waits of one moment."""
+
+    def __init__(self, entries: Sequence[Entry], now_ms: float) -> None:
+        self.now_ms = now_ms
+        self.entries = {entry.name: entry for entry in entries}
+
+    def stalls(self) -> Iterator[Stall]:
+        for entry in self.entries.values():
+            if not entry.alive and self.now_ms - entry.expires_ms > REMEMBER_MS:
+                continue
+            for wait in entry.waits:
+                yield from self._follow(entry.name, wait)
+
+    def overdue(self) -> Iterator[Stall]:
+        """Processes that should have renewed, whether or not anyone waits for them."""
+        for entry in self.entries.values():
+            age = self.now_ms - entry.renewed_ms
+            if OVERDUE_MS < age < REMEMBER_MS and not _left(entry):
+                reason = f"{self._unwell(entry.name)}; overdue, nobody waits"
+                yield Stall("", entry.name, "its lease", age / 1000, reason)
+
+    def _unwell(self, name: str) -> str:
+        """Why a process cannot be expected to answer; empty when it renews (or is no process)."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return ""
+        age = self.now_ms - entry.renewed_ms
+        if _left(entry):
+            gone_s = (self.now_ms - entry.expires_ms) / 1000
+            return f"{name} ended {gone_s:.1f} s ago and is not back"
+        if not entry.alive:
+            return f"{name} lost its lease; last renewed {age / 1000:.1f} s ago"
+        if age > OVERDUE_MS:
+            return f"{name} has not renewed its lease for {age / 1000:.1f} s"
+        return ""
+
+    def _follow(self, waiter: str, wait: dict[str, Any]) -> Iterator[Stall]:
+        since_s = (self.now_ms - wait["since_ms"]) / 1000
+        chain = self._to_unwell(wait["on"], [waiter])
+        if chain:
+            culprit = chain[-1]
+            yield Stall(waiter, culprit, wait["what"], since_s, _told(chain, self._unwell(culprit)))
+            return
+        limit_ms = min(wait.get("deadline_ms") or LONG_WAIT_MS, LONG_WAIT_MS)
+        if since_s * 1000 > limit_ms:
+            chain, circle = self._oldest_chain(wait["on"], [waiter])
+            culprit = chain[-1]
+            end = "they wait in a circle" if circle else f"{culprit} renews but does not answer"
+            if culprit not in self.entries:
+                end = f"{culprit} has not come"
+            yield Stall(waiter, culprit, wait["what"], since_s, _told(chain, end))
+
+    def _to_unwell(self, name: str, path: list[str]) -> list[str]:
+        """The shortest chain of waits from `path` through `name` to an unwell process, or []."""
+        fringe, seen = [[*path, name]], set(path)
+        while fringe:
+            chain = fringe.pop(0)
+            last = chain[-1]
+            if last in seen:
+                continue
+            seen.add(last)
+            if self._unwell(last):
+                return chain
+            if last in self.entries:
+                fringe.extend([*chain, wait["on"]] for wait in self.entries[last].waits)
+        return []
+
+    def _oldest_chain(self, name: str, path: list[str]) -> tuple[list[str], bool]:
+        """The chain along each process's oldest long wait; True when it closes on itself."""
+        chain = [*path, name]
+        while (entry := self.entries.get(chain[-1])) is not None:
+            long = [w for w in entry.waits if self.now_ms - w["since_ms"] > LONG_WAIT_MS]
+            if not long:
+                break
+            following = min(long, key=lambda w: w["since_ms"])["on"]
+            if following in chain:
+                return chain, True
+            chain.append(following)
+        return chain, False
+
+
+def _left(entry: Entry) -> bool:
+    """Whether its lease was given back or evicted; one that lapses ends a full term later."""
+    return not entry.alive and entry.expires_ms - entry.renewed_ms < LEASE_MS
+
+
+def _told(chain: list[str], end: str) -> str:
+    """`end`, with the processes between waiter and culprit when there are any."""
+    return f"{end} (through {' -> '.join(chain[1:-1])})" if len(chain) > 2 else end
+
+
+def _unsettled(gangs: Sequence[Gang], now_ms: float) -> Iterator[Stall]:
+    for gang in gangs:
+        age = now_ms - gang.changed_ms
+        if not gang.settled and age > SETTLE_MS:
+            yield Stall(
+                waiter="planner",
+                culprit=f"worker/{gang.id}",
+                what=f"gang {gang.id} to become {gang.desired_role}",
+                since_s=age / 1000,
+                reason=f"it is {gang.actual_role} ({gang.actual_state}) since {age / 1000:.0f} s",
+            )

@@ -1,0 +1,214 @@
+"""What goes on in a run, as plain data: `recorder` reads it from Redis, `view` shows it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from common.state.events import Event
+from common.state.gangs import Gang
+from common.state.jobs import ENDED, JobRow
+from common.state.registry import Entry
+
+RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
+ETA_STEPS = 8  # the last steps that the time to go is judged by
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A gang in one line."""
+
+    gang: str
+    accelerator: str
+    role: str  # what it does: idle | rollout | training
+    state: str  # starting | ready | draining | ...
+    wanted: str  # the role it is to have
+    doing: str  # "31 running, version 12"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    tag: str  # before | step-10 | after
+    step: int
+    sampled: float
+    greedy: float | None  # only before and after
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment."""
+
+    job: str
+    phase: str
+    seed: int
+    step: int
+    steps: int
+    elapsed_s: float
+    eta_s: float | None = None  # None: too early to say
+    warm_start: float = 0.0  # share done
+    rewards: tuple[float, ...] = ()
+    evaluations: tuple[Evaluation, ...] = ()
+    rolled_out_s: float = 0.0  # tokens/s
+    trained_s: float = 0.0
+    staleness: float = 0.0
+    max_staleness: int = 0
+    logprob_gap: float = 0.0
+    entropy: float = 0.0
+    workers: tuple[Worker, ...] = ()
+    in_flight: int = 0
+    bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
+    histogram: tuple[int, ...] = ()
+    lost_processes: int = 0
+    news: tuple[str, ...] = ()  # the last events worth a line
+    trouble: str = ""  # why this is not up to date
+    error: str = ""  # why the job failed
+
+    @property
+    def over(self) -> bool:
+        return self.phase in ENDED
+
+
+@dataclass
+class Reading:
+    """What one look at Redis returned."""
+
+    at: float  # seconds since the run's start
+    job: JobRow
+    rows: Sequence[dict[str, Any]]  # all step rows so far
+    entries: Sequence[Entry]
+    gangs: Sequence[Gang]
+    evaluations: Sequence[dict[str, Any]]
+    events: Sequence[Event]  # new since the last look
+
+
+@dataclass
+class History:
+    """What a series of readings needs to remember for rates and news."""
+
+    tokens: deque[tuple[float, float]] = field(default_factory=deque)
+    news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    ended: int = 0
+
+    def rate(self, at: float, total: float) -> float:
+        """Tokens/s over the last seconds; a counter that fell back belongs to a new process."""
+        if self.tokens and total < self.tokens[-1][1]:
+            self.tokens.clear()
+        self.tokens.append((at, total))
+        while len(self.tokens) > 2 and at - self.tokens[0][0] > RATE_WINDOW_S:
+            self.tokens.popleft()
+        (start, first), (end, last) = self.tokens[0], self.tokens[-1]
+        return (last - first) / (end - start) if end > start else 0.0
+
+    def hear(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.ended += event.kind == "process_ended"
+            if line := told(event):
+                self.news.append(line)
+
+
+def snapshot(reading: Reading, history: History) -> Snapshot:
+    """The run at the time of `reading`; `history` is brought up to date."""
+    history.hear(reading.events)
+    document = reading.job.document
+    rows, steps = reading.rows, int(document["budget"]["steps"])
+    rollouts = [e for e in reading.entries if e.alive and e.kind == "rollout"]
+    last = rows[-1] if rows else {}
+    shot = Snapshot(
+        job=reading.job.id,
+        phase=reading.job.phase,
+        seed=int(document["seed"]),
+        step=reading.job.steps_done,
+        steps=steps,
+        elapsed_s=reading.at,
+        eta_s=time_to_go(rows, steps),
+        warm_start=max((float(e.stats.get("warm_start", 0)) for e in reading.entries), default=0),
+        rewards=tuple(float(row["reward"]) for row in rows),
+        evaluations=tuple(map(evaluation, reading.evaluations)),
+        rolled_out_s=history.rate(reading.at, sum(e.stats.get("tokens", 0) for e in rollouts)),
+        trained_s=trained_rate(rows),
+        staleness=float(last.get("staleness", 0)),
+        max_staleness=int(document["algorithm"]["max_staleness"]),
+        logprob_gap=float(last.get("logprob_gap") or 0),
+        entropy=float(last.get("entropy", 0)),
+        workers=tuple(worker(gang, reading.entries) for gang in reading.gangs),
+        in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
+        lost_processes=history.ended,
+        news=tuple(history.news),
+        error=reading.job.error,
+    )
+    return replace(shot, **_histogram(rollouts))
+
+
+def evaluation(row: dict[str, Any]) -> Evaluation:
+    result = row["result"]
+    greedy = result.get("greedy")
+    return Evaluation(
+        tag=str(row["tag"]),
+        step=int(row["step"]),
+        sampled=float(result["sampled"]),
+        greedy=None if greedy is None else float(greedy),
+    )
+
+
+def time_to_go(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
+    """Seconds for the steps that are left, by the median of the last; None before the third."""
+    walls = [float(row["wall"]) for row in rows[-ETA_STEPS - 1 :]]
+    if len(walls) < 3:
+        return None
+    spans = sorted(b - a for a, b in pairwise(walls))
+    return spans[len(spans) // 2] * (steps - len(rows))
+
+
+def trained_rate(rows: Sequence[dict[str, Any]]) -> float:
+    """Tokens/s trained over the last steps."""
+    recent = rows[-ETA_STEPS:]
+    if len(recent) < 2:
+        return 0.0
+    span = float(recent[-1]["wall"]) - float(recent[0]["wall"])
+    return sum(float(row["tokens_trained"]) for row in recent[1:]) / span if span > 0 else 0.0
+
+
+def worker(gang: Gang, entries: Sequence[Entry]) -> Worker:
+    stats = next((e.stats for e in entries if e.alive and e.name == f"engine/{gang.id}"), None)
+    doing = ""
+    if gang.actual_role == "training":
+        doing = "core" if gang.desired_core else "hybrid"
+    elif gang.actual_role == "rollout" and stats:
+        doing = f"{stats.get('running', 0)} running, version {stats.get('version', '?')}"
+    return Worker(
+        gang=gang.id,
+        accelerator=gang.accelerator,
+        role=gang.actual_role,
+        state=gang.actual_state,
+        wanted=gang.desired_role,
+        doing=doing,
+    )
+
+
+def told(event: Event) -> str:
+    """An event as a line for people; empty for those that are no news."""
+    f = event.fields
+    if event.kind == "move":
+        line = f"{f['gang']} moved from {f['from']} to {f['to']}"
+        if f.get("policy") == "stage_time":
+            times = f"rollout {float(f['rollout_s']):.2f} s, training {float(f['train_s']):.2f} s"
+            return f"{line}: {times} a step"
+        return f"{line} ({f.get('policy', '')})"
+    if event.kind == "process_ended":
+        return f"{f['name']} ended ({f['why']}); it starts again"
+    if event.kind == "epoch":
+        return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
+    return ""
+
+
+def _histogram(rollouts: Sequence[Entry]) -> dict[str, Any]:
+    """Trajectories in flight by length, summed over the shards (all have the same buckets)."""
+    counted = [e.stats for e in rollouts if e.stats.get("histogram")]
+    if not counted:
+        return {}
+    columns = zip(*(stats["histogram"] for stats in counted), strict=False)
+    bounds = tuple(int(b) for b in counted[0].get("bounds", ()))
+    return {"histogram": tuple(int(sum(column)) for column in columns), "bounds": bounds}
