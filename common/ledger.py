@@ -1,8 +1,10 @@
-"""The ledger of a rollout shard: append-only segments of CRC-framed records, and how to read them back.
+"""The ledger of a rollout shard: append-only segments of CRC-framed records, and how to read them
+back.
 
-A record counts once `write(2)` has returned: a SIGKILL loses none, a host crash at most what was not yet synced. A torn or
-corrupt tail ends a segment at its last whole record. A segment belongs to one owner (a shard's incarnation); what a
-predecessor that was thought dead writes after its successor sealed the segment lies past the sealed length and is ignored.
+A record counts once `write(2)` has returned: a SIGKILL loses none, a host crash at most what was
+not yet synced. A torn or corrupt tail ends a segment at its last whole record. A segment belongs to
+one owner (a shard's incarnation); what a predecessor that was thought dead writes after its
+successor sealed the segment lies past the sealed length and is ignored.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ def frame(kind: Kind, payload: Any) -> bytes:
 
 
 def scan(path: Path, sealed: int = -1) -> Iterator[tuple[Record, int]]:
-    """Whole records of a segment with the offset after each, up to `sealed` bytes (-1: the file's own end)."""
+    """Whole records of a segment with the offset after each, up to `sealed` bytes (-1: the file's
+    own end).
+    """
     content = path.read_bytes()
     end = len(content) if sealed < 0 else min(sealed, len(content))
     offset = 0
@@ -105,7 +109,7 @@ class Ledger:
         return self._file is not None and self._file.tell() >= SEGMENT_BYTES
 
     def begin(self) -> tuple[Path, int] | None:
-        """Opens the next segment; returns the one before it, which is sealed now, and its length."""
+        """Opens the next segment; returns the one sealed by it and its length."""
         path = self.next_path
         opened = self._host.open_append(path)
         sealed = None
@@ -156,7 +160,9 @@ class Ledger:
 
 
 def segments(directory: Path) -> list[Path]:
-    """A shard's segments, owner by owner in the order they began: owners are named by fencing tokens."""
+    """A shard's segments, owner by owner in the order they began: owners are named by fencing
+    tokens.
+    """
     return sorted(directory.glob("*.ledger"), key=lambda path: path.name)
 
 
@@ -168,7 +174,9 @@ def read(directory: Path) -> Iterator[Record]:
 
 
 def in_flight(directory: Path) -> dict[int, int]:
-    """Trajectories that the ledgers below `directory` hold as open, by group: opened and not closed."""
+    """Trajectories that the ledgers below `directory` hold as open, by group: opened and not
+    closed.
+    """
     members: dict[int, set[int]] = {}
     for shard in sorted({path.parent for path in directory.rglob("*.ledger")}):
         for record in read(shard):

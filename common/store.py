@@ -29,7 +29,7 @@ async def put(mesh: Mesh, bulk: BulkClient, content: bytes, what: str) -> str:
 
 
 async def get(mesh: Mesh, bulk: BulkClient, digest: str, what: str) -> bytes:
-    """The bytes of a digest, waiting for the store if need be; NotFound when it does not hold them."""
+    """The bytes of a digest, once the store is there; NotFound when it does not hold them."""
 
     async def once() -> bytes:
         return await bulk.get(await store_entry(mesh), digest)

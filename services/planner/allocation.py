@@ -1,9 +1,10 @@
 """Which side of a job gets a gang: the one whose stage takes longer, if the move pays.
 
-An asynchronous job's iteration takes max(T_rollout, T_train) (Libra, arXiv 2606.03077, Cost Evaluator). Both stages are
-taken to scale with the gangs they have. A move is made when the stage times are out of balance by `imbalance` and the
-predicted iteration is shorter by at least `gain` of the present one, so that a balanced job is left alone (Libra applies a
-plan iff its relative gain is >= 0.05).
+An asynchronous job's iteration takes max(T_rollout, T_train) (Libra, arXiv 2606.03077, Cost
+Evaluator). Both stages are taken to scale with the gangs they have. A move is made when the stage
+times are out of balance by `imbalance` and the predicted iteration is shorter by at least `gain` of
+the present one, so that a balanced job is left alone (Libra applies a plan iff its relative gain is
+>= 0.05).
 """
 
 from __future__ import annotations

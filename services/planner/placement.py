@@ -1,6 +1,7 @@
 """Which gang does what: the default split, repairs, and the gang that a move takes.
 
-Pure: from gangs as they are to the next decision, one at a time, so that each is made on what the last one left.
+Pure: from gangs as they are to the next decision, one at a time, so that each is made on what the
+last one left.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Decision:
 def next_decision(gangs: Sequence[Gang], job: str, training: int) -> Decision | None:
     """What must be put right before anything is improved; None: every gang has its place.
 
-    Without a job every gang is idle. A job has exactly one core; a job without any takes the first hybrid, else the first
-    gang. Idle gangs train until `training` do, the others roll out.
+    Without a job every gang is idle. A job has exactly one core; a job without any takes the first
+    hybrid, else the first gang. Idle gangs train until `training` do, the others roll out.
     """
     usable = [g for g in gangs if g.actual_state != "lost"]
     if not job:
@@ -51,7 +52,7 @@ def next_decision(gangs: Sequence[Gang], job: str, training: int) -> Decision | 
 
 
 def gang_to_move(gangs: Sequence[Gang], grows: str) -> Gang | None:
-    """The gang that joins the role that grows: the last that serves the other one and is no core."""
+    """The gang that joins the role that grows: the last serving the other one and is no core."""
     other = ROLLOUT if grows == TRAINING else TRAINING
     candidates = [
         g

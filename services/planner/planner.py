@@ -260,7 +260,9 @@ class Planner(Actor):
 
 
 def progress(known: list[gangs.Gang], entries: list[registry.Entry], but: str) -> dict[str, int]:
-    """What each other gang has done so far: tokens of an engine, steps of the core, bins of a hybrid."""
+    """What each other gang has done so far: tokens of an engine, steps of the core, bins of a
+    hybrid.
+    """
     done: dict[str, int] = {}
     for entry in entries:
         gang = str(entry.stats.get("gang", ""))

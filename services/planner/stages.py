@@ -24,7 +24,9 @@ class Counters:
 
 
 def read(job: str, entries: list[Mapping[str, Any]]) -> Counters:
-    """Counters of a job's live processes; each entry has `name`, `kind`, `incarnation` and its `stats`."""
+    """Counters of a job's live processes; each entry has `name`, `kind`, `incarnation` and its
+    `stats`.
+    """
     mine = [e for e in entries if e["stats"].get("job") == job]
     engines = [e for e in mine if e["kind"] == "engine"]
     trainers = [e for e in mine if e["kind"] == "trainer"]
@@ -57,7 +59,7 @@ class StageWindow:
         self._first = self._last = None
 
     def times(self) -> StageTimes | None:
-        """Seconds per step of each stage with the present gangs; None until enough has been seen."""
+        """Seconds per step of each stage with these gangs; None until enough has been seen."""
         first, last = self._first, self._last
         if first is None or last is None or not last.engines:
             return None

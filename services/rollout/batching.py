@@ -12,9 +12,11 @@ R = TypeVar("R")
 
 
 class Batcher(Generic[Q, R]):
-    """Collects requests and sends them together; while `in_flight` batches are out, later ones wait and grow.
+    """Collects requests and sends them together; while `in_flight` batches are out, later ones wait
+    and grow.
 
-    `send` takes a batch and returns one answer for each, in order; an answer that is an exception is raised to its caller.
+    `send` takes a batch and returns one answer for each, in order; an answer that is an exception
+    is raised to its caller.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """An environment process: runs the job author's environment code, and owns the tokenizer.
 
-It decodes what the model sampled for `step` and encodes only what the environment appends. One frame in, one frame out:
-a list of [key, operation, argument] answered by a list of [key, status, value].
+It decodes what the model sampled for `step` and encodes only what the environment appends. One
+frame in, one frame out: a list of [key, operation, argument] answered by a list of [key, status,
+value].
 """
 
 from __future__ import annotations

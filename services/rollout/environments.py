@@ -1,4 +1,6 @@
-"""The pool of environment processes of a rollout shard, and what becomes of trajectories when one dies."""
+"""The pool of environment processes of a rollout shard, and what becomes of trajectories when one
+dies.
+"""
 
 from __future__ import annotations
 
@@ -101,9 +103,9 @@ def _answer(status: str, value: Any, name: str) -> Any:
 class EnvironmentPool:
     """Environments by trajectory, each in the process that its id maps to.
 
-    A lost process is started again at its next operation; every trajectory it held is rebuilt there from `replay` before
-    its operation is repeated. An operation that was out when a process hung is repeated alone, so that only the one that
-    hangs by itself fails.
+    A lost process is started again at its next operation; every trajectory it held is rebuilt there
+    from `replay` before its operation is repeated. An operation that was out when a process hung is
+    repeated alone, so that only the one that hangs by itself fails.
     """
 
     def __init__(

@@ -17,7 +17,8 @@ MODES = {"sampled": 1.0, "greedy": 0.0}  # temperature of each
 async def evaluate(shard: ShardJob, tag: str, version: int, modes: list[str]) -> dict[str, Any]:
     """Runs the held-out set on engines at `version` or newer and records the result under `tag`.
 
-    Returns, per mode, the mean reward over the problems; a trajectory that fails by type counts in `failed` and in no mean.
+    Returns, per mode, the mean reward over the problems; a trajectory that fails by type counts in
+    `failed` and in no mean.
     """
     problems = shard.held_out[: shard.config.evaluation.problems]
     result: dict[str, Any] = {"version": version, "problems": len(problems)}

@@ -1,4 +1,6 @@
-"""Turns of the model: requests to engines, tokens into the ledger and the trajectory, and on to another engine when one goes."""
+"""Turns of the model: requests to engines, tokens into the ledger and the trajectory, and on to
+another engine when one goes.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ class EngineLink:
         return len(self._requests)
 
     async def run(self) -> None:
-        """Reads the stream until the engine is gone; then every request that is out ends as aborted."""
+        """Reads the stream until the engine is gone; then every request that is out ends as
+        aborted.
+        """
         try:
             attach = Attach(self._mesh.name, self._mesh.incarnation)
             async for flush in self._ref.stream(Engine.attach, attach):
@@ -107,7 +111,7 @@ class EngineLink:
             if future is not None and not future.done():
                 future.set_result(ABORTED)
 
-    async def _submit(self, batch: list[tuple[int, Turn]]) -> list[None | Exception]:
+    async def _submit(self, batch: list[tuple[int, Turn]]) -> list[Exception | None]:
         ts = [turn.trajectory for _, turn in batch]
         ended, self.ended = self.ended, []
         await self._ref.call(
@@ -192,8 +196,8 @@ class Router:
     async def generate(self, turn: Callable[[], Turn], floor: int) -> int:
         """Runs a turn to its end on whatever engines there are; STOP or LENGTH.
 
-        `turn` is asked again after an engine failed, since the trajectory has grown. ToolFailed after ATTEMPTS failures in
-        a row without a new token.
+        `turn` is asked again after an engine failed, since the trajectory has grown. ToolFailed
+        after ATTEMPTS failures in a row without a new token.
         """
         while True:
             request = turn()

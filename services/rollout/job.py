@@ -1,4 +1,4 @@
-"""One job on one rollout shard: admits prompts, runs their trajectories, hands in finished groups."""
+"""A job on a rollout shard: admits prompts, runs their trajectories, hands in finished groups."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off th
 class ShardJob:
     """The trajectories of a job that this shard owns.
 
-    Training trajectories are in the ledger before their tokens count; evaluation's start over when the shard does.
+    Training trajectories are in the ledger before their tokens count; evaluation's start over when
+    the shard does.
     """
 
     def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
@@ -81,7 +82,8 @@ class ShardJob:
     async def take_over(self) -> None:
         """Claims the shard's groups of the job and goes on with what its predecessor left of them.
 
-        A predecessor's segments are sealed at their last whole record first: what it may still write is not read.
+        A predecessor's segments are sealed at their last whole record first: what it may still
+        write is not read.
         """
         mesh, job = self.mesh, self.job.id
         on_record = await rows.claim_shard(mesh.state, job, mesh.name, mesh.token)
@@ -224,7 +226,8 @@ class ShardJob:
     def _group_done(self, group: int, task: asyncio.Task[None]) -> None:
         self._groups.pop(group, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # A group that stops without a fate would be waited for for ever: begin again from the ledger.
+            # A group that stops without a fate would be waited for for ever: begin again from the
+            # ledger.
             self.mesh.host.exit(70, f"group {group} of {self.mesh.name} failed: {error!r}")
 
     # -- groups ----------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""What a shard asks of the sandbox: tools and rewards, retried when the sandbox fails and typed when the author's code does."""
+"""What a shard asks of the sandbox: tools and rewards, retried when the sandbox fails and typed
+when the author's code does.
+"""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ class Trajectory:
     def replay(self) -> list[Any]:
         """What an environment must be told again to stand where this trajectory stands.
 
-        An open round counts as far as it has got: the environment has seen its turn, not the tool's answer.
+        An open round counts as far as it has got: the environment has seen its turn, not the tool's
+        answer.
         """
         told: list[Any] = []
         at = self.prompt_length

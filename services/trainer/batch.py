@@ -1,4 +1,6 @@
-"""From leased groups to what a step trains on: staleness checked, advantages computed, groups without variance filtered."""
+"""From leased groups to what a step trains on: staleness checked, advantages computed, groups
+without variance filtered.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Batch:
 
 
 def assemble(groups: list[Group], version: int, config: JobConfig) -> Batch:
-    """The batch that trains version `version`; a group's order is that of `groups`, a member's that in its group."""
+    """The batch that trains version `version`; a group's order is that of `groups`, a member's that
+    in its group.
+    """
     batch = Batch()
     hooks = algorithm(config.algorithm.name)
     for group in groups:

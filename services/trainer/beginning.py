@@ -1,4 +1,6 @@
-"""Where training begins or goes on: a checkpoint, a warm start from the cache or made now, or the given weights."""
+"""Where training begins or goes on: a checkpoint, a warm start from the cache or made now, or the
+given weights.
+"""
 
 from __future__ import annotations
 

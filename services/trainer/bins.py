@@ -1,7 +1,8 @@
-"""Who computes which bin of a step: the core takes from the front, hybrids lease from the back, the first result counts.
+"""Who computes which bin of a step: the core takes from the front, hybrids lease from the back, the
+first result counts.
 
-Pure: no clock of its own, no I/O. Whoever computes a bin gets the same gradient, and sums are added in bin order, so the
-update does not depend on who helped.
+Pure: no clock of its own, no I/O. Whoever computes a bin gets the same gradient, and sums are added
+in bin order, so the update does not depend on who helped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Entry of a training process: the role process of a worker in the training role, as core or hybrid."""
+"""Entry of a training process: the role process of a worker in the training role, as core or
+hybrid.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def newest(run: Path) -> Path:
 
 
 def export(run: Path, bundle: Path, hf_config: dict[str, object], out: Path) -> Path:
-    """Writes config.json, model.safetensors and tokenizer.json of the newest checkpoint to `out`."""
+    """Writes config.json, model.safetensors and tokenizer.json of the last checkpoint to `out`."""
     checkpoint = json.loads(newest(run).read_text())
     chunks = ChunkStore(run / "store")
     manifest = unpack(Manifest, chunks.read(checkpoint["weights"]))

@@ -1,4 +1,6 @@
-"""The weight store: versions and checkpoints as manifests over content-addressed chunks, and what to keep of them."""
+"""The weight store: versions and checkpoints as manifests over content-addressed chunks, and what
+to keep of them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ IO_S = 30.0  # deadline of one file operation
 
 
 class WeightStore(Actor):
-    """Manifests in `chunks` beside what they name; checkpoints as JSON files under `<run>/checkpoints`."""
+    """Manifests in `chunks` beside what they name; checkpoints as JSON files under
+    `<run>/checkpoints`.
+    """
 
     interface = Weights
 

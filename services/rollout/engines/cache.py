@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,8 +14,19 @@ from common.model.attention import Attention
 from common.model.config import ModelConfig
 
 _BLOCK = 32  # context is computed in multiples of it: few distinct shapes, little waste
+_BAND = 8  # lanes that are computed to the length of their longest: long tails cost few of them
 _BLOCKED = -1e30  # finite: exp of it is 0 and no row becomes NaN
-_GATHER_BELOW = 0.7  # share of a span's rows below which copying the cache of those rows pays
+_GATHER_BELOW = 0.7  # share of the slots in a span below which copying the cache of those pays
+
+
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """Lanes that attend together, over the first `length` places of their slots."""
+
+    lanes: slice
+    slots: slice | Tensor  # a view of the cache, or a copy
+    length: int
+    mask: Tensor  # [lanes * kv_heads, 1, length]
 
 
 class Cache:
@@ -33,47 +46,74 @@ class Cache:
         self._columns = torch.arange(length, device=like.device)
 
     def decode(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Attention:
-        """One new token in each of `slots` (ascending), written at its position."""
-        first, last, n = int(slots[0]), int(slots[-1]) + 1, len(slots)
-        length = -(-(int(positions.max()) + 1) // _BLOCK) * _BLOCK
+        """One new token in each of `slots` (ascending), written at its position.
+
+        Attention runs over lanes: all slots from the first to the last, where they lie, or, when
+        few of those decode, only these, copied.
+        """
+        first, span = int(slots[0]), int(slots[-1] - slots[0]) + 1
         index, place = self._tensor(slots), self._tensor(positions)
-        spread = gather = False
-        if n < last - first:
-            gather = n < _GATHER_BELOW * (last - first)
-            spread = not gather
-        where = place
+        gather = len(slots) < _GATHER_BELOW * span
+        spread = not gather and len(slots) < span
+        reach, inside = positions, index
         if spread:
+            reach = np.zeros(span, np.int64)
+            reach[slots - first] = positions
             inside = index - first
-            where = place.new_zeros(last - first).index_copy_(0, inside, place)
-        mask = self._mask(where.unsqueeze(1), length, like=self.keys)
-        if self._heads > 1:
-            mask = mask.repeat_interleave(self._heads, 0)
-        mask = mask.unsqueeze(1)
+        bands = self._bands(reach, first, index if gather else None)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             keys[index, :, :, place] = k
             values[index, :, place] = v
-            keys, values = keys[..., :length], values[:, :, :length]
-            if gather:
-                keys, values = keys.index_select(0, index), values.index_select(0, index)
-            else:
-                keys, values = keys[first:last], values[first:last]
-            rows = q
             if spread:
-                rows = q.new_zeros(last - first, *q.shape[1:]).index_copy_(0, inside, q)
-            grouped = rows.reshape(keys.shape[0] * self._heads, -1, q.shape[-1])
-            scores = torch.baddbmm(mask, grouped, keys.flatten(0, 1), alpha=self._scale)
-            mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(rows.shape)
+                q = q.new_zeros(span, *q.shape[1:]).index_copy_(0, inside, q)
+            parts = [self._attend(band, q, keys, values) for band in bands]
+            mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
+            mixed = mixed.view(q.shape)
             return mixed.index_select(0, inside) if spread else mixed
 
         return attend
 
+    def _bands(self, reach: NDArray[np.int64], first: int, copied: Tensor | None) -> list[_Band]:
+        """Cuts lanes whose last visible places are `reach`; neighbours of one length stay together."""
+        starts = np.arange(0, len(reach), _BAND)
+        lengths = (np.maximum.reduceat(reach, starts) // _BLOCK + 1) * _BLOCK
+        starts = starts[np.flatnonzero(np.diff(lengths, prepend=0))]
+        lengths = lengths[starts // _BAND]
+        places = self._tensor(reach).repeat_interleave(self._heads).view(-1, 1, 1)
+        beyond = self._columns[: int(lengths.max())] > places
+        mask = torch.zeros(beyond.shape, dtype=self.keys.dtype, device=beyond.device)
+        mask.masked_fill_(beyond, _BLOCKED)
+        bands = []
+        ends = [*starts[1:].tolist(), len(reach)]
+        for start, end, length in zip(starts.tolist(), ends, lengths.tolist(), strict=True):
+            lanes = slice(start, end)
+            where = slice(first + start, first + end) if copied is None else copied[lanes]
+            rows = mask[start * self._heads : end * self._heads, :, :length]
+            bands.append(_Band(lanes, where, length, rows))
+        return bands
+
+    def _attend(self, band: _Band, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[lanes * kv_heads, heads / kv_heads, head_dim]"""
+        keys, values = keys[..., : band.length], values[:, :, : band.length]
+        if isinstance(band.slots, slice):
+            keys, values = keys[band.slots], values[band.slots]
+        else:
+            keys, values = keys.index_select(0, band.slots), values.index_select(0, band.slots)
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        queries = q[band.lanes].reshape(len(keys), -1, q.shape[-1])
+        scores = torch.baddbmm(band.mask, queries, keys, alpha=self._scale)
+        return torch.bmm(scores.softmax(-1), values)
+
     def prefill(self, slot: int, start: int, count: int) -> Attention:
         """`count` tokens of one slot from position `start` on; queries [count, heads, width]."""
         end = start + count
-        places = self._columns[start:end].unsqueeze(1)
-        mask = self._mask(places, end, like=self.keys) if start else None
+        mask = None
+        if start:
+            beyond = self._columns[:end] > self._columns[start:end].unsqueeze(1)
+            mask = torch.zeros(beyond.shape, dtype=self.keys.dtype, device=beyond.device)
+            mask.masked_fill_(beyond, _BLOCKED)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer, slot], self.values[layer, slot]
@@ -95,13 +135,6 @@ class Cache:
         """The first `count` entries of one slot become another's."""
         self.keys[:, target, :, :, :count] = self.keys[:, source, :, :, :count]
         self.values[:, target, :, :count] = self.values[:, source, :, :count]
-
-    def _mask(self, positions: Tensor, length: int, like: Tensor) -> Tensor:
-        """Additive [n, length]: each row sees up to its position."""
-        beyond = self._columns[:length] > positions
-        return torch.zeros(beyond.shape, dtype=like.dtype, device=like.device).masked_fill_(
-            beyond, _BLOCKED
-        )
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._columns.device)

@@ -1,0 +1,108 @@
+"""Placement decisions, one at a time, until nothing is left to put right."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.state.gangs import Gang
+from services.planner.placement import Decision, gang_to_move, next_decision
+
+
+def gang(number: int, role: str = "idle", core: bool = False, actual: str = "ready") -> Gang:
+    return Gang(
+        id=f"g{number}",
+        workers=[f"worker/g{number}"],
+        accelerator="cpu",
+        desired_role=role,
+        desired_job="" if role == "idle" else "job",
+        desired_core=core,
+        epoch=1,
+        actual_role=role,
+        actual_state=actual,
+        actual_epoch=1,
+        changed_ms=0,
+        pinned=False,
+    )
+
+
+def settle(gangs: list[Gang], job: str, training: int) -> tuple[list[Gang], list[Decision]]:
+    made: list[Decision] = []
+    while (decision := next_decision(gangs, job, training)) is not None:
+        made.append(decision)
+        assert len(made) < 50
+        gangs = [
+            replace(
+                g,
+                desired_role=decision.role,
+                desired_core=decision.core,
+                desired_job="" if decision.role == "idle" else job,
+            )
+            if g.id == decision.gang
+            else g
+            for g in gangs
+        ]
+    return gangs, made
+
+
+def test_the_default_split_is_one_core_and_the_rest_rolls_out() -> None:
+    gangs, _ = settle([gang(i) for i in range(3)], "job", 1)
+    assert [g.desired_role for g in gangs] == ["training", "rollout", "rollout"]
+    assert [g.desired_core for g in gangs] == [True, False, False]
+
+
+def test_a_lost_core_is_replaced_by_a_hybrid_first() -> None:
+    gangs = [
+        gang(0, "training", core=True, actual="lost"),
+        gang(1, "rollout"),
+        gang(2, "training"),
+    ]
+    _, made = settle(gangs, "job", 1)
+    assert made == [Decision("g2", "training", True, "repair")]
+
+
+def test_training_gives_a_hybrid_back_when_nobody_rolls_out() -> None:
+    gangs = [
+        gang(0, "training", core=True),
+        gang(1, "rollout", actual="lost"),
+        gang(2, "training"),
+    ]
+    _, made = settle(gangs, "job", 1)
+    assert made == [Decision("g2", "rollout", False, "repair")]
+
+
+def test_without_a_job_every_gang_is_released() -> None:
+    gangs, _ = settle([gang(0, "training", core=True), gang(1, "rollout")], "", 1)
+    assert {g.desired_role for g in gangs} == {"idle"}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["idle", "rollout", "training"]),
+            st.booleans(),
+            st.sampled_from(["ready", "lost"]),
+        ),
+        max_size=6,
+    )
+)
+def test_any_state_settles_with_exactly_one_core(states: list[tuple[str, bool, str]]) -> None:
+    gangs = [
+        gang(i, role, core and role == "training", actual)
+        for i, (role, core, actual) in enumerate(states)
+    ]
+    cores_before = sum(g.desired_core and g.actual_state != "lost" for g in gangs)
+    gangs, _ = settle(gangs, "job", 1)
+    usable = [g for g in gangs if g.actual_state != "lost"]
+    if usable:
+        assert sum(g.desired_core for g in usable) == max(1, cores_before)
+    if len(usable) > max(1, cores_before):
+        assert any(g.desired_role == "rollout" for g in usable)
+
+
+def test_a_pinned_gang_or_a_core_is_not_moved() -> None:
+    pinned = replace(gang(2, "rollout"), pinned=True)
+    gangs = [gang(0, "training", core=True), gang(1, "rollout"), pinned]
+    found = gang_to_move(gangs, "training")
+    assert found is not None and found.id == "g1"
+    assert gang_to_move(gangs, "rollout") is None

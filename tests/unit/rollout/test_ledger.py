@@ -1,0 +1,131 @@
+"""The ledger: what was appended is read back, whole records only, by whoever comes after."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import Refused
+from common.host import SystemHost
+from common.ledger import Kind, Ledger, frame, groups_of, in_flight, read, scan, trajectory_id
+from services.rollout.trajectory import Restored, Trajectory
+
+HOST = SystemHost()
+
+
+def opened(group: int, member: int) -> tuple[Kind, list[object]]:
+    return Kind.OPEN, [group, member, 7, 0, [1, 2, 3]]
+
+
+def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[Kind, list[bytes]]:
+    n = len(tokens)
+    return Kind.TOKENS, [
+        np.array([trajectory], np.int64).tobytes(),
+        np.array([n], np.int32).tobytes(),
+        np.array(tokens, np.int32).tobytes(),
+        np.full(n, -0.5, np.float32).tobytes(),
+        np.full(n, version, np.int32).tobytes(),
+    ]
+
+
+def ledger_in(directory: Path, owner: str = "1") -> Ledger:
+    ledger = Ledger(HOST, directory, owner)
+    ledger.begin()
+    return ledger
+
+
+def test_an_append_without_a_segment_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="no segment"):
+        Ledger(HOST, tmp_path, "1").append([opened(0, 0)])
+
+
+@given(st.binary(max_size=60), st.integers(0, 80))
+def test_a_torn_or_corrupt_tail_ends_the_segment_at_its_last_whole_record(
+    tmp_path_factory: pytest.TempPathFactory, garbage: bytes, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "1-00001.ledger"
+    whole = [frame(Kind.CLOSE, [n, "ready"]) for n in range(5)]
+    content = b"".join(whole)
+    kept = content[: len(content) - min(cut, len(content))]
+    path.write_bytes(kept + garbage)
+    found = [record.payload[0] for record, _ in scan(path)]
+    complete = len(kept) // len(whole[0])
+    assert found[:complete] == list(range(complete))
+    assert len(found) == complete or found == list(range(len(found)))
+
+
+def test_what_a_zombie_writes_after_the_seal_is_not_read(tmp_path: Path) -> None:
+    ledger = ledger_in(tmp_path)
+    ledger.append([opened(1, 0)], [1])
+    sealed = ledger.path.stat().st_size
+    ledger.append([(Kind.CLOSE, [1, "ready"])], [1])
+    assert [record.kind for record, _ in scan(ledger.path, sealed)] == [Kind.OPEN]
+
+
+def test_a_segment_goes_when_no_group_needs_it(tmp_path: Path) -> None:
+    ledger = ledger_in(tmp_path)
+    ledger.append([opened(1, 0), opened(2, 0)], [1, 2])
+    first = ledger.path
+    assert ledger.begin() == (first, first.stat().st_size)
+    assert ledger.forget(1) == []
+    assert ledger.forget(2) == [first]
+    assert not first.exists()
+
+
+def test_in_flight_counts_members_of_groups_that_are_not_closed(tmp_path: Path) -> None:
+    ledger = ledger_in(tmp_path / "rollout-0")
+    ledger.append([opened(1, 0), opened(1, 1), opened(2, 0)], [1, 2])
+    ledger.append([(Kind.CLOSE, [2, "ready"])], [2])
+    ledger.close()
+    assert in_flight(tmp_path) == {1: 2}
+
+
+def test_a_trajectory_is_rebuilt_token_for_token(tmp_path: Path) -> None:
+    key = trajectory_id(3, 1)
+    records = [
+        opened(3, 1),
+        sampled(key, [10, 11], 0),
+        (Kind.TURN, [key, "[1+1]"]),
+        (Kind.TOOL, [key, "calculator", "1+1", 2]),
+        (Kind.APPEND, [key, [20, 21]]),
+        sampled(key, [12], 1),
+    ]
+    ledger = ledger_in(tmp_path)
+    for record in records:
+        ledger.append([record], [3])
+    restored = Restored()
+    for record in read(tmp_path):
+        assert groups_of(record) == {3}
+        restored.apply(record, lambda group, member: 0)
+    t = restored.trajectories[key]
+    assert t.tokens.tolist() == [1, 2, 3, 10, 11, 20, 21, 12]
+    assert t.versions.tolist() == [-1, -1, -1, 0, 0, -1, -1, 1]
+    assert t.turn.tolist() == [12]
+    assert t.replay() == [["step", [10, 11]], ["result", 2]]
+    assert t.turns() == [
+        {"role": "model", "text": "[1+1]"},
+        {"role": "tool", "name": "calculator", "input": "1+1", "value": 2},
+    ]
+
+
+def test_a_tool_result_that_was_logged_is_not_asked_for_again(tmp_path: Path) -> None:
+    key = trajectory_id(0, 0)
+    restored = Restored()
+    ledger = ledger_in(tmp_path)
+    ledger.append([opened(0, 0), sampled(key, [10], 0), (Kind.TURN, [key, "[2]"])], [0])
+    ledger.append([(Kind.TOOL, [key, "calculator", "2", 2])], [0])
+    for record in read(tmp_path):
+        restored.apply(record, lambda group, member: 0)
+    open_round = restored.trajectories[key].open_round
+    assert open_round is not None and open_round.answered and open_round.value == 2
+    assert restored.trajectories[key].replay() == [["step", [10]]]
+
+
+def test_buffers_grow_with_the_trajectory() -> None:
+    t = Trajectory(0, 0, 0, 0, 0)
+    t.begin(list(range(100)))
+    t.sampled(*(np.arange(300).astype(kind) for kind in (np.int32, np.float32, np.int32)))
+    assert t.length == 400
+    assert t.turn.tolist() == list(range(300))
