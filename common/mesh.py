@@ -114,6 +114,7 @@ class Mesh:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._housekeeping: asyncio.Task[None] | None = None
         self._owns_state = False
+        self._left = False
 
     @classmethod
     async def open(cls, name: str, kind: str, settings: MeshSettings) -> Mesh:
@@ -133,6 +134,11 @@ class Mesh:
         )
         mesh._owns_state = True
         return mesh
+
+    @property
+    def log(self) -> Any:
+        """This process's log: `mesh.log.warning("what", key=value)`."""
+        return self.telemetry.log
 
     @property
     def token(self) -> int:
@@ -187,6 +193,9 @@ class Mesh:
 
     async def leave(self) -> None:
         """Ends what runs, stops the actor, gives the name back, then closes the connections."""
+        if self._left:
+            return
+        self._left = True
         await self._server.stop(STOP_S)
         actor, self._actor = self._actor, None
         if actor is not None:

@@ -148,6 +148,10 @@ class _Pump:
             self._flush()
         return again
 
+    @property
+    def parked(self) -> int:
+        return sum(map(len, self._parked.values()))
+
     def close(self, linger_ms: int) -> None:
         if self._retry is not None:
             self._retry.cancel()
@@ -270,6 +274,12 @@ class ZmqTransport:
         link = self._links.pop(address, None)
         if link is not None:
             link.close(0)
+
+    @property
+    def parked(self) -> int:
+        """How many messages wait for peers that cannot take them yet."""
+        pumps = [self._router, *(link.pump for link in self._links.values())]
+        return sum(pump.parked for pump in pumps)
 
     async def close(self) -> None:
         for link in list(self._links.values()):
