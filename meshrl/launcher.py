@@ -30,7 +30,7 @@ from meshrl.places import MeshPlace, read_json, write_json
 
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
-GRACE_S = 8.0  # from SIGTERM to SIGKILL, for each stage of the stop
+GRACE_S = 10.0  # from SIGTERM to SIGKILL, for each stage of the stop
 EVENT_S = 2.0  # for a note in the event stream; an outage of Redis must not hold up a restart
 
 
@@ -40,6 +40,7 @@ class Shape:
 
     workers: int = 3
     shards: int = 1
+    device: str = "cpu"
     bind: str = "tcp://127.0.0.1:*"
     advertise: str = ""
 
@@ -204,7 +205,6 @@ class Launcher(Hooks):
             SETTINGS_ENV: str(self.place.settings.resolve()),
             "OMP_NUM_THREADS": "1",
         }
-        shape = self.shape
         specs = [
             ChildSpec(
                 service.name,
@@ -216,9 +216,7 @@ class Launcher(Hooks):
                 stage=stage,
                 own_session=True,  # Ctrl-C is ours: they stop when we say so, in order
             )
-            for stage, service in enumerate(
-                plan.services(shape.workers, shape.shards, self.settings.host)
-            )
+            for stage, service in enumerate(self._services())
         ]
         supervisor = self._supervisor = Supervisor(self.host, self.clock, specs, hooks=self)
         watch = self._watch = LeaseWatch(
@@ -248,7 +246,8 @@ class Launcher(Hooks):
             await self.clock.sleep(0.1)
 
     def _services(self) -> list[plan.Service]:
-        return plan.services(self.shape.workers, self.shape.shards, self.settings.host)
+        shape = self.shape
+        return plan.services(shape.workers, shape.shards, shape.device, self.settings.host)
 
     async def _note(self, kind: str, fields: dict[str, Any]) -> None:
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
@@ -307,11 +306,12 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--device", default=Shape.device)
     parser.add_argument("--bind", default=Shape.bind)
     parser.add_argument("--advertise", default="")
     a = parser.parse_args()
     try:
-        code = asyncio.run(serve(a.root, Shape(a.workers, a.shards, a.bind, a.advertise)))
+        code = asyncio.run(serve(a.root, Shape(a.workers, a.shards, a.device, a.bind, a.advertise)))
     except MeshError as error:
         sys.exit(f"error: {error}")
     sys.exit(code)

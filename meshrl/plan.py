@@ -19,7 +19,7 @@ class Service:
     purpose: str
 
 
-def services(workers: int, shards: int, host: str) -> list[Service]:
+def services(workers: int, shards: int, device: str, host: str) -> list[Service]:
     """The services of a mesh in the order they start; they stop in the reverse order."""
 
     def service(name: str, module: str, purpose: str, *arguments: str) -> Service:
@@ -55,16 +55,22 @@ def services(workers: int, shards: int, host: str) -> list[Service]:
             f"starts and watches {workers} workers",
             "--workers",
             str(workers),
+            "--device",
+            device,
         ),
         *rollouts,
     ]
+
+
+def _services_of(config: JobConfig) -> list[Service]:
+    return services(config.mesh.workers, config.rollout.shards, config.mesh.device, "*")
 
 
 def described(config: JobConfig) -> list[tuple[str, str]]:
     """(process, what it does) of everything that `meshrl run` would start."""
     training = config.planner.training
     rows = [("redis", "state; every write is on disk before it is acknowledged")]
-    rows += [(s.name, s.purpose) for s in services(config.mesh.workers, config.rollout.shards, "*")]
+    rows += [(s.name, s.purpose) for s in _services_of(config)]
     for i in range(config.mesh.workers):
         role = "training" if i < training else "rollout"
         rows.append((f"worker/g{i}", f"{config.mesh.device} slot; starts in the {role} role"))

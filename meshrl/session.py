@@ -25,9 +25,8 @@ def run(config: JobConfig, base: Path, force: bool) -> int:
     run_dir = places.run_directory(config, force)
     _, document = bundle.pack(config, base, run_dir)
     write_json(run_dir / "job.json", {"job": config.name, "document": document})
-    shape = Shape(
-        config.mesh.workers, config.rollout.shards, config.mesh.bind, config.mesh.advertise
-    )
+    mesh = config.mesh
+    shape = Shape(mesh.workers, config.rollout.shards, mesh.device, mesh.bind, mesh.advertise)
     return asyncio.run(_session(run_dir, shape))
 
 
@@ -39,7 +38,8 @@ def resume(run_dir: Path) -> int:
         shape = shape_of(place)
     else:  # it was submitted to a mesh of `meshrl up`
         config = job_of(run_dir)[1]
-        shape = Shape(config["mesh"]["workers"], config["rollout"]["shards"])
+        mesh = config["mesh"]
+        shape = Shape(mesh["workers"], config["rollout"]["shards"], mesh["device"])
     return asyncio.run(_session(run_dir, shape))
 
 

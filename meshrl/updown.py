@@ -20,7 +20,9 @@ STOP_S = 60.0
 POLL_S = 0.1
 
 
-def up(root: Path | None, workers: int, shards: int, bind: str, advertise: str) -> None:
+def up(
+    root: Path | None, workers: int, shards: int, device: str, bind: str, advertise: str
+) -> None:
     place = MeshPlace((root or places.home()).absolute())
     if running_launcher(place):
         raise Refused(f"a mesh runs in {place.root} already", fix="`meshrl down` stops it")
@@ -31,7 +33,7 @@ def up(root: Path | None, workers: int, shards: int, bind: str, advertise: str) 
             [
                 *(sys.executable, "-m", "meshrl.launcher", "--root", str(place.root)),
                 *("--workers", str(workers), "--shards", str(shards)),
-                *("--bind", bind, "--advertise", advertise),
+                *("--device", device, "--bind", bind, "--advertise", advertise),
             ],
             stdin=subprocess.DEVNULL,
             stdout=output,
