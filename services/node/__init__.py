@@ -1,0 +1,1 @@
+"""The host agent and the workers that it starts, one for each accelerator."""

@@ -1,0 +1,124 @@
+"""A gang's role process: started for an assignment, watched until ready, drained, ended."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from common.api.role import Drain, Role
+from common.errors import MeshError
+from common.leasewatch import LeaseWatch
+from common.mesh import Mesh
+from common.process import Child
+from common.state import registry
+from common.supervisor import ChildSpec, Hooks, Supervisor
+from services.node.roles import Assignment
+
+NICE = 5  # below the services: a step may wait, a heartbeat may not
+BUDGET = (5, 60.0)  # restarts in seconds
+LOADING_S = 300.0  # until a started process must be ready
+DRAIN_S = 5.0
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
+LEAVING_S = 1.0  # for both, when the whole worker stops
+TRY_AGAIN_S = 30.0  # after the budget was spent, or the process ended by itself
+
+Report = Callable[[str, str], Awaitable[None]]
+
+
+class RoleProcess(Hooks):
+    """At most one process. `report(state, detail)` is told `starting`, `ready` and `failed`."""
+
+    def __init__(self, mesh: Mesh, gang: str, commands: dict[str, list[str]], logs: Path) -> None:
+        self.assignment: Assignment | None = None
+        self.state = "idle"
+        self.restarts = 0
+        self._mesh, self._gang, self._commands, self._logs = mesh, gang, commands, logs
+        self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
+        self.leases = LeaseWatch(
+            mesh.state, mesh.clock, mesh.settings.host, lambda: self._supervisor.children.values()
+        )
+        self._since = 0.0  # of the state
+        self._detail = ""
+
+    @property
+    def detail(self) -> str:
+        return self._detail
+
+    @property
+    def pid(self) -> int:
+        return next((child.pid for child in self._supervisor.children.values()), 0)
+
+    async def start(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        name = assignment.name(self._gang)
+        self._enter("starting", "")
+        await self._supervisor.add(
+            ChildSpec(
+                name,
+                assignment.argv(self._gang, self._commands),
+                env={"OMP_NUM_THREADS": "1"},
+                log=self._logs / (name.replace("/", "-") + ".log"),
+                restart="on_failure",
+                budget=BUDGET,
+                nice=NICE + self._mesh.settings.nice,
+            )
+        )
+
+    async def stop(self, reason: str, *, leaving: bool = False) -> None:
+        """Asks it to drain, then ends it. A process that is not up yet has nothing to drain."""
+        if self.assignment is None:
+            return
+        name = self.assignment.name(self._gang)
+        if self.state == "ready":
+            self._enter("draining", reason)
+            await self._drain(name, reason, LEAVING_S if leaving else DRAIN_S)
+        await self._supervisor.remove(name, LEAVING_S if leaving else GRACE_S)
+        self.assignment = None
+        self._enter("idle", "")
+
+    async def look(self) -> None:
+        """Moves on: ready when its registry entry says so; once more after a pause when failed."""
+        assignment, now = self.assignment, self._mesh.clock.monotonic()
+        if assignment is None:
+            return
+        name = assignment.name(self._gang)
+        if self.state == "starting":
+            entry = await registry.lookup(self._mesh.state, name)
+            if entry is not None and self._is_ready(entry, assignment):
+                self._enter("ready", "")
+            elif now - self._since > LOADING_S and name in self._supervisor.children:
+                self._enter("starting", f"not ready within {LOADING_S:g} s: killed")
+                self._supervisor.children[name].kill()
+        elif self.state == "failed" and now - self._since > TRY_AGAIN_S:
+            await self._supervisor.remove(name, 0.0)
+            await self.start(assignment)
+
+    def _is_ready(self, entry: registry.Entry, assignment: Assignment) -> bool:
+        stats: dict[str, Any] = entry.stats
+        ours = (entry.alive, entry.host, entry.pid) == (True, self._mesh.settings.host, self.pid)
+        return ours and stats.get("epoch") == assignment.epoch and stats.get("ready") is True
+
+    async def _drain(self, name: str, reason: str, deadline_s: float) -> None:
+        try:
+            await self._mesh.ref(name).call(Role.drain, Drain(reason), deadline_s=deadline_s)
+        except MeshError as error:
+            # It ends all the same: what it had is in its owners' ledgers.
+            self._mesh.telemetry.log.warning("drain failed", role=name, error=str(error))
+
+    def _enter(self, state: str, detail: str) -> None:
+        self.state, self._detail, self._since = state, detail, self._mesh.clock.monotonic()
+
+    # What the supervisor tells
+
+    async def ended(self, child: Child, code: int, why: str) -> None:
+        await self.leases.evict(child)
+        if self.state in ("starting", "ready"):
+            self.restarts += 1
+            self._enter("starting", f"{child.name} ended: {why}")
+
+    def lease_expired(self, child: Child) -> bool:
+        return self.leases.expired(child)
+
+    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+        self._enter("failed", f"{spec.name}: {why}; its log: {spec.log}")

@@ -1,0 +1,54 @@
+"""Which process a gang's desired state asks for: pure, from the record to a command line."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.state.gangs import Gang
+
+IDLE, ROLLOUT, TRAINING = "idle", "rollout", "training"
+COMMANDS: Mapping[str, list[str]] = {
+    ROLLOUT: [sys.executable, "-m", "services.rollout.engine_main"],
+    TRAINING: [sys.executable, "-m", "services.trainer.rank_main"],
+}
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a gang should run under one decision of the planner."""
+
+    role: str
+    job: str
+    core: bool
+    epoch: int
+
+    @classmethod
+    def of(cls, gang: Gang) -> Assignment:
+        return cls(gang.desired_role, gang.desired_job, gang.desired_core, gang.epoch)
+
+    def name(self, gang: str) -> str:
+        """The registry name of the role process."""
+        if self.role == ROLLOUT:
+            return f"engine/{gang}"
+        return f"trainer/{self.job}" if self.core else f"hybrid/{gang}"
+
+    def argv(self, gang: str, commands: Mapping[str, list[str]]) -> list[str]:
+        if self.role not in commands:
+            raise ConfigError(f"no process serves the role {self.role!r}", where=f"gang {gang}")
+        options = ["--gang", gang, "--job", self.job, "--epoch", str(self.epoch)]
+        return [*commands[self.role], *options, *(["--core"] if self.core else [])]
+
+
+def with_overrides(overrides: list[str]) -> dict[str, list[str]]:
+    """The commands, with `ROLE=COMMAND` replacing or adding some."""
+    commands = dict(COMMANDS)
+    for override in overrides:
+        role, equals, command = override.partition("=")
+        if not equals or not command:
+            raise ConfigError(f"{override!r} is not ROLE=COMMAND", fix="rollout='python -m x'")
+        commands[role] = shlex.split(command)
+    return commands
