@@ -162,7 +162,7 @@ GOOD = Answer("ok", 0.5, "")
 
 
 async def with_neighbours(pool: Pool, do: str, **row: Any) -> Answer:
-    """The outcome of one call in the middle of a batch that loses nothing else, nor does the next."""
+    """The outcome of one call amid a batch that loses nothing else; nor does the next batch."""
     good = score("good")
     before, odd, *after = await pool.rewards([good, score(do, **row), good, good])
     assert [before, *after] == [GOOD] * 3

@@ -1,0 +1,69 @@
+"""A role process without a model: registers, says that it is ready, drains."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from common.actor import Actor, call
+from common.api.role import Drain, Drained, Role
+from common.clock import SystemClock
+from common.host import SystemHost
+from common.mesh import Mesh, MeshSettings, run
+from common.random import Random
+from common.state.client import State
+from common.transport.zmq import ZmqTransport
+
+
+class Standin(Actor):
+    interface = Role
+
+    def __init__(self, note: Path) -> None:
+        self._note = note
+
+    @call(Role.drain)
+    def drain(self, m: Drain) -> Drained:
+        with self._note.open("a") as file:
+            file.write(f"{m.reason}\n")
+        return Drained(requests=0)
+
+
+async def main(a: argparse.Namespace) -> None:
+    settings = MeshSettings.from_env()
+    name = f"trainer/{a.job}" if a.core else f"{a.kind}/{a.gang}"
+    mesh = Mesh(
+        name=name,
+        kind=a.kind,
+        state=await State.open(settings.redis_url),
+        transport=ZmqTransport(settings.bind, settings.advertise),
+        clock=SystemClock(),
+        random=Random.system(),
+        host=SystemHost(),
+        ttl_s=1.5,  # in place of 6: a test waits for it to expire
+        renew_s=0.3,
+        settings=settings,
+    )
+    about: dict[str, Any] = {"epoch": a.epoch, "job": a.job}
+    mesh.ready = False
+    await mesh.join(Standin(Path(settings.run_root) / "drained"), stats=lambda: about)
+    if a.job == "broken":
+        os._exit(9)
+    mesh.ready = True
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await mesh.leave()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--gang", required=True)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--core", action="store_true")
+    arguments = parser.parse_args()
+    run(lambda: main(arguments))
