@@ -19,7 +19,9 @@ class JobData:
 
     @classmethod
     def of(cls, job: str, document: dict[str, Any], run_dir: str) -> JobData:
-        """From a job's row in Redis; the document holds the configuration and `bundle: {dir, digest}`."""
+        """From a job's row in Redis; the document holds the configuration and `bundle: {dir,
+        digest}`.
+        """
         values = {key: value for key, value in document.items() if key != "bundle"}
         bundle = Path(document["bundle"]["dir"])
         return cls(job, JobConfig.from_document(values), bundle, Path(run_dir))

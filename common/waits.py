@@ -20,9 +20,10 @@ class WaitTable:
         self._waits: dict[object, tuple[str, str, float]] = {}
 
     @contextmanager
-    def wait(self, what: str, on: str) -> Iterator[None]:
+    def wait(self, what: str, on: str, since: float | None = None) -> Iterator[None]:
+        """Records a wait for the length of the block; `since` (monotonic) if it began before."""
         key = object()
-        self._waits[key] = (on, what, self._clock.monotonic())
+        self._waits[key] = (on, what, self._clock.monotonic() if since is None else since)
         try:
             yield
         finally:

@@ -96,7 +96,7 @@ class _Board:
             culprit = chain[-1]
             yield Stall(waiter, culprit, wait["what"], since_s, _told(chain, self._unwell(culprit)))
             return
-        limit_ms = min(wait.get("deadline_ms") or LONG_WAIT_MS, LONG_WAIT_MS)
+        limit_ms = LONG_WAIT_MS if wait["on"] in self.entries else OVERDUE_MS
         if since_s * 1000 > limit_ms:
             chain, circle = self._oldest_chain(wait["on"], [waiter])
             culprit = chain[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from common.api.hint import Look
 from common.api.role import Role
 from common.interface import Call, Cast, Stream
@@ -16,7 +18,8 @@ class Attach:
 
 @message
 class Tokens:
-    """What a flush brings: for request `ids[i]`, its next `counts[i]` entries of the three token arrays.
+    """What a flush brings: for request `ids[i]`, its next `counts[i]` entries of the three token
+    arrays.
 
     `finish[i]`: 0 goes on, 1 stop token (included), 2 length, 3 aborted.
     """
@@ -61,7 +64,7 @@ class Abort:
 
 
 class Engine(Role):
-    attach = Stream(Attach, Tokens, idle_s=600.0)
+    attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)
     look = Cast(Look)

@@ -1,4 +1,6 @@
-"""The one hint services send each other: look at the state again. It carries no orders, so losing it is harmless."""
+"""The one hint services send each other: look at the state again. It carries no orders, so losing
+it is harmless.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the core of a training gang offers to its hybrids: bins to lease, and a place for their gradients."""
+"""What the core of a training gang offers to its hybrids: bins to lease, and a place for their
+gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the weight store offers: versions as manifests of chunks, checkpoints, and finished groups' bytes."""
+"""What the weight store offers: versions as manifests of chunks, checkpoints, and finished groups'
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Fetch:
 
 @message
 class Checkpoint:
-    """What training continues from: the staged weights, the optimizer's tensors, and the job's account."""
+    """What training continues from: the staged weights, the optimizer's tensors, and the job's
+    account.
+    """
 
     job: str
     lineage: int

@@ -173,6 +173,11 @@ async def in_flight(state: State, job: str) -> InFlight:
     return InFlight(**await state.run("in_flight", [job_prefix(job)], {}))
 
 
+async def digests(state: State, job: str) -> set[str]:
+    """Of the bytes of groups that a step, or its replay, may still ask for."""
+    return set((await state.run("digests", [job_prefix(job)], {}))["digests"] or [])
+
+
 def group_row(row: dict[str, Any]) -> GroupRow:
     """A GroupRow from the hash in Redis."""
     text = {"shard": row["shard"], "digest": row["digest"]}

@@ -13,7 +13,8 @@ from typing import Any
 import msgpack
 
 from common.errors import DeadlineExceeded, MeshError, ToolFailed
-from common.host import Child, Host
+from common.host import Child
+from common.mesh import Mesh
 from services.rollout.batching import Batcher
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
@@ -31,9 +32,9 @@ class EnvironmentProcess:
     """One process; operations queue into batches, a hang past the deadline kills it."""
 
     def __init__(
-        self, host: Host, argv: list[str], name: str, log: Path, deadline_s: float
+        self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float
     ) -> None:
-        self._host, self._argv, self._log = host, argv, log
+        self._mesh, self._argv, self._log = mesh, argv, log
         self.name = name
         self._deadline_s = deadline_s
         self._child: Child | None = None
@@ -54,15 +55,16 @@ class EnvironmentProcess:
             if self._child is None:
                 self.restarts += 1
                 self._fresh = True
-                self._child = self._host.spawn(self._argv, name=self.name, log=self._log, pipe=True)
+                self._child = self._mesh.host.spawn(self._argv, name=self.name, log=self._log, pipe=True)
             return self._child
 
     async def _exchange(self, batch: list[Operation]) -> list[Any]:
         child = await self._ready()
         deadline_s = self._deadline_s + (START_S if self._fresh else 0.0)
         try:
-            await child.send(msgpack.packb(batch, use_bin_type=True))
-            block = await child.recv(deadline_s)
+            with self._mesh.wait(batch[0][1], on=self.name):
+                await child.send(msgpack.packb(batch, use_bin_type=True))
+                block = await child.recv(deadline_s)
         except (OSError, EOFError, MeshError) as error:
             await self._bury(child)
             lost: list[Any] = [EnvironmentLost(f"environment process {self.name}: {error}")]
@@ -110,7 +112,7 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        host: Host,
+        mesh: Mesh,
         *,
         use: str,
         modules: str,
@@ -118,14 +120,13 @@ class EnvironmentPool:
         prompt: str,
         processes: int,
         deadline_s: float,
-        shard: str,
         logs: Path,
     ) -> None:
         argv = [sys.executable, "-m", "services.rollout.environment_main", "--use", use]
         argv += ["--modules", modules, "--tokenizer", tokenizer, "--prompt", prompt]
-        name = "environment-" + shard.replace("/", "-")
+        name = "environment-" + mesh.name.replace("/", "-")
         self._processes = [
-            EnvironmentProcess(host, argv, f"{name}-{i}", logs / f"{name}-{i}.log", deadline_s)
+            EnvironmentProcess(mesh, argv, f"{name}-{i}", logs / f"{name}-{i}.log", deadline_s)
             for i in range(processes)
         ]
         self._alone = asyncio.Lock()

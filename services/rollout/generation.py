@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from services.rollout.trajectory import Trajectory
 
 RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes of common.api.engine.Tokens
 ATTEMPTS = 5  # engines that may fail a trajectory in a row without one new token
+SILENT_S = 1.0  # an engine with requests flushes every 20 ms
 TURN_S = 600.0  # a turn that takes longer is handed to another engine
 PLACE_S = (
     24 * 3600.0
@@ -61,6 +63,8 @@ class EngineLink:
         self._ref: Ref = mesh.ref(name)
         self._requests: dict[int, tuple[Trajectory, asyncio.Future[int]]] = {}
         self._next = 0
+        self._heard = mesh.clock.monotonic()  # of a flush, or of a first request
+        self._silence = ExitStack()  # holds the wait that is published while it is silent
         self._batcher: Batcher[tuple[int, Turn], None] = Batcher(self._submit, in_flight=2)
 
     @property
@@ -81,6 +85,7 @@ class EngineLink:
                 await self._arrived(flush)
         finally:
             self.version = -1
+            self._silence.close()
             await self._batcher.close()
             for _, future in self._requests.values():
                 if not future.done():
@@ -88,10 +93,19 @@ class EngineLink:
             self._requests.clear()
             self.held.clear()
 
+    def listen(self) -> None:
+        """Publishes that this shard waits for the engine once it has been silent for a while."""
+        silent = self._mesh.clock.monotonic() - self._heard > SILENT_S
+        if self._requests and silent:
+            self._silence.close()
+            self._silence.enter_context(self._mesh.waits.wait("tokens", self.name, self._heard))
+
     async def generate(self, turn: Turn) -> int:
         """Submits a turn; returns its finish code once every token of it is written down."""
         self._next += 1
         request = self._next
+        if not self._requests:
+            self._heard = self._mesh.clock.monotonic()
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._requests[request] = (turn.trajectory, future)
         submitted = self._batcher.put((request, turn))
@@ -133,6 +147,8 @@ class EngineLink:
         return [None] * len(batch)
 
     async def _arrived(self, flush: Tokens) -> None:
+        self._silence.close()
+        self._heard = self._mesh.clock.monotonic()
         if flush.version > self.version:
             self.version = flush.version
             self._on_version()
@@ -180,6 +196,8 @@ class Router:
         """Takes the engines that are alive and ready now; an engine tells its version itself."""
         for name in self.links.keys() - alive:
             self._tasks[name].cancel()
+        for link in self.links.values():
+            link.listen()
         for name in sorted(alive - self.links.keys()):
             link = EngineLink(self._mesh, name, self._bound, self._sink, self._stop, self.dispatch)
             self.links[name] = link

@@ -47,14 +47,13 @@ class ShardJob:
         self.train_rows, self.held_out = job.rows("train"), job.rows("held_out")
         self.outside = Outside(mesh, job)
         self.environments = EnvironmentPool(
-            mesh.host,
+            mesh,
             use=config.environment.use,
             modules=str(job.modules),
             tokenizer=str(job.tokenizer),
             prompt=config.dataset.prompt,
             processes=config.environment.processes,
             deadline_s=config.environment.step_deadline_s,
-            shard=mesh.name,
             logs=logs,
         )
         directory = job.run_dir / "ledger" / mesh.name.replace("/", "-")

@@ -238,17 +238,22 @@ class TrainerCore(Actor):
         self.tokens += batch.tokens
 
     async def _lease_groups(self, step: int) -> list[groups.GroupRow]:
-        while True:
-            answer = await patiently(
-                self.mesh.clock,
-                lambda: groups.lease_groups(
-                    self.mesh.state, self.data.id, self.mesh.name, self.mesh.token, step
-                ),
-            )
-            if isinstance(answer, groups.Leased):
-                return answer.groups
-            with self.mesh.wait(answer.reason, on=answer.on or "rollout/0"):
+        answer = await self._try_lease(step)
+        if isinstance(answer, groups.Leased):
+            return answer.groups
+        with self.mesh.wait("ready groups", on=answer.on or "rollout/0"):
+            while not isinstance(answer, groups.Leased):
                 await self.mesh.clock.sleep(POLL_S)
+                answer = await self._try_lease(step)
+        return answer.groups
+
+    async def _try_lease(self, step: int) -> groups.Leased | groups.Waiting:
+        return await patiently(
+            self.mesh.clock,
+            lambda: groups.lease_groups(
+                self.mesh.state, self.data.id, self.mesh.name, self.mesh.token, step
+            ),
+        )
 
     async def _batch(self, leased: list[groups.GroupRow], step: int) -> Batch:
         found = await asyncio.gather(*(self._group(row) for row in leased))
@@ -264,7 +269,7 @@ class TrainerCore(Actor):
         """The optimizer step of a batch; a batch with nothing to learn from changes nothing."""
         self._helpers = {}
         if not batch.sequences:
-            return {"bins": 0}
+            return update_metrics(0, 0.0, BinStats())
         run = self.mesh.host.run_blocking
         config = self.data.config
         bins = await run(
@@ -273,19 +278,7 @@ class TrainerCore(Actor):
         gradient, stats = await self._gradients(step, bins)
         factor = lr_factor(step - 1, config.budget.steps, config.optimizer)
         norm = await run(self.learner.apply, gradient, stats.tokens, factor, deadline_s=COMPUTE_S)
-        tokens = max(1, stats.tokens)
-        return {
-            "bins": len(bins),
-            "grad_norm": norm,
-            "loss": stats.loss_sum / tokens,
-            "entropy": stats.entropy_sum / tokens,
-            "clipped": stats.clipped / tokens,
-            "kl": stats.kl_sum / tokens,
-            "logprob_gap": stats.gap_max if stats.fresh_tokens else None,
-            "logprob_gap_mean": stats.gap_sum / max(1, stats.fresh_tokens),
-            "fresh_tokens": stats.fresh_tokens,
-            "model_tokens": stats.tokens,
-        }
+        return update_metrics(len(bins), norm, stats)
 
     async def _gradients(self, step: int, bins: list[Bin]) -> Result:
         """Sum over the bins, in their order, by whoever computed each."""
@@ -386,3 +379,20 @@ class TrainerCore(Actor):
                     await self.mesh.ref(entry.name).cast(Engine.look, Look("version"))
         except MeshError as error:
             self.mesh.telemetry.log.warning("hint", error=str(error))
+
+
+def update_metrics(bins: int, norm: float, stats: BinStats) -> dict[str, Any]:
+    """What a step's metrics say of its gradient; sums become means over the trained tokens."""
+    tokens = max(1, stats.tokens)
+    return {
+        "bins": bins,
+        "grad_norm": norm,
+        "loss": stats.loss_sum / tokens,
+        "entropy": stats.entropy_sum / tokens,
+        "clipped": stats.clipped / tokens,
+        "kl": stats.kl_sum / tokens,
+        "logprob_gap": stats.gap_max if stats.fresh_tokens else None,
+        "logprob_gap_mean": stats.gap_sum / max(1, stats.fresh_tokens),
+        "fresh_tokens": stats.fresh_tokens,
+        "model_tokens": stats.tokens,
+    }

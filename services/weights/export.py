@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    document = json.loads((arguments.run / "job.json").read_text())
+    document = json.loads((arguments.run / "job.json").read_text())["document"]
     bundle = Path(document["bundle"]["dir"])
     hf_config = document["model"]["config"]
     if document["model"]["path"]:

@@ -14,7 +14,7 @@ from common.model.attention import Attention
 from common.model.config import ModelConfig
 
 _BLOCK = 32  # context is computed in multiples of it: few distinct shapes, little waste
-_BAND = 8  # lanes that are computed to the length of their longest: long tails cost few of them
+_BAND = 16  # lanes that are computed to the length of their longest: long tails cost few of them
 _BLOCKED = -1e30  # finite: exp of it is 0 and no row becomes NaN
 _GATHER_BELOW = 0.7  # share of the slots in a span below which copying the cache of those pays
 
@@ -44,6 +44,7 @@ class Cache:
             layers, slots, heads, length, width, dtype=like.dtype, device=like.device
         )
         self._columns = torch.arange(length, device=like.device)
+        self._visible, self._blocked = like.new_tensor(0.0), like.new_tensor(_BLOCKED)
 
     def decode(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Attention:
         """One new token in each of `slots` (ascending), written at its position.
@@ -69,29 +70,28 @@ class Cache:
             if spread:
                 q = q.new_zeros(span, *q.shape[1:]).index_copy_(0, inside, q)
             parts = [self._attend(band, q, keys, values) for band in bands]
-            mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-            mixed = mixed.view(q.shape)
+            mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(q.shape)
             return mixed.index_select(0, inside) if spread else mixed
 
         return attend
 
     def _bands(self, reach: NDArray[np.int64], first: int, copied: Tensor | None) -> list[_Band]:
-        """Cuts lanes whose last visible places are `reach`; neighbours of one length stay together."""
-        starts = np.arange(0, len(reach), _BAND)
-        lengths = (np.maximum.reduceat(reach, starts) // _BLOCK + 1) * _BLOCK
-        starts = starts[np.flatnonzero(np.diff(lengths, prepend=0))]
-        lengths = lengths[starts // _BAND]
-        places = self._tensor(reach).repeat_interleave(self._heads).view(-1, 1, 1)
-        beyond = self._columns[: int(lengths.max())] > places
-        mask = torch.zeros(beyond.shape, dtype=self.keys.dtype, device=beyond.device)
-        mask.masked_fill_(beyond, _BLOCKED)
+        """Cuts lanes whose last visible places are `reach`; equally long neighbours stay together."""
+        starts = range(0, len(reach), _BAND)
+        longest = np.maximum.reduceat(reach, starts) // _BLOCK
+        blocks = longest.tolist()
+        cuts = [i * _BAND for i in range(len(blocks)) if i == 0 or blocks[i] != blocks[i - 1]]
+        places = self._tensor(reach)
+        if self._heads > 1:
+            places = places.repeat_interleave(self._heads)
+        columns = self._columns[: (max(blocks) + 1) * _BLOCK]
+        mask = torch.where(columns > places.view(-1, 1, 1), self._blocked, self._visible)
         bands = []
-        ends = [*starts[1:].tolist(), len(reach)]
-        for start, end, length in zip(starts.tolist(), ends, lengths.tolist(), strict=True):
-            lanes = slice(start, end)
-            where = slice(first + start, first + end) if copied is None else copied[lanes]
+        for start, end in zip(cuts, [*cuts[1:], len(reach)], strict=True):
+            length = (blocks[start // _BAND] + 1) * _BLOCK
+            where = slice(first + start, first + end) if copied is None else copied[start:end]
             rows = mask[start * self._heads : end * self._heads, :, :length]
-            bands.append(_Band(lanes, where, length, rows))
+            bands.append(_Band(slice(start, end), where, length, rows))
         return bands
 
     def _attend(self, band: _Band, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -112,8 +112,7 @@ class Cache:
         mask = None
         if start:
             beyond = self._columns[:end] > self._columns[start:end].unsqueeze(1)
-            mask = torch.zeros(beyond.shape, dtype=self.keys.dtype, device=beyond.device)
-            mask.masked_fill_(beyond, _BLOCKED)
+            mask = torch.where(beyond, self._blocked, self._visible)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer, slot], self.values[layer, slot]
