@@ -19,7 +19,7 @@ from meshrl.charts import Series, Span
 from meshrl.places import write_json
 from meshrl.recorder import Recorder, job_of, read_events
 from meshrl.view import clock
-from meshrl.watch import Evaluation, told
+from meshrl.watch import Evaluation, told, unforeseen
 
 EXPORT_S = 120.0
 EXPORTED_PHASES = ("training", "evaluation", "finished")
@@ -70,6 +70,7 @@ async def export_model(run_dir: Path) -> bool:
     exporting = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.weights.export"),
         *("--run", str(run_dir), "--out", str(run_dir / "model")),
+        stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
@@ -142,7 +143,7 @@ def html(
     end = (events[-1].ms - start_ms) / 1000 if events else 1.0
     news = [((e.ms - start_ms) / 1000, told(e)) for e in events]
     news = [(second, text) for second, text in news if text]
-    faults = [((e.ms - start_ms) / 1000, told(e)) for e in events if e.kind == "process_ended"]
+    faults = [((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
     learning = [
         Series("reward of the step", column(rows, "reward")),
         Series("held-out, sampled", held, dots=True),

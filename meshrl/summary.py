@@ -7,7 +7,7 @@ from typing import Any
 
 from common.state.events import Event
 from meshrl.usage import Tally
-from meshrl.watch import Evaluation
+from meshrl.watch import Evaluation, unforeseen
 
 TRADED = {"rollout", "training"}
 
@@ -54,7 +54,7 @@ def summarize(
         "typed_drops": account["typed_drops"],
         "workers_moved": len(stage_time_moves(events)),
         "logprob_gap_max": max(gaps, default=None),
-        "processes_ended": sum(e.kind == "process_ended" for e in events),
+        "processes_ended": sum(map(unforeseen, events)),
     }
 
 

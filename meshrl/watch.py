@@ -14,6 +14,7 @@ from common.state.jobs import ENDED, JobRow
 from common.state.registry import Entry
 
 RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
+STOPPED = "stopped"  # why a process ended that its supervisor was told to stop
 ETA_STEPS = 8  # the last steps that the time to go is judged by
 
 
@@ -104,7 +105,7 @@ class History:
 
     def hear(self, events: Sequence[Event]) -> None:
         for event in events:
-            self.ended += event.kind == "process_ended"
+            self.ended += unforeseen(event)
             if line := told(event):
                 self.news.append(line)
 
@@ -188,6 +189,11 @@ def worker(gang: Gang, entries: Sequence[Entry]) -> Worker:
     )
 
 
+def unforeseen(event: Event) -> bool:
+    """Whether it tells of a process that ended though nobody had asked it to."""
+    return event.kind == "process_ended" and not event.fields["why"].startswith(STOPPED)
+
+
 def told(event: Event) -> str:
     """An event as a line for people; empty for those that are no news."""
     f = event.fields
@@ -197,7 +203,7 @@ def told(event: Event) -> str:
             times = f"rollout {float(f['rollout_s']):.2f} s, training {float(f['train_s']):.2f} s"
             return f"{line}: {times} a step"
         return f"{line} ({f.get('policy', '')})"
-    if event.kind == "process_ended":
+    if unforeseen(event):
         return f"{f['name']} ended ({f['why']}); it starts again"
     if event.kind == "epoch":
         return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
