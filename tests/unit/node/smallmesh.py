@@ -69,7 +69,7 @@ class SmallMesh:
         )
 
     async def until(
-        self, what: str, holds: Callable[[Gang], bool], gang: str = "g0", within_s: float = 20.0
+        self, what: str, holds: Callable[[Gang], bool], gang: str = "g0", within_s: float = 60.0
     ) -> Gang:
         found = None
         for _ in range(int(within_s / 0.05)):
@@ -84,7 +84,7 @@ class SmallMesh:
 
     async def pid_of(self, name: str, other_than: int = 0) -> int:
         """The pid of the live process with that name."""
-        for _ in range(400):
+        for _ in range(1200):
             entry = await registry.lookup(self.state, name)
             if entry is not None and entry.alive and entry.pid != other_than:
                 return entry.pid
