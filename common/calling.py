@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from common.clock import Clock
+from common.directory import Route
 from common.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost, from_wire
+from common.incoming import Incoming
 from common.interface import Call, Method, Stream
 from common.sweep import NEVER, Sweep
 from common.telemetry import Telemetry
@@ -28,7 +29,6 @@ from common.wire import (
     REPLY,
     Frame,
     check_sizes,
-    decode,
     pack_header,
     unpack_error,
 )
@@ -38,15 +38,6 @@ _ANSWERS = (REPLY, ERROR)
 # calls outstanding towards one peer: a quarter of the high-water mark, so that no reply is parked
 # for long
 CREDITS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where an actor was last found."""
-
-    actor: str
-    address: str
-    incarnation: str
 
 
 class _Link:
@@ -368,6 +359,14 @@ class Caller:
             if incoming.deadline < NEVER:
                 yield incoming.route.actor, incoming.method.label, incoming.since
 
+    def waited_for(self, since: float) -> list[Route]:
+        """Whose answers have been waited for since then or longer."""
+        rows = [row.route for row in self._calls.values() if row.since <= since]
+        streams = [
+            s.route for s in self._streams.values() if s.deadline < NEVER and s.since <= since
+        ]
+        return list(dict.fromkeys(rows + streams))
+
     def forget_idle(self, before: float) -> None:
         """Closes connections that nothing waits on and nothing used since `before`."""
         busy = {s.route.address for s in self._streams.values()}
@@ -382,10 +381,13 @@ class Caller:
                 self._transport.forget(link.address)
 
     def stop(self) -> None:
-        for address in {r.link.address for r in self._calls.values()} | {
-            s.route.address for s in self._streams.values()
-        }:
-            self.lost(address, True)
+        """Ends all that is under way, and tells those who work on it."""
+        for row in list(self._calls.values()):
+            self.cancel(row)
+            row.fail(_gone(row.route, row.method))
+        for incoming in list(self._streams.values()):
+            self.abandon(incoming)
+            incoming.fail(_gone(incoming.route, incoming.method))
 
 
 def _reported(frames: list[Frame], actor: str) -> MeshError:
@@ -397,106 +399,3 @@ def _reported(frames: list[Frame], actor: str) -> MeshError:
 
 def _gone(route: Route, method: Method[Any]) -> PeerLost:
     return PeerLost(f"{method.label}: the process of {route.actor} has gone", where=route.address)
-
-
-class Incoming(AsyncIterator[R], Generic[R]):
-    """The consumer's end of a stream. Closing it, or dropping it, cancels the producer across the
-    wire.
-
-    It holds at most `credits` items. Items are put back into order, so that it works over a network
-    that reorders.
-    """
-
-    def __init__(
-        self,
-        caller: Caller,
-        call_id: int,
-        route: Route,
-        method: Stream[Any, R],
-        now: float,
-    ) -> None:
-        self.call_id = call_id
-        self.route = route
-        self.method = method
-        self.since = now
-        self.deadline = NEVER  # finite while somebody waits
-        self._caller = caller
-        self._loop = asyncio.get_running_loop()
-        self.ran = True  # False once it is known that the method did not run
-        self._items: dict[int, list[Frame]] = {}
-        self.taken = 0
-        self._granted = 0
-        self._length = -1
-        self._error: MeshError | None = None
-        self._closed = False
-        self._wake: asyncio.Future[None] | None = None
-
-    @property
-    def complete(self) -> bool:
-        return self._length >= 0 and self.taken + len(self._items) >= self._length
-
-    def put(self, place: int, frames: list[Frame]) -> None:
-        if place < self.taken or place in self._items:
-            return  # a repetition
-        if place >= self.taken + self.method.credits:
-            self._caller.abandon(self)
-            self.fail(
-                BadMessage(f"{self.method.label} sent beyond its credits", where=self.route.actor)
-            )
-            return
-        self._items[place] = frames
-        if place == self.taken:
-            self._notify()
-
-    def end(self, length: int) -> None:
-        self._length = length
-        self._notify()
-
-    def fail(self, error: MeshError) -> None:
-        self._error = error
-        self._notify()
-
-    def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    def __aiter__(self) -> Incoming[R]:
-        return self
-
-    async def __anext__(self) -> R:
-        while True:
-            frames = self._items.pop(self.taken, None)
-            if frames is not None:
-                return self._next(frames)
-            if self._closed or self.taken == self._length:
-                raise StopAsyncIteration
-            if self._error is not None:
-                raise self._error
-            self._wake = self._loop.create_future()
-            self.deadline = self._caller.waiting_until(self)
-            try:
-                await self._wake
-            finally:
-                self._wake = None
-                self.deadline = NEVER
-
-    def _next(self, frames: list[Frame]) -> R:
-        self.taken += 1
-        if self.taken - self._granted >= (self.method.credits + 1) // 2 and self._length < 0:
-            self._granted = self.taken
-            self._caller.grant(self, self.taken)
-        if len(frames) > 2:
-            check_sizes(frames)
-        return decode(self.method.reply, frames[1], frames[2:])
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._items.clear()
-            self._caller.abandon(self)
-            self._notify()
-
-    def __del__(self) -> None:
-        # `async for` with a break drops the iterator without closing it
-        if not self._closed and not self._loop.is_closed():
-            self.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from common.clock import Clock
-from common.errors import Refused, StateUnavailable
+from common.errors import DeadlineExceeded, Refused, StateUnavailable
 from common.state import registry
 from common.telemetry import Telemetry
 from common.watchdog import Watchdog, dump_stacks
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # exit status of a process that may no longer act under its name (EX_TEMPFAIL: start it again)
 LOST = 75
 RETRY_S = 0.25
+RELEASE_S = 2.0  # it expires by itself if Redis does not answer
 
 
 class Lease:
@@ -89,7 +90,7 @@ class Lease:
         self.entry.stats, self.entry.waits = self._snapshot()
         try:
             await self._host.run_blocking(self.renew, deadline_s=self._ttl_s)
-        except TimeoutError:
+        except DeadlineExceeded:
             self._telemetry.count("renewals_failed")
 
     def renew(self) -> bool:
@@ -136,6 +137,7 @@ class Lease:
         if self._held:
             self._held = False
             try:
-                await registry.release(self._state, self.entry.name, self.token)
-            except StateUnavailable:
-                self._telemetry.count("releases_failed")  # it expires by itself
+                async with self._clock.timeout(RELEASE_S, "giving the name back"):
+                    await registry.release(self._state, self.entry.name, self.token)
+            except (StateUnavailable, DeadlineExceeded):
+                self._telemetry.count("releases_failed")

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
-import signal
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-import uvloop
-
 from common.actor import Actor, bind
-from common.calling import Caller, Outstanding, Route
+from common.calling import Caller, Outstanding
 from common.clock import Clock, SystemClock
+from common.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Directory
 from common.errors import (
     BadMessage,
+    DeadlineExceeded,
     MeshError,
     PeerLost,
     StaleIncarnation,
@@ -26,6 +24,7 @@ from common.host import Host, SystemHost, own_start_time
 from common.interface import Call, Cast, Stream
 from common.lease import Lease
 from common.random import Random
+from common.running import run
 from common.serving import Server
 from common.settings import MeshSettings
 from common.state import registry
@@ -36,15 +35,16 @@ from common.tracing import Tracer, scope
 from common.transport.base import Peer, Transport
 from common.transport.zmq import ZmqTransport
 from common.waits import WaitTable
-from common.watchdog import TICK_S, Watchdog, usage
+from common.watchdog import Watchdog, usage
 from common.wire import Frame, decode, encode, unpack_header
 
 Q = TypeVar("Q")
 R = TypeVar("R")
 
-FIRST_RETRY_S = 0.02
-LONGEST_RETRY_S = 0.5
+CAST_S = 0.5  # a cast is a hint: it does not wait long for somebody to hint to
 STOP_S = 2.0  # for what runs when a process leaves
+ACTOR_STOP_S = 10.0
+HOUSEKEEPING_S = 2.0
 IDLE_CONNECTION_S = 120.0
 
 __all__ = ["Mesh", "MeshSettings", "Ref", "run"]
@@ -84,6 +84,7 @@ class Mesh:
         self.ready: bool | None = None  # published with the stats once it is set
         self.telemetry = Telemetry(name)
         self.waits = WaitTable(clock)
+        self._directory = Directory(state, clock, self.waits)
         self._watchdog = Watchdog(clock, stall_s)
         self._sweep = Sweep(clock.monotonic)
         self._caller = Caller(
@@ -107,8 +108,6 @@ class Mesh:
             on_lost=on_lost,
         )
         self._stats: Callable[[], dict[str, Any]] = dict
-        self._routes: dict[str, Route] = {}
-        self._lookups: dict[str, asyncio.Task[registry.Entry | None]] = {}
         self._refs: dict[str, Ref] = {}
         self._actor: Actor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -199,11 +198,12 @@ class Mesh:
         await self._server.stop(STOP_S)
         actor, self._actor = self._actor, None
         if actor is not None:
-            await actor.stop()
+            async with self.clock.timeout(ACTOR_STOP_S, f"stopping {self.name}"):
+                await actor.stop()
         await self._lease.give_back()
-        for task in [self._housekeeping, *self._lookups.values()]:
-            if task is not None:
-                task.cancel()
+        self._directory.stop()
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
         self._caller.stop()
         self._sweep.stop()
         await self.transport.close()
@@ -248,45 +248,8 @@ class Mesh:
             self._caller.accept(header, frames)
 
     def _lost(self, address: str, reached: bool) -> None:
-        for name in [n for n, route in self._routes.items() if route.address == address]:
-            del self._routes[name]
+        self._directory.forget_address(address)
         self._caller.lost(address, reached)
-
-    # ------------------------------------------------------------ finding others
-
-    def _forget(self, route: Route) -> None:
-        if self._routes.get(route.actor) is route:
-            del self._routes[route.actor]
-
-    async def _find(self, name: str, deadline: float) -> Route:
-        """Where `name` is now; PeerLost when no process holds that name until the deadline."""
-        pause = FIRST_RETRY_S
-        with self.waits.wait("to find it", name):
-            while True:
-                entry, trouble = None, None
-                try:
-                    entry = await self._look_up(name, deadline)
-                except StateUnavailable as error:
-                    trouble = error
-                if entry is not None and entry.alive:
-                    route = Route(name, entry.address, entry.incarnation)
-                    return self._routes.setdefault(name, route)
-                if self.clock.monotonic() + pause >= deadline:
-                    raise trouble or _not_there(name, entry)
-                await self.clock.sleep(pause)
-                pause = min(2 * pause, LONGEST_RETRY_S)
-
-    async def _look_up(self, name: str, deadline: float) -> registry.Entry | None:
-        """One look into the registry, shared by all who ask at the same time."""
-        task = self._lookups.get(name)
-        if task is None:
-            task = asyncio.create_task(registry.lookup(self.state, name), name=f"look up {name}")
-            self._lookups[name] = task
-            task.add_done_callback(lambda _: self._lookups.pop(name, None))
-        async with self.clock.timeout(
-            max(deadline - self.clock.monotonic(), 0.001), f"finding {name}"
-        ):
-            return await asyncio.shield(task)
 
     # ------------------------------------------------------------ bookkeeping
 
@@ -295,16 +258,35 @@ class Mesh:
             "loop_lag_ms": round(self._watchdog.lag_s * 1000, 1),
             **usage(),
             **self.telemetry.snapshot(),
-            **self._stats(),
+            **self._own_stats(),
         }
         if self.ready is not None:
             stats["ready"] = self.ready
         return stats, self.waits.published(self._caller.waits())
 
+    def _own_stats(self) -> dict[str, Any]:
+        try:
+            return self._stats()
+        except Exception:  # a service's defect in a figure must not cost it its lease
+            self.log.exception("stats")
+            self.telemetry.count("stats_failed")
+            return {}
+
     async def _keep_house(self) -> None:
         while True:
-            await self.clock.sleep(IDLE_CONNECTION_S / 4)
-            self._caller.forget_idle(self.clock.monotonic() - IDLE_CONNECTION_S)
+            await self.clock.sleep(HOUSEKEEPING_S)
+            now = self.clock.monotonic()
+            self._caller.forget_idle(now - IDLE_CONNECTION_S)
+            waited_for = self._caller.waited_for(now - HOUSEKEEPING_S)
+            if not waited_for:
+                continue
+            try:
+                dead = await self._directory.dead(waited_for)
+            except StateUnavailable:
+                continue
+            for route in dead:
+                self.transport.forget(route.address)
+                self._lost(route.address, True)
 
 
 class Ref:
@@ -333,17 +315,22 @@ class Ref:
         body, buffers = encode(request)
         pause = FIRST_RETRY_S
         while True:
-            route = mesh._routes.get(self.name) or await mesh._find(self.name, deadline)
+            route = mesh._directory.known(self.name) or await mesh._directory.find(
+                self.name, deadline
+            )
             row = mesh._caller.ask(route, method, body, buffers, now, deadline)
             try:
                 frames: Sequence[Frame] = await row.future
             except asyncio.CancelledError:
                 mesh._caller.cancel(row)
                 raise
+            except DeadlineExceeded:
+                mesh._directory.forget(route)
+                raise
             except (PeerLost, StaleIncarnation) as error:
                 if not _may_repeat(row, method) or mesh.clock.monotonic() + pause >= deadline:
                     raise
-                mesh._forget(route)
+                mesh._directory.forget(route)
                 mesh.telemetry.count(f"repeated_{error.code}")
             else:
                 return decode(method.reply, frames[1], frames[2:])
@@ -361,7 +348,9 @@ class Ref:
         deadline = mesh.clock.monotonic() + method.idle_s
         pause = FIRST_RETRY_S
         while True:
-            route = mesh._routes.get(self.name) or await mesh._find(self.name, deadline)
+            route = mesh._directory.known(self.name) or await mesh._directory.find(
+                self.name, deadline
+            )
             incoming = mesh._caller.open(route, method, body, buffers)
             try:
                 async for item in incoming:
@@ -370,7 +359,7 @@ class Ref:
             except (PeerLost, StaleIncarnation):
                 if incoming.ran or mesh.clock.monotonic() + pause >= deadline:
                     raise
-                mesh._forget(route)
+                mesh._directory.forget(route)
             finally:
                 incoming.close()
             await mesh.clock.sleep(pause)
@@ -382,8 +371,8 @@ class Ref:
         mesh.start()
         body, buffers = encode(request)
         try:
-            route = mesh._routes.get(self.name) or await mesh._find(
-                self.name, mesh.clock.monotonic() + TICK_S
+            route = mesh._directory.known(self.name) or await mesh._directory.find(
+                self.name, mesh.clock.monotonic() + CAST_S
             )
             mesh._caller.cast(route, method, body, buffers)
         except MeshError as error:
@@ -396,48 +385,3 @@ def _may_repeat(row: Outstanding, method: Call[Any, Any]) -> bool:
     ):  # the actor's own trouble with a third process; or the runtime's answer that nothing ran
         return not row.ran
     return method.idempotent or not row.ran
-
-
-def _not_there(name: str, entry: registry.Entry | None) -> PeerLost:
-    if entry is None:
-        return PeerLost(
-            f"no process holds the name {name}", where="registry", fix="See `meshrl status`"
-        )
-    who = f"incarnation {entry.incarnation}, pid {entry.pid} on {entry.host}"
-    return PeerLost(
-        f"{name} has lost its lease ({who})",
-        where="registry",
-        fix="See `meshrl logs` for why it ended",
-    )
-
-
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs a service on uvloop. SIGTERM and SIGINT cancel `main`, which then cleans up; a second
-    one ends at once.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:  # each peer takes a few descriptors
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65_536), hard))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_signal(main))
-
-
-async def _until_signal(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    loop = asyncio.get_running_loop()
-    task = asyncio.create_task(main(), name="main")
-    signalled = False
-
-    def stop() -> None:
-        nonlocal signalled
-        signalled = True
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-        task.cancel()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not signalled:
-            raise

@@ -47,8 +47,8 @@ MAX_RUNNING = (
     10_000  # calls and streams under way at once; more are refused, so that memory stays bounded
 )
 EARLY = 1_000  # requests that may wait while an actor starts
-PROBE_S = 10.0  # how often a stream asks whether its consumer is still there
-UNANSWERED_PROBES = 6
+PROBE_S = 5.0  # how often a stream asks whether its consumer is still there
+UNANSWERED_PROBES = 12
 REMEMBERED_IDS = (
     4096  # per sender, for refusing repetitions: 16 times what its credits allow under way
 )

@@ -286,7 +286,7 @@ class ZmqTransport:
             link.close(LINGER_MS)
         self._links.clear()
         self._router.close(LINGER_MS)
-        await asyncio.to_thread(self._context.term)  # returns within the linger
+        await asyncio.to_thread(self._context.destroy, LINGER_MS)
 
 
 def _advertised(bound: str, advertise: str) -> str:

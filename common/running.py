@@ -1,0 +1,45 @@
+"""How a service's process runs: uvloop, enough descriptors, a clean end on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+DESCRIPTORS = 65_536  # each peer takes a few
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs a service on uvloop. SIGTERM and SIGINT cancel `main`, which then cleans up; a second
+    one ends at once.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < DESCRIPTORS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, DESCRIPTORS), hard))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_until_signal(main))
+
+
+async def _until_signal(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(main(), name="main")
+    signalled = False
+
+    def stop() -> None:
+        nonlocal signalled
+        signalled = True
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not signalled:
+            raise
