@@ -11,7 +11,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, linear, silu
 
 from common.model.attention import Attention
 from common.model.config import ModelConfig
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, cos, sin, index, attention)
-        return rms_norm(hidden, self.final_norm.shape, self.final_norm, self.config.norm_eps)
+        return normed(hidden, self.final_norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., vocab_size] of hidden states [.., hidden_size]."""
@@ -99,21 +99,25 @@ class Layer(nn.Module):
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
     ) -> Tensor:
         c = self.config
-        heads = linear(self._normed(hidden, self.attention_norm), self.qkv, self.qkv_bias)
-        heads = heads.view(*heads.shape[:-1], -1, c.head_dim)
-        qk, v = torch.split(heads, [c.heads + c.kv_heads, c.kv_heads], -2)
+        queries, keys = c.heads, c.kv_heads
+        heads = linear(normed(hidden, self.attention_norm, c.norm_eps), self.qkv, self.qkv_bias)
+        heads = torch.unflatten(heads, -1, (queries + 2 * keys, c.head_dim))
+        qk, v = heads.split_with_sizes((queries + keys, keys), -2)
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = torch.split(qk, [c.heads, c.kv_heads], -2)
-            q, k = self._normed(q, self.query_norm), self._normed(k, self.key_norm)
+            q, k = qk.split_with_sizes((queries, keys), -2)
+            q = normed(q, self.query_norm, c.norm_eps)
+            k = normed(k, self.key_norm, c.norm_eps)
             qk = torch.cat((q, k), -2)
-        q, k = torch.split(rotate(qk, cos, sin), [c.heads, c.kv_heads], -2)
+        q, k = rotate(qk, cos, sin).split_with_sizes((queries, keys), -2)
         mixed = attention(index, q, k, v).flatten(-2)
         hidden = hidden + linear(mixed, self.output, self.output_bias)
-        gate, up = linear(self._normed(hidden, self.mlp_norm), self.gate_up).chunk(2, -1)
+        gate, up = linear(normed(hidden, self.mlp_norm, c.norm_eps), self.gate_up).chunk(2, -1)
         return hidden + linear(silu(gate) * up, self.down)
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension."""
+    return torch.rms_norm(x, weight.shape, weight, eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class Cache:
         return attend
 
     def _bands(self, reach: NDArray[np.int64], first: int, copied: Tensor | None) -> list[_Band]:
-        """Cuts lanes whose last visible places are `reach`; equally long neighbours stay together."""
+        """Cuts lanes that see up to `reach`; neighbours of equal length stay together."""
         starts = range(0, len(reach), _BAND)
         longest = np.maximum.reduceat(reach, starts) // _BLOCK
         blocks = longest.tolist()

@@ -17,21 +17,27 @@ def sample(
     temperature 0 take the largest logit instead, with its log-probability at temperature 1.
     """
     logits = logits.float()
-    greedy = temperature == 0
-    if (temperature != 1).any():
-        divisor = torch.from_numpy(np.where(greedy, np.float32(1), temperature))
-        logits = logits / divisor.to(logits.device).unsqueeze(1)
-    probabilities = logits.softmax(-1)
-    if greedy.all():
-        chosen = logits.argmax(-1, keepdim=True)
+    if (temperature == 1).all():
+        probabilities = logits.softmax(-1)
+        chosen = _inverse_transform(probabilities, uniforms)
     else:
-        # float64: over a large vocabulary a float32 sum would give its last tokens nothing
-        cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-        heights = torch.from_numpy(uniforms).to(logits.device).unsqueeze(1) * cumulative[:, -1:]
-        chosen = torch.searchsorted(cumulative, heights, right=True)
-        if greedy.any():
-            largest = logits.argmax(-1, keepdim=True)
-            rows = torch.from_numpy(greedy).to(logits.device).unsqueeze(1)
-            chosen = torch.where(rows, largest, chosen)
+        greedy = temperature == 0
+        divisor = _column(np.where(greedy, np.float32(1), temperature), logits)
+        probabilities = (logits / divisor).softmax(-1)
+        chosen = logits.argmax(-1, keepdim=True)
+        if not greedy.all():
+            drawn = _inverse_transform(probabilities, uniforms)
+            chosen = torch.where(_column(greedy, logits), chosen, drawn)
     logprobs = probabilities.gather(1, chosen).log()
     return chosen.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
+
+
+def _inverse_transform(probabilities: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
+    # float64: over a large vocabulary a float32 sum would give its last tokens nothing
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    heights = _column(uniforms, probabilities) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, heights, right=True)
+
+
+def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device).unsqueeze(1)

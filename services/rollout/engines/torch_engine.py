@@ -140,10 +140,11 @@ class TorchEngine:
         slot's tokens was sampled here yet it goes in any case: see `Slots.forget_unsampled`.
         """
         own = self.model.state_dict()
-        if own.keys() != state.keys():
-            odd = sorted(own.keys() ^ state.keys())
+        odd = own.keys() ^ state.keys()
+        odd |= {name for name in own.keys() - odd if own[name].shape != state[name].shape}
+        if odd:
             raise Refused(
-                f"the weights do not fit the model: {odd[0]} is on one side only",
+                f"the weights do not fit the model: {min(odd)} is missing, unknown or misshapen",
                 where="engine",
                 fix="publish all tensors of the model that the engine was started with",
             )

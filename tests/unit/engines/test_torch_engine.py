@@ -249,12 +249,17 @@ def test_keep_goes_on_over_old_keys_and_recompute_does_not() -> None:
     assert abs(np.array(mixed["keep"].logprobs[10]) - expected[0]) > 1e-3
 
 
-def test_weights_of_another_model_are_refused() -> None:
+@pytest.mark.parametrize("change", ["missing", "misshapen"])
+def test_weights_of_another_model_are_refused_and_nothing_changes(change: str) -> None:
     engine = torch_engine()
-    state = decoder().state_dict()
-    del state["final_norm"]
+    state = decoder(1).state_dict()
+    norm = state.pop("final_norm")
+    if change == "misshapen":
+        state["final_norm"] = norm[:1]  # would broadcast
     with pytest.raises(Refused, match="final_norm"):
         engine.swap(state, 1)
+    assert engine.version == 0
+    holds(Listener(engine).run(request(1))[1], decoder(), [1, 2, 3])
 
 
 def test_scoring_agrees_with_generating() -> None:
