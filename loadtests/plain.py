@@ -150,9 +150,7 @@ class Generator:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             keys[self.index, :, position], values[self.index, :, position] = k, v
-            shared = q.view(
-                len(q), k.shape[1], -1, q.shape[2]
-            )  # [slots, kv heads, queries of each, width]
+            shared = q.view(len(q), k.shape[1], -1, q.shape[2])  # queries by their kv head
             seen = mask.expand(-1, -1, shared.shape[2], -1)
             mixed = scaled_dot_product_attention(
                 shared, keys[:, :, :width], values[:, :, :width], attn_mask=seen
