@@ -1,0 +1,289 @@
+"""Kills and stops random processes of a running mesh, and says whether anything was lost.
+
+    python -m loadtests.chaos examples/calculator.toml --faults kill,stop --count 10 --seed 1
+
+Every few seconds one process gets SIGKILL, or SIGSTOP and, once its lease has expired, SIGCONT:
+services, planners, workers, role processes, environment processes, the agent, Redis; never the
+launcher. While one is stopped, `meshrl status --stalled` is asked whether it names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.errors import MeshError
+from common.state import jobs, registry
+from common.state.client import State
+
+GAP_S = (2.0, 5.0)  # between the end of one fault and the next
+LEASE_S = 6.0
+STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
+WITHOUT_LEASE_S = 12.0  # of a process that holds none
+RUN_S = 900.0  # the whole run, faults included
+NAMED_S = 30.0  # by when a stop that holds somebody up must be named
+UP_S = 120.0
+WAITED_FOR = ("engine", "trainer", "rollout", "sandbox", "weights", "environment", "redis")
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    kind: str
+    pid: int
+
+
+@dataclass
+class Report:
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    named_s: list[float] = field(default_factory=list)  # of stops that somebody waited for
+    unnamed: list[str] = field(default_factory=list)
+
+
+class Chaos:
+    """The faults of one run."""
+
+    def __init__(self, run_dir: Path, seed: int, kinds: list[str], count: int) -> None:
+        self.run_dir, self.kinds, self.count = run_dir, kinds, count
+        self.random = random.Random(seed)
+        self.report = Report()
+        self._url = ""
+
+    async def wreak(self) -> None:
+        """Waits for training to begin, then injects the faults one after the other."""
+        await self._until_training()
+        while len(self.report.faults) < self.count:
+            await asyncio.sleep(self.random.uniform(*GAP_S))
+            fault = self.random.choice(self.kinds)
+            target = self._choose(await self._targets())
+            if target is None:
+                continue
+            phase = await self._phase()
+            if phase in jobs.ENDED:
+                return
+            print(f"{fault} {target.name} ({target.pid}) in {phase}", file=sys.stderr, flush=True)
+            entry = {"fault": fault, "name": target.name, "phase": phase, "at": time.time()}
+            self.report.faults.append(entry)
+            try:
+                if fault == "kill":
+                    os.kill(target.pid, signal.SIGKILL)
+                else:
+                    entry |= await self._stop(target)
+            except ProcessLookupError:
+                entry["missed"] = True
+
+    async def _stop(self, target: Target) -> dict[str, Any]:
+        """Stops a process until its lease has expired; how soon it was named as the culprit."""
+        os.kill(target.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        lasts = STOPPED_S if target.kind in LEASED else WITHOUT_LEASE_S
+        named = waited = None
+        try:
+            while (passed := time.monotonic() - began) < lasts:
+                for stall in await self._stalls():
+                    if stall["culprit"] == target.name and named is None:
+                        named, waited = time.monotonic() - began, bool(stall["waiter"])
+                await asyncio.sleep(max(0.0, min(0.5, lasts - passed)))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target.pid, signal.SIGCONT)
+        if named is not None and waited:
+            self.report.named_s.append(named)
+        elif named is None and target.kind in WAITED_FOR:
+            self.report.unnamed.append(target.name)
+        return {"named_s": named, "waited_for": waited}
+
+    async def _stalls(self) -> list[dict[str, Any]]:
+        """What `meshrl status --stalled` says, as a user would ask."""
+        asked = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "meshrl", "status", "--stalled", "--json"),
+            *("--mesh", str(self.run_dir)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        async with asyncio.timeout(30.0):
+            out, _ = await asked.communicate()
+        try:
+            found: list[dict[str, Any]] = json.loads(out)
+        except ValueError:
+            return []
+        return found
+
+    # -- what there is to hit --------------------------------------------------------------------
+
+    async def _targets(self) -> list[Target]:
+        found = [*self._redis()]
+        with contextlib.suppress(MeshError):
+            state = await State.open(self._url, connect_s=2.0)
+            try:
+                for entry in await registry.entries(state):
+                    if entry.alive:
+                        found.append(Target(entry.name, entry.kind, entry.pid))
+                        environments = entry.stats.get("environments", {})
+                        found += [Target(n, "environment", p) for n, p in environments.items() if p]
+            finally:
+                await state.close()
+        return [t for t in found if psutil.pid_exists(t.pid)]
+
+    def _redis(self) -> list[Target]:
+        directory = str(self.run_dir / "mesh" / "redis")
+        for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
+            line = " ".join(process.info["cmdline"] or [])
+            server = "redis-server" in line or "valkey" in line
+            if server and (directory in line or process.info["cwd"] == directory):
+                return [Target("redis", "redis", process.info["pid"])]
+        return []
+
+    def _choose(self, targets: list[Target]) -> Target | None:
+        """First a kind, then one of it, so that the many of one kind do not hide the few."""
+        kinds = sorted({t.kind for t in targets} - {"launcher"})
+        if not kinds:
+            return None
+        kind = self.random.choice(kinds)
+        return self.random.choice(sorted((t for t in targets if t.kind == kind), key=repr))
+
+    async def _until_training(self) -> None:
+        settings = self.run_dir / "mesh" / "settings.json"
+        async with asyncio.timeout(UP_S):
+            while not settings.exists():
+                await asyncio.sleep(0.2)
+        self._url = json.loads(settings.read_text())["redis_url"]
+        async with asyncio.timeout(RUN_S):
+            while await self._phase() not in ("training", *jobs.ENDED):
+                await asyncio.sleep(0.5)
+
+    async def _phase(self) -> str:
+        try:
+            state = await State.open(self._url, connect_s=2.0)
+        except MeshError:
+            return "unknown"
+        try:
+            return next((row.phase for row in await jobs.jobs(state)), "queued")
+        except MeshError:
+            return "unknown"
+        finally:
+            await state.close()
+
+
+LEASED = (
+    "planner",
+    "rollout",
+    "weights",
+    "sandbox",
+    "node",
+    "worker",
+    "engine",
+    "trainer",
+    "hybrid",
+)
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    out = arguments.out or Path(tempfile.mkdtemp(prefix="meshrl-chaos-")) / "run"
+    command = [sys.executable, "-m", "meshrl", "run", str(arguments.job), "--set", f"out={out}"]
+    for change in arguments.set or []:
+        command += ["--set", change]
+    log = Path(tempfile.mkdtemp(prefix="meshrl-chaos-")) / "run.log"
+    with log.open("wb") as stream:
+        run = await asyncio.create_subprocess_exec(*command, stdout=stream, stderr=stream)
+    chaos = Chaos(out, arguments.seed, arguments.faults.split(","), arguments.count)
+    faults = asyncio.create_task(chaos.wreak())
+    try:
+        async with asyncio.timeout(RUN_S):
+            status = await run.wait()
+    except TimeoutError:
+        run.send_signal(signal.SIGINT)
+        status = -1
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(60.0):
+                await run.wait()
+    faults.cancel()
+    await asyncio.gather(faults, return_exceptions=True)
+    print(log.read_text()[-6000:], file=sys.stderr)
+    return verdict(out, status, chaos.report)
+
+
+def verdict(out: Path, status: int, report: Report) -> dict[str, Any]:
+    """One flat object; `ok` is what the exit status says."""
+    try:
+        summary = json.loads((out / "summary.json").read_text())
+    except (OSError, ValueError):
+        summary = {}
+    first = min((f["at"] for f in report.faults), default=float("inf"))
+    after = (summary.get("held_out") or {}).get("after") or {}
+    named = max(report.named_s, default=0.0)
+    if report.unnamed:
+        named = float("inf")
+    answer = {
+        "faults": len(report.faults),
+        "kills": sum(f["fault"] == "kill" for f in report.faults),
+        "stops": sum(f["fault"] == "stop" for f in report.faults),
+        "hit": ",".join(f"{f['fault']}:{f['name']}" for f in report.faults),
+        "completed": int(status == 0 and summary.get("phase") == "finished"),
+        "continued": continued(out, first),
+        "lost": summary.get("lost"),
+        "trained_twice": summary.get("trained_twice"),
+        "typed_drops": summary.get("typed_drops"),
+        "held_out_greedy": after.get("greedy"),
+        "wall_s": summary.get("wall_s"),
+        "stall_named_s": round(named, 2) if named < float("inf") else None,
+        "stalls_checked": len(report.named_s) + len(report.unnamed),
+        "stalls_unnamed": ",".join(report.unnamed),
+        "run": str(out),
+    }
+    answer["ok"] = int(
+        answer["completed"] == 1
+        and (answer["lost"], answer["trained_twice"], answer["typed_drops"]) == (0, 0, 0)
+        and (answer["held_out_greedy"] or 0) >= 0.85
+        and answer["continued"] >= 1
+        and (answer["stall_named_s"] is not None and answer["stall_named_s"] <= NAMED_S)
+    )
+    return answer
+
+
+def continued(out: Path, first_fault: float) -> int:
+    """Trajectories that were opened before the first fault and trained in a step after it."""
+    opened: dict[int, int] = {}
+    trained = 0
+    try:
+        lines = (out / "events.jsonl").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        event = json.loads(line)
+        fields = event["fields"]
+        if event["kind"] == "opened" and event["ms"] / 1000 < first_fault:
+            opened |= dict.fromkeys(fields["groups"], fields["samples"])
+        elif event["kind"] == "step" and event["ms"] / 1000 > first_fault:
+            trained += sum(row["scored"] for row in fields["groups"] if row["group"] in opened)
+    return trained
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--faults", default="kill,stop")
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="run directory; default: a temporary one")
+    parser.add_argument("--set", action="append", help="KEY=VALUE of the job")
+    answer = asyncio.run(run(parser.parse_args()))
+    print(json.dumps(answer))
+    sys.exit(0 if answer["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()
