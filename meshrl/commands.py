@@ -180,7 +180,7 @@ def move(worker: str, role: str, mesh: Path | None) -> None:
 def stalled(mesh: Path | None, as_json: bool) -> None:
     """Prints who waits for whom; also when it is Redis itself that does not answer."""
     place = find_mesh(mesh)
-    found, pids = _diagnosis(place)
+    found, pids = diagnosis(place)
     if as_json:
         print(json.dumps([asdict(stall) for stall in found]))
         return
@@ -192,7 +192,9 @@ def stalled(mesh: Path | None, as_json: bool) -> None:
         print(_seen_from_here(pids.get(stall.culprit, 0)))
 
 
-def _diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
+def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
+    """The stalls of a mesh, and the pids of its processes; it takes a few seconds at most."""
+
     async def look(state: State) -> tuple[list[Stall], dict[str, int]]:
         entries = await registry.entries(state)
         known = await gangs.gangs(state)

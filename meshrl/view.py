@@ -142,7 +142,7 @@ def _learning(shot: Snapshot) -> RenderableType:
     grid.add_row(
         "off-policy",
         f"staleness {shot.staleness:.2f} (at most {shot.max_staleness})   "
-        f"log-probability gap {shot.logprob_gap:.1e}   entropy {shot.entropy:.2f}",
+        f"log-probability gap {gap(shot.logprob_gap)}   entropy {shot.entropy:.2f}",
     )
     return grid
 
@@ -197,9 +197,14 @@ def step_line(row: dict[str, Any], shot: Snapshot) -> str:
     return (
         f"[{clock(shot.elapsed_s)}] step {row['step']}/{shot.steps}"
         f"  reward {row['reward']:.3f}  length {row['length_mean']:.0f}"
-        f"  staleness {row['staleness']:.2f}  gap {row['logprob_gap'] or 0:.1e}"
+        f"  staleness {row['staleness']:.2f}  gap {gap(row['logprob_gap'])}"
         f"  tokens/s {rate}  {roles(shot.workers)}"
     )
+
+
+def gap(value: float | None) -> str:
+    """None: no token of the step had its whole prefix from one version."""
+    return "-" if value is None else f"{value:.1e}"
 
 
 def evaluation_line(evaluation: Evaluation) -> str:

@@ -56,7 +56,7 @@ class Snapshot:
     trained_s: float = 0.0
     staleness: float = 0.0
     max_staleness: int = 0
-    logprob_gap: float = 0.0
+    logprob_gap: float | None = None  # of the last step that could be measured
     entropy: float = 0.0
     workers: tuple[Worker, ...] = ()
     in_flight: int = 0
@@ -132,7 +132,7 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         trained_s=trained_rate(rows),
         staleness=float(last.get("staleness", 0)),
         max_staleness=int(document["algorithm"]["max_staleness"]),
-        logprob_gap=float(last.get("logprob_gap") or 0),
+        logprob_gap=next((r["logprob_gap"] for r in reversed(rows) if r["logprob_gap"]), None),
         entropy=float(last.get("entropy", 0)),
         workers=tuple(worker(gang, reading.entries) for gang in reading.gangs),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
