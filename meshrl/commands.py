@@ -49,8 +49,14 @@ def _ask(place: MeshPlace, question: Callable[[State], Awaitable[T]], deadline_s
         raise StateUnavailable(
             "the mesh's Redis does not answer",
             where=place.redis_url,
-            fix=f"Does the mesh run? `meshrl up` starts one, `meshrl resume {place.root}` a run",
+            fix="`meshrl up` starts a mesh; `meshrl resume RUN` starts the mesh of a run again",
         ) from error
+
+
+async def server_ms(state: State) -> float:
+    """The server's time, which leases and waits are compared with."""
+    seconds, micros = await state.command("TIME")
+    return int(seconds) * 1000 + int(micros) / 1000
 
 
 def submit(config: JobConfig, base: Path, force: bool, mesh: Path | None) -> None:
@@ -62,11 +68,12 @@ def submit(config: JobConfig, base: Path, force: bool, mesh: Path | None) -> Non
 
     job = _free_name(config.name, _ask(place, taken, ANSWER_S))
     _, document = bundle.pack(config, base, run_dir)
-    write_json(run_dir / "job.json", {"job": job, "document": document})
+    write_json(run_dir / "job.json", {"job": job, "document": document, "mesh": str(place.root)})
 
     async def hand_over(state: State) -> None:
         await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
 
+    (run_dir / "store").symlink_to(place.root / "store")  # where the mesh keeps its weights
     _ask(place, hand_over, ANSWER_S)
     print(f"submitted {job}; its run directory is {run_dir}")
 
@@ -88,9 +95,10 @@ def status(mesh: Path | None, as_json: bool) -> None:
             await registry.entries(state),
             await gangs.gangs(state),
             await leader.leader(state, PLANNER),
+            await server_ms(state),
         )
 
-    rows, entries, known, (leading, _) = _ask(place, look, ANSWER_S)
+    rows, entries, known, (leading, _), now_ms = _ask(place, look, ANSWER_S)
     if as_json:
         content = {
             "mesh": str(place.root),
@@ -116,13 +124,13 @@ def status(mesh: Path | None, as_json: bool) -> None:
             row.run_dir,
         )
     console.print(table)
-    table = _table("process", "pid", "lease", "waits for")
+    table = _table("process", "pid", "renewed", "waits for")
     for entry in sorted(entries, key=lambda e: e.name):
         if entry.alive:
             leads = " (leads)" if leading.startswith(entry.name) else ""
-            left = f"{(entry.expires_ms - entry.renewed_ms) / 1000:.0f} s"
+            renewed = f"{(now_ms - entry.renewed_ms) / 1000:.1f} s ago"
             waits = ", ".join(sorted({wait["on"] for wait in entry.waits}))
-            table.add_row(entry.name + leads, str(entry.pid), left, waits)
+            table.add_row(entry.name + leads, str(entry.pid), renewed, waits)
     console.print(table)
     console.print(_gang_table(known))
 
@@ -198,8 +206,7 @@ def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
     async def look(state: State) -> tuple[list[Stall], dict[str, int]]:
         entries = await registry.entries(state)
         known = await gangs.gangs(state)
-        seconds, micros = await state.command("TIME", deadline_s=QUICK_S)
-        now_ms = int(seconds) * 1000 + int(micros) / 1000
+        now_ms = await server_ms(state)
         return diagnose(entries, known, now_ms), {e.name: e.pid for e in entries}
 
     try:

@@ -33,19 +33,17 @@ def run(config: JobConfig, base: Path, force: bool) -> int:
 def resume(run_dir: Path) -> int:
     """Continues the run in a directory; the exit status."""
     run_dir = places.existing_run(run_dir)
-    place = MeshPlace(run_dir)
-    if (place.directory / "shape.json").is_file():
-        shape = shape_of(place)
-    else:  # it was submitted to a mesh of `meshrl up`
-        config = job_of(run_dir)[1]
-        mesh = config["mesh"]
-        shape = Shape(mesh["workers"], config["rollout"]["shards"], mesh["device"])
-    return asyncio.run(_session(run_dir, shape))
+    return asyncio.run(_session(run_dir, shape_of(place_of(run_dir))))
+
+
+def place_of(run_dir: Path) -> MeshPlace:
+    """The mesh of a run: its own, or the one that it was submitted to."""
+    return MeshPlace(Path(read_json(run_dir / "job.json").get("mesh", run_dir)))
 
 
 async def _session(run_dir: Path, shape: Shape) -> int:
     job, document = job_of(run_dir)
-    place = MeshPlace(run_dir)
+    place = place_of(run_dir)
     launcher = Launcher(place, shape)
     stop = asyncio.Event()
     interruptible(stop, launcher)
