@@ -31,6 +31,7 @@ from meshrl.places import MeshPlace, read_json, write_json
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
 GRACE_S = 10.0  # from SIGTERM to SIGKILL, for each stage of the stop
+ECHO_S = 1.0  # one Ctrl-C may arrive twice, from the terminal and from a parent
 EVENT_S = 2.0  # for a note in the event stream; an outage of Redis must not hold up a restart
 
 
@@ -266,16 +267,21 @@ def shape_of(place: MeshPlace) -> Shape:
 
 
 def interruptible(stop: asyncio.Event, launcher: Launcher) -> None:
-    """SIGINT and SIGTERM set `stop`; a second one ends everything at once."""
+    """SIGINT and SIGTERM set `stop`; a second one that is no echo ends everything at once."""
+    loop = asyncio.get_running_loop()
+    first_at = 0.0
 
     def on_signal() -> None:
-        if stop.is_set():
+        nonlocal first_at
+        if not stop.is_set():
+            first_at = loop.time()
+            stop.set()
+        elif loop.time() - first_at > ECHO_S:
             launcher.kill()
             os._exit(130)
-        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal)
 
 
 async def serve(root: Path, shape: Shape) -> int:

@@ -35,7 +35,7 @@ class Recorder:
         self.shot: Snapshot | None = None
         known = read_events(run_dir)
         self._last_event = known[-1].id if known else "0"
-        self._evaluations: list[dict[str, Any]] = []
+        self._evaluations = {e.fields["tag"]: e.fields for e in evaluated(known, job)}
         self._history = History()
         self._clock = launcher.clock
         self._started = self._clock.monotonic()
@@ -84,8 +84,6 @@ class Recorder:
         new_rows = await steps.step_rows(state, self.job, since=len(self.rows))
         entries = await registry.entries(state)
         known = await gangs.gangs(state)
-        if any(e.kind == "evaluation" for e in new_events) or not self._evaluations:
-            self._evaluations = await jobs.evaluations(state, self.job)
         self._keep(new_rows, new_events)
         for entry in entries:
             if tokens := entry.stats.get("tokens"):
@@ -99,7 +97,7 @@ class Recorder:
             rows=self.rows,
             entries=entries,
             gangs=known,
-            evaluations=self._evaluations,
+            evaluations=list(self._evaluations.values()),
             events=new_events,
         )
         return snapshot(reading, self._history)
@@ -130,6 +128,7 @@ class Recorder:
         mine = [e for e in new if e.fields.get("job") in (None, "", self.job)]
         if mine:
             append_lines(self.run_dir / "events.jsonl", [asdict(event) for event in mine])
+            self._evaluations |= {e.fields["tag"]: e.fields for e in evaluated(mine, self.job)}
         if new:
             self._last_event = new[-1].id
 
@@ -141,6 +140,11 @@ class Recorder:
         names = {**self._names, **self.launcher.pids}
         self.tally.see_processes(names, list(names))
         self.tally.write(self.run_dir / "usage.json", self.session_s)
+
+
+def evaluated(known: list[events.Event], job: str) -> list[events.Event]:
+    """The evaluations among events: they outlive Redis there."""
+    return [e for e in known if e.kind == "evaluation" and e.fields["job"] == job]
 
 
 async def record_all(launcher: Launcher, stop: asyncio.Event) -> None:

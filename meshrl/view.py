@@ -58,9 +58,8 @@ class Lines:
         print(text, flush=True)
 
     def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
-        if shot.phase != self._phase:
-            self._phase = shot.phase
-            self.say(f"[{clock(shot.elapsed_s)}] {shot.phase.replace('_', ' ')}")
+        if self._phase != "training":  # after training, the last steps come before the news
+            self._show_phase(shot)
         if bool(shot.trouble) != self._trouble:
             self._trouble = bool(shot.trouble)
             self.say(f"[{clock(shot.elapsed_s)}] {shot.trouble or 'redis answers again'}")
@@ -69,9 +68,15 @@ class Lines:
         for row in rows[self._steps :]:
             self.say(step_line(row, shot))
         self._steps = len(rows)
+        self._show_phase(shot)
         for evaluation in shot.evaluations[self._evaluations :]:
             self.say(evaluation_line(evaluation))
         self._evaluations = len(shot.evaluations)
+
+    def _show_phase(self, shot: Snapshot) -> None:
+        if shot.phase != self._phase:
+            self._phase = shot.phase
+            self.say(f"[{clock(shot.elapsed_s)}] {shot.phase.replace('_', ' ')}")
 
 
 class LiveView:

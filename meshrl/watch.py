@@ -144,12 +144,12 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
 
 
 def evaluation(row: dict[str, Any]) -> Evaluation:
-    result = row["result"]
-    greedy = result.get("greedy")
+    """From the fields of an event `evaluation`."""
+    greedy = row.get("greedy")
     return Evaluation(
         tag=str(row["tag"]),
         step=int(row["step"]),
-        sampled=float(result["sampled"]),
+        sampled=float(row["sampled"]),
         greedy=None if greedy is None else float(greedy),
     )
 

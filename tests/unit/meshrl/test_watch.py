@@ -70,8 +70,8 @@ GANG = Gang(
 )
 
 EVALUATIONS = [
-    {"tag": "before", "step": 0, "result": {"sampled": 0.25, "greedy": 0.01}},
-    {"tag": "step-10", "step": 10, "result": {"sampled": 0.6}},
+    {"tag": "before", "step": 0, "sampled": 0.25, "greedy": 0.01},
+    {"tag": "step-10", "step": 10, "sampled": 0.6},
 ]
 
 
