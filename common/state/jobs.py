@@ -65,6 +65,7 @@ async def submit(
         "manifest": "",
         "checkpoint": "",
         "steps_done": 0,
+        "covered": -1,
         "cursor": 0,
         "next_group": 0,
         "admitted": 0,

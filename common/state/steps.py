@@ -12,7 +12,7 @@ from typing import Any
 
 from common.state.client import State
 from common.state.groups import GroupRow, group_row
-from common.state.jobs import create
+from common.state.jobs import COUNTS, create
 from common.state.keys import job_prefix
 
 # Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
@@ -157,6 +157,7 @@ async def checkpoint_state(
         "job": job,
         "groups": sorted({*groups, *filtered_groups}),
         "filtered": list(filtered_groups),
+        "counts": list(COUNTS),
     }
     found: dict[str, Any] = await state.run("checkpoint_state", [job_prefix(job)], args)
     return found | {"requeue": found["requeue"] or [], "steps_done": max(found["version"], 0)}
@@ -180,6 +181,7 @@ async def restore_job(
         "manifest": checkpoint["manifest"],
         "checkpoint": checkpoint.get("checkpoint", ""),
         "steps_done": version,
+        "covered": version,
         "cursor": checkpoint["cursor"],
         "next_group": past * IDS_APART,
         "admitted": version * size,

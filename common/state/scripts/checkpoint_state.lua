@@ -5,10 +5,7 @@
 local job = hash(JOB .. ':job')
 if not job.version then return refuse('not_found', 'there is no job ' .. a.job) end
 local counts = {}
-for _, field in ipairs({'opened', 'trained', 'filtered', 'stale_requeued', 'host_lost',
-  'typed_drops'}) do
-  counts[field] = tonumber(job[field])
-end
+for _, field in ipairs(a.counts) do counts[field] = tonumber(job[field]) end
 local filtered, taken = {}, {}
 for _, group in ipairs(a.filtered) do filtered[group] = true end
 for _, group in ipairs(a.groups) do
@@ -33,7 +30,6 @@ for _, state in ipairs({'leased', 'ready', 'open'}) do
   end
 end
 return cjson.encode({lineage = tonumber(job.lineage),
-  version = tonumber(job.version) + (#a.groups > 0 and 1 or 0),
-  cursor = tonumber(job.cursor), next_group = tonumber(job.next_group), requeue = prompts,
-    in_flight = in_flight,
-  counts = counts, phase = job.phase})
+  version = tonumber(job.version) + (#a.groups > 0 and 1 or 0), cursor = tonumber(job.cursor),
+  next_group = tonumber(job.next_group), requeue = prompts, in_flight = in_flight, counts = counts,
+  phase = job.phase})

@@ -9,14 +9,12 @@ if manifest == a.manifest then return cjson.encode({version = a.step, replayed =
 if not holds(a.trainer, a.token) then return fenced(a.trainer) end
 if manifest then
   return refuse('refused', 'step ' .. a.step .. ' of lineage ' .. a.lineage ..
-    ' is committed with manifest ' ..
-    manifest .. ', not ' .. a.manifest)
+    ' is committed with manifest ' .. manifest .. ', not ' .. a.manifest)
 end
 local job = hash(JOB .. ':job')
 if tonumber(job.lineage) ~= a.lineage or tonumber(job.version) ~= a.step - 1 then
   return refuse('refused', 'step ' .. a.step .. ' of lineage ' .. a.lineage ..
-    ' does not follow version ' ..
-    tostring(job.version) .. ' of lineage ' .. tostring(job.lineage))
+    ' does not follow version ' .. tostring(job.version) .. ' of lineage ' .. tostring(job.lineage))
 end
 
 local filtered = {}
@@ -25,24 +23,23 @@ local rows, taken, newest = {}, {}, -1
 local trained, left_out, drops = 0, 0, 0
 for n, group in ipairs(a.groups) do
   local row = hash(group_key(group))
-  if row.state ~= 'leased' or tonumber(row.trainer_token) ~= a.token
-    or tonumber(row.step) ~= a.step then
+  local token, step = tonumber(row.trainer_token), tonumber(row.step)
+  if row.state ~= 'leased' or token ~= a.token or step ~= a.step then
     return refuse('refused', 'group ' .. group .. ' is not leased for step ' .. a.step .. ' by ' ..
       a.trainer)
   end
   local samples, scored = tonumber(row.samples), tonumber(row.scored)
-  row.group = group
-  row.state = (filtered[group] and 'filtered@' or 'trained@') .. a.step
+  local out = filtered[group] or false
+  row.group, row.state = group, (out and 'filtered@' or 'trained@') .. a.step
   rows[n] = row
-  taken[n] = {group = group, samples = samples, scored = scored, filtered = filtered[group]
-    or false}
-  if filtered[group] then left_out = left_out + scored else trained = trained + scored end
+  taken[n] = {group = group, samples = samples, scored = scored, filtered = out}
+  if out then left_out = left_out + scored else trained = trained + scored end
   drops = drops + samples - scored
   newest = math.max(newest, group)
 end
-if redis.call('ZCARD', index('leased')) ~= #rows then
-  return refuse('refused', 'step ' .. a.step .. ' leased ' .. redis.call('ZCARD',
-    index('leased')) ..
+local leased = redis.call('ZCARD', index('leased'))
+if leased ~= #rows then
+  return refuse('refused', 'step ' .. a.step .. ' leased ' .. leased ..
     ' groups and accounts for ' .. #rows)
 end
 
@@ -58,20 +55,18 @@ count('typed_drops', drops)
 redis.call('HSET', JOB .. ':job', 'version', a.step, 'steps_done', a.step, 'manifest', a.manifest,
   'checkpoint', a.checkpoint)
 redis.call('HSET', step_key, 'lineage', a.lineage, 'step', a.step, 'manifest', a.manifest,
-  'checkpoint', a.checkpoint,
-  'committed_ms', NOW, 'trained', trained, 'filtered', left_out, 'groups', cjson.encode(rows),
-    'metrics', a.metrics,
-  'record', a.record)
+  'checkpoint', a.checkpoint, 'committed_ms', NOW, 'trained', trained, 'filtered', left_out,
+  'groups', cjson.encode(rows), 'metrics', a.metrics, 'record', a.record)
 redis.call('ZADD', JOB .. ':steps', a.step, step_id)
 -- A checkpoint that covers a step has its groups in it: they are not replayed any more.
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. (job.covered or '-1'),
-  a.covered)) do
+local covered = redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.covered, a.covered)
+for _, id in ipairs(covered) do
   redis.call('HDEL', JOB .. ':step:' .. id, 'groups', 'record')
 end
-redis.call('HSET', JOB .. ':job', 'covered', math.max(a.covered, tonumber(job.covered or -1)))
+redis.call('HSET', JOB .. ':job', 'covered', math.max(a.covered, tonumber(job.covered)))
 event('step', {job = a.job, lineage = a.lineage, step = a.step, version = a.step,
-  manifest = a.manifest,
-  checkpoint = a.checkpoint, groups = taken}, a.metrics_field)
+  manifest = a.manifest, checkpoint = a.checkpoint, groups = taken}, a.metrics_field)
 if a.step >= tonumber(job.budget_steps) and ORDER[job.phase] < ORDER.evaluation then
-  enter_phase('evaluation', '') end
+  enter_phase('evaluation', '')
+end
 return cjson.encode({version = a.step, replayed = false})

@@ -7,15 +7,14 @@ if redis.call('EXISTS', key) == 0 then return refuse('not_found', 'there is no g
 local was = redis.call('HMGET', key, 'desired_role', 'desired_job')
 local epoch = redis.call('HINCRBY', key, 'epoch', 1)
 redis.call('HSET', key, 'desired_role', a.role, 'desired_job', a.job, 'desired_core', a.core,
-  'pinned', a.pinned,
-  'changed_ms', NOW)
+  'pinned', a.pinned, 'changed_ms', NOW)
 for op, move in pairs(hash(MESH .. ':moves')) do
   local asked = cjson.decode(move)
-  if op == a.op or (asked.gang == a.gang and asked.role == a.role) then redis.call('HDEL', MESH ..
-    ':moves', op) end
+  if op == a.op or (asked.gang == a.gang and asked.role == a.role) then
+    redis.call('HDEL', MESH .. ':moves', op)
+  end
 end
 event('desired', {gang = a.gang, role = a.role, job = a.job, core = a.core == '1', epoch = epoch,
-  reason = a.reason,
-  pinned = a.pinned == '1', from_role = was[1], from_job = was[2], token = a.token, op = a.op},
-    a.details)
+  reason = a.reason, pinned = a.pinned == '1', from_role = was[1], from_job = was[2],
+  token = a.token, op = a.op}, a.details)
 return done({epoch = epoch})

@@ -1,4 +1,5 @@
 -- uses: groups
+-- A finished group, whose bytes are durable, may train.
 local seen = replayed()
 if seen then return seen end
 if not holds(a.shard, a.token) then return fenced(a.shard) end
@@ -6,8 +7,7 @@ local row = hash(group_key(a.group))
 if row.state ~= 'open' or row.shard ~= a.shard then
   return refuse('refused', 'group ' .. a.group .. ' is not open at ' .. a.shard)
 end
-redis.call('HSET', group_key(a.group), 'digest', a.digest, 'nbytes', a.nbytes, 'min_version',
-  a.min_version,
-  'max_version', a.max_version, 'scored', a.scored, 'ready_ms', NOW)
+redis.call('HSET', group_key(a.group), 'digest', a.digest, 'nbytes', a.nbytes,
+  'min_version', a.min_version, 'max_version', a.max_version, 'scored', a.scored, 'ready_ms', NOW)
 move(a.group, 'open', 'ready')
 return done({ready = true})

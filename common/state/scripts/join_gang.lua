@@ -3,16 +3,15 @@
 if not holds(a.worker, a.token) then return fenced(a.worker) end
 local key = MESH .. ':gang:' .. a.gang
 if redis.call('EXISTS', key) == 0 then
-  redis.call('HSET', key, 'desired_role', 'idle', 'desired_job', '', 'desired_core', '0', 'epoch',
-    0, 'pinned', '0',
-    'joined_ms', NOW)
+  redis.call('HSET', key, 'desired_role', 'idle', 'desired_job', '', 'desired_core', '0',
+    'epoch', 0, 'pinned', '0', 'joined_ms', NOW)
   redis.call('ZADD', MESH .. ':gangs', NOW, a.gang)
 end
 local held = redis.call('HGET', key, 'worker:' .. a.worker)
 if not held or tonumber(held) ~= a.token then
   redis.call('HSET', key, 'worker:' .. a.worker, a.token, 'accelerator', a.accelerator,
-    'actual_role', 'idle',
-    'actual_state', 'idle', 'actual_epoch', 0, 'detail', '', 'changed_ms', NOW)
+    'actual_role', 'idle', 'actual_state', 'idle', 'actual_epoch', 0, 'detail', '',
+    'changed_ms', NOW)
   event('joined', {gang = a.gang, worker = a.worker, accelerator = a.accelerator})
 end
 local row = hash(key)

@@ -2,19 +2,19 @@
 -- The oldest ready groups for one step; the same ones again for the same trainer and step.
 if not holds(a.trainer, a.token) then return fenced(a.trainer) end
 local job = hash(JOB .. ':job')
-local version, staleness, wanted = tonumber(job.version), tonumber(job.max_staleness),
-  tonumber(job.groups_per_step)
+local version, staleness = tonumber(job.version), tonumber(job.max_staleness)
+local wanted = tonumber(job.groups_per_step)
 if version ~= a.step - 1 then
   return refuse('refused', 'step ' .. a.step .. ' turns version ' .. (a.step - 1) .. ' into ' ..
-    a.step ..
-    ', and the current version is ' .. version)
+    a.step .. ', and the current version is ' .. version)
 end
 
 -- What an earlier start of the trainer had leased, or for another step, is ready again.
 for _, group in ipairs(redis.call('ZRANGE', index('leased'), 0, -1)) do
   local lease = redis.call('HMGET', group_key(group), 'trainer_token', 'step')
-  if tonumber(lease[1]) ~= a.token or tonumber(lease[2]) ~= a.step then move(group, 'leased',
-    'ready') end
+  if tonumber(lease[1]) ~= a.token or tonumber(lease[2]) ~= a.step then
+    move(group, 'leased', 'ready')
+  end
 end
 
 local chosen = redis.call('ZRANGE', index('leased'), 0, -1)
@@ -28,8 +28,7 @@ if mine < wanted then
       give_back(group, {state = 'ready', prompt = row[2], passed = row[4]}, true)
       count('stale_requeued', tonumber(row[3]))
       stale[#stale + 1] = {group = tonumber(group), prompt = tonumber(row[2]),
-        samples = tonumber(row[3]),
-        min_version = tonumber(row[1])}
+        samples = tonumber(row[3]), min_version = tonumber(row[1])}
     else
       chosen[#chosen + 1] = group
     end
@@ -51,8 +50,8 @@ end
 -- ones are not favoured for long.
 table.sort(chosen, function(x, y) return tonumber(x) < tonumber(y) end)
 if mine < wanted then
-  for _, group in ipairs(redis.call('ZRANGEBYSCORE', index('open'), '-inf', '(' ..
-    chosen[wanted])) do
+  local newest = chosen[wanted]
+  for _, group in ipairs(redis.call('ZRANGEBYSCORE', index('open'), '-inf', '(' .. newest)) do
     local row = redis.call('HMGET', group_key(group), 'passed', 'shard')
     if tonumber(row[1]) >= staleness then
       return cjson.encode({waiting = 'group ' .. group .. ' of ' .. row[2], on = row[2]})
@@ -63,8 +62,8 @@ end
 local rows = {}
 for n, group in ipairs(chosen) do
   move(group, redis.call('HGET', group_key(group), 'state'), 'leased')
-  redis.call('HSET', group_key(group), 'trainer', a.trainer, 'trainer_token', a.token, 'step',
-    a.step)
+  redis.call('HSET', group_key(group), 'trainer', a.trainer, 'trainer_token', a.token,
+    'step', a.step)
   rows[n] = hash(group_key(group))
   rows[n].group = tonumber(group)
 end

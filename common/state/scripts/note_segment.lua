@@ -2,7 +2,8 @@
 -- deleted.
 local key = KEYS[1] .. ':shard:' .. a.shard
 if not holds(a.shard, a.token) or tonumber(redis.call('HGET', key, 'owner')) ~= a.token then
-  return fenced(a.shard) end
+  return fenced(a.shard)
+end
 if a.forget then
   redis.call('HDEL', key, 'segment:' .. a.name)
 else

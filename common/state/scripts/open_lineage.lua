@@ -6,13 +6,13 @@ if seen then return seen end
 if not holds(a.trainer, a.token) then return fenced(a.trainer) end
 local job = hash(JOB .. ':job')
 local abandoned = redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. a.version, '+inf')
-if a.version < tonumber(job.covered or -1) or a.version > tonumber(job.version) then
+if a.version < tonumber(job.covered) or a.version > tonumber(job.version) then
   return refuse('refused', 'no lineage can open at version ' .. a.version .. ': steps up to ' ..
-    (job.covered or -1) .. ' are covered by a checkpoint, and the current version is ' ..
-      job.version)
+    job.covered .. ' are covered by a checkpoint, and the current version is ' .. job.version)
 end
-for _, group in ipairs(redis.call('ZRANGE', index('leased'), 0, -1)) do move(group, 'leased',
-  'ready') end
+for _, group in ipairs(redis.call('ZRANGE', index('leased'), 0, -1)) do
+  move(group, 'leased', 'ready')
+end
 local returned = {}
 for _, id in ipairs(abandoned) do
   for _, row in ipairs(cjson.decode(redis.call('HGET', JOB .. ':step:' .. id, 'groups'))) do
@@ -29,12 +29,12 @@ for _, id in ipairs(abandoned) do
 end
 redis.call('ZREMRANGEBYSCORE', JOB .. ':steps', '(' .. a.version, '+inf')
 local lineage = tonumber(job.lineage) + 1
-redis.call('HSET', JOB .. ':job', 'lineage', lineage, 'version', a.version, 'steps_done', a.version,
-  'manifest', a.manifest, 'checkpoint', a.checkpoint)
+redis.call('HSET', JOB .. ':job', 'lineage', lineage, 'version', a.version,
+  'steps_done', a.version, 'manifest', a.manifest, 'checkpoint', a.checkpoint)
 event('lineage', {job = a.job, lineage = lineage, from_lineage = tonumber(job.lineage),
-  version = a.version,
-  manifest = a.manifest, checkpoint = a.checkpoint, abandoned_steps = #abandoned,
-    returned_groups = #returned})
-if job.phase == 'evaluation' and a.version < tonumber(job.budget_steps) then enter_phase('training',
-  '') end
+  version = a.version, manifest = a.manifest, checkpoint = a.checkpoint,
+  abandoned_steps = #abandoned, returned_groups = #returned})
+if job.phase == 'evaluation' and a.version < tonumber(job.budget_steps) then
+  enter_phase('training', '')
+end
 return done({lineage = lineage})

@@ -1,4 +1,5 @@
 -- uses: phase
+-- The holder of a lease moves its job forward.
 if not holds(a.name, a.token) then return fenced(a.name) end
 local was = redis.call('HGET', KEYS[1] .. ':job', 'phase')
 if not was then return refuse('not_found', 'there is no job ' .. a.job) end

@@ -12,8 +12,7 @@ else
   event('registered', {name = a.name, kind = a.kind, incarnation = a.incarnation, token = token})
 end
 redis.call('HSET', key, 'incarnation', a.incarnation, 'token', token, 'expires_ms', NOW + a.ttl_ms,
-  'renewed_ms', NOW,
-  'about', a.about, 'stats', a.stats, 'waits', a.waits, 'gone', '0',
+  'renewed_ms', NOW, 'about', a.about, 'stats', a.stats, 'waits', a.waits, 'gone', '0',
   'epoch', redis.call('GET', MESH .. ':epoch') or '0')
 redis.call('ZADD', MESH .. ':entries', NOW + a.ttl_ms, a.name)
 return cjson.encode({token = token})

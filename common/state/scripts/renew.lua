@@ -10,8 +10,7 @@ if expires <= NOW then
   if expires + a.away_ms < NOW then return lost end
   if epoch == lease[3] then epoch = raise_epoch(a.away_ms) end
 end
-redis.call('HSET', key, 'expires_ms', NOW + a.ttl_ms, 'renewed_ms', NOW, 'stats', a.stats, 'waits',
-  a.waits,
-  'epoch', epoch)
+redis.call('HSET', key, 'expires_ms', NOW + a.ttl_ms, 'renewed_ms', NOW, 'stats', a.stats,
+  'waits', a.waits, 'epoch', epoch)
 redis.call('ZADD', MESH .. ':entries', NOW + a.ttl_ms, a.name)
 return cjson.encode({held = true})

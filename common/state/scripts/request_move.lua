@@ -2,7 +2,7 @@
 -- declined it.
 local seen = replayed()
 if seen then return seen end
-redis.call('HSET', MESH .. ':moves', a.op, cjson.encode({gang = a.gang, role = a.role,
-  asked_ms = NOW}))
+redis.call('HSET', MESH .. ':moves',
+  a.op, cjson.encode({gang = a.gang, role = a.role, asked_ms = NOW}))
 event('move_requested', {gang = a.gang, role = a.role, op = a.op})
 return done({requested = true})

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from state_bench import JOB, SHARD, TRAINER, Bench, HandClock, Seats, Server, document
 
 from common.state import accounting, events, groups, jobs, steps
 from common.state.client import State
 
 T = TypeVar("T")
-B, SIZE, ETA, BUDGET = 2, 3, 2, 6
+SIZE, BUDGET = 3, 8
 
 
 class Gate(RuleBasedStateMachine):
@@ -31,8 +38,9 @@ class Gate(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.seats = self.do(self.begin())
         self.saved: dict[str, Any] | None = None
+        self.oldest = 0  # version to which a lineage can go back
+        self.passed: Counter[int] = Counter()  # by group, steps that took younger ones
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
@@ -43,13 +51,19 @@ class Gate(RuleBasedStateMachine):
         assert await operation(self.state, JOB, *args, op_id) == first
         return first
 
-    async def begin(self) -> Seats:
-        self.state = await type(self).connect()
-        await self.state.command("FLUSHALL")
+    @initialize(per_step=st.integers(1, 2), staleness=st.integers(0, 2))
+    def begin(self, per_step: int, staleness: int) -> None:
+        self.per_step, self.staleness = per_step, staleness
+        self.rules = {
+            "groups_per_step": per_step,
+            "group_size": SIZE,
+            "max_staleness": staleness,
+            "steps": BUDGET,
+        }
+        self.state = self.do(type(self).connect())
+        self.do(self.state.command("FLUSHALL"))
         self.bench = Bench(self.state, None)
-        return await self.bench.training_job(
-            groups_per_step=B, group_size=SIZE, max_staleness=ETA, steps=BUDGET
-        )
+        self.seats = self.do(self.bench.training_job(**self.rules))
 
     async def row(self) -> jobs.JobRow:
         return await jobs.job(self.state, JOB)
@@ -66,9 +80,9 @@ class Gate(RuleBasedStateMachine):
     def finish(self, pick: int, scored: int, age: int) -> None:
         self.do(self.finish_one(pick, scored, age))
 
-    async def finish_one(self, pick: int, scored: int, age: int = 0) -> bool:
+    async def finish_one(self, pick: int, scored: int, age: int = 0, keep: int = 0) -> bool:
         group = await self.an_open_group(pick)
-        if group is None:
+        if group is None or len(await groups.open_groups(self.state, JOB, SHARD)) <= keep:
             return False
         version = group.version - age
         token = self.seats.shard
@@ -93,7 +107,7 @@ class Gate(RuleBasedStateMachine):
     def restart_trainer(self) -> None:
         self.seats.trainer = self.do(self.bench.seat(TRAINER))
 
-    @rule(filtered=st.integers(0, B), poisoned=st.booleans(), dies=st.booleans())
+    @rule(filtered=st.integers(0, 2), poisoned=st.booleans(), dies=st.booleans())
     def step(self, filtered: int, poisoned: bool, dies: bool) -> None:
         self.do(self.one_step(filtered, poisoned, dies))
 
@@ -105,9 +119,9 @@ class Gate(RuleBasedStateMachine):
         leased = await self.seats.lease(step)
         if isinstance(leased, groups.Waiting):
             return False
-        assert all(row.version - group.min_version <= ETA for group in leased.groups)
+        assert all(row.version - group.min_version <= self.staleness for group in leased.groups)
         taken = [group.group for group in leased.groups]
-        assert len(taken) == B and taken == sorted(taken)
+        assert len(taken) == self.per_step and taken == sorted(taken)
         if poisoned:
             token = self.seats.trainer
             await self.twice(groups.group_requeued, TRAINER, token, taken[0], "poisoned")
@@ -120,7 +134,18 @@ class Gate(RuleBasedStateMachine):
         first = await self.seats.commit(step, taken, left_out, row.lineage)
         again = await self.seats.commit(step, taken, left_out, row.lineage)
         assert (first.replayed, again.replayed) == (False, True)
+        for group in await groups.open_groups(self.state, JOB, SHARD):
+            self.passed[group.group] += group.group < taken[-1]
+            assert self.passed[group.group] <= self.staleness
         return True
+
+    @rule(slow=st.integers(0, 2), scored=st.integers(1, SIZE))
+    def train(self, slow: int, scored: int) -> None:
+        """A usual step, in which all but the `slow` oldest groups finish."""
+        self.do(self.seats.admit())
+        while self.do(self.finish_one(slow, scored, keep=slow)):
+            pass
+        self.do(self.one_step())
 
     @rule(back=st.integers(0, 3))
     def abandon(self, back: int) -> None:
@@ -128,7 +153,7 @@ class Gate(RuleBasedStateMachine):
 
     async def go_back(self, back: int) -> None:
         row = await self.row()
-        version = max(row.version - back, 0)
+        version = max(row.version - back, self.oldest)
         trainer = (TRAINER, self.seats.trainer)
         await self.twice(steps.open_lineage, *trainer, version, f"back{version}", "c")
 
@@ -139,9 +164,9 @@ class Gate(RuleBasedStateMachine):
 
     async def restore(self, saved: dict[str, Any]) -> None:
         await self.state.command("FLUSHALL")
-        rules = document(groups_per_step=B, group_size=SIZE, max_staleness=ETA, steps=BUDGET)
+        self.oldest = saved["version"]
         for _ in range(2):
-            await steps.restore_job(self.state, JOB, rules, "/runs", saved)
+            await steps.restore_job(self.state, JOB, document(**self.rules), "/runs", saved)
         shard, trainer = await self.bench.seat(SHARD), await self.bench.seat(TRAINER)
         self.seats = Seats(self.state, shard, trainer)
 
@@ -156,8 +181,10 @@ class Gate(RuleBasedStateMachine):
         for count in jobs.COUNTS:
             assert getattr(row, count) == terms[count], count
         live = now.open + now.ready + now.leased
-        assert row.admitted == row.version * B + live  # what a step took stays admitted
-        assert now.capacity == min(ETA + row.version + 1, BUDGET) * B - row.admitted
+        assert row.admitted == row.version * self.per_step + live  # what a step took stays admitted
+        assert now.capacity == (
+            min(self.staleness + row.version + 1, BUDGET) * self.per_step - row.admitted
+        )
 
     def teardown(self) -> None:
         try:
@@ -167,7 +194,7 @@ class Gate(RuleBasedStateMachine):
             self.runner.close()
 
     async def drain(self) -> None:
-        """The gate always reopens: from anywhere, a shard and a trainer that go on reach the end."""
+        """The gate reopens: from anywhere, a shard and a trainer that go on reach the end."""
         for _ in range(200):
             if (await self.row()).phase != "training":
                 break
@@ -189,6 +216,7 @@ def hold(connect: Callable[[], Coroutine[Any, Any, State]], examples: int) -> No
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
+            phases=[Phase.generate],  # forty steps can be read; shrinking them takes minutes
             suppress_health_check=list(HealthCheck),
         ),
     )

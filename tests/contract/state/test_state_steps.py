@@ -192,6 +192,8 @@ async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(benc
     again = await seats.admit()
     assert [group.prompt for group in again] == [5, 4, 6, 7, 8, 9]
     assert again[0].group > 1000
+    with pytest.raises(Refused, match="covered"):
+        await steps.open_lineage(bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op")
     for group in again:
         await seats.finish(group)
     await seats.commit(3, await seats.leased(3), lineage=1)
