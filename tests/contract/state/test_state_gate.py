@@ -226,7 +226,7 @@ def test_the_gate_reopens_and_nothing_is_lost_in_process() -> None:
     async def connect() -> State:
         return State.simulated(HandClock())
 
-    hold(connect, examples=20)
+    hold(connect, examples=15)
 
 
 @pytest.mark.parametrize(
@@ -244,4 +244,4 @@ def test_the_gate_reopens_and_nothing_is_lost(
     async def connect() -> State:
         return await State.open(server.url)
 
-    hold(connect, examples=40)
+    hold(connect, examples=15)

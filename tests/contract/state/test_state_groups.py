@@ -316,3 +316,14 @@ async def test_of_twenty_zombies_none_takes_a_group(bench: Bench) -> None:
     assert len(await seats.admit(1)) == 1
     found = await registry.lookup(bench.state, SHARD)
     assert found and found.token == tokens[-1]
+
+
+async def test_bytes_are_kept_while_a_step_or_its_replay_may_ask_for_them(bench: Bench) -> None:
+    seats = await bench.training_job()
+    assert await groups.digests(bench.state, JOB) == set()
+    for group in (await seats.admit())[:4]:
+        await seats.finish(group)
+    await seats.step(1)
+    assert await groups.digests(bench.state, JOB) == {f"digest{n}" for n in range(4)}
+    await seats.commit(2, await seats.leased(2), covered=1)
+    assert await groups.digests(bench.state, JOB) == {"digest2", "digest3"}
