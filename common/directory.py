@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.clock import Clock
-from common.errors import PeerLost, StateUnavailable
+from common.errors import DeadlineExceeded, MeshError, PeerLost, StateUnavailable
 from common.state import registry
 from common.state.client import State
 from common.waits import WaitTable
@@ -47,17 +47,19 @@ class Directory:
     async def find(self, name: str, deadline: float) -> Route:
         """Where `name` is now; PeerLost when no process holds that name until the deadline."""
         pause = FIRST_RETRY_S
+        why: MeshError | None = None
         with self._waits.wait("to find it", name):
             while True:
-                entry, trouble = None, None
                 try:
                     entry = await self._look_up(name, deadline)
-                except StateUnavailable as error:
-                    trouble = error
-                if entry is not None and entry.alive:
-                    return self._remember(entry)
+                except (StateUnavailable, DeadlineExceeded) as error:
+                    why = why or error
+                else:
+                    if entry is not None and entry.alive:
+                        return self._remember(entry)
+                    why = _not_there(name, entry)
                 if self._clock.monotonic() + pause >= deadline:
-                    raise trouble or _not_there(name, entry)
+                    raise why
                 await self._clock.sleep(pause)
                 pause = min(2 * pause, LONGEST_RETRY_S)
 

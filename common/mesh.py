@@ -214,6 +214,11 @@ class Mesh:
         """Publishes stats and waits now instead of with the next renewal."""
         await self._lease.publish()
 
+    @property
+    def serving(self) -> int:
+        """How many calls and streams are under way here."""
+        return self._server.running
+
     def loading(self) -> AbstractContextManager[None]:
         """Within this block the loop may stand still for 300 s: large files are read, code is
         compiled.
@@ -257,6 +262,7 @@ class Mesh:
         stats = {
             "loop_lag_ms": round(self._watchdog.lag_s * 1000, 1),
             **usage(),
+            "serving": self._server.running,
             **self.telemetry.snapshot(),
             **self._own_stats(),
         }

@@ -103,6 +103,10 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         sweep.add(self._expire)
 
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
 
@@ -198,6 +202,12 @@ class Server:
             self._sweep.by(running.due)
         self._running[running.key] = running
         running.task = self._loop.create_task(work, name=entry.method.label)
+        # not in the coroutine: one that is cancelled before its first step never runs at all
+        running.task.add_done_callback(lambda _: self._ended(running))
+
+    def _ended(self, running: _Running) -> None:
+        running.over = True
+        self._running.pop(running.key, None)
 
     async def _run(self, running: _Running, entry: Bound, request: Any) -> None:
         peer, call_id = running.key
@@ -211,9 +221,6 @@ class Server:
                 self._report(peer, call_id, running.sender, running.why)
         except Exception as error:
             self._failed(peer, call_id, running.sender, entry, error, replies)
-        finally:
-            running.over = True
-            self._running.pop(running.key, None)
 
     async def _run_stream(
         self, running: _Running, entry: Bound, method: Stream[Any, Any], request: Any
@@ -236,9 +243,6 @@ class Server:
                 self._report(peer, call_id, running.sender, running.why)
         except Exception as error:
             self._failed(peer, call_id, running.sender, entry, error, True)
-        finally:
-            running.over = True
-            self._running.pop(running.key, None)
 
     # ------------------------------------------------------------ answers
 

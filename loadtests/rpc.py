@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import msgpack
+import psutil
 import uvloop
 import zmq
 import zmq.asyncio
@@ -127,9 +128,18 @@ class StockClient:
         self._context.destroy(0)
 
 
-async def measure(one: Callable[[], Awaitable[object]], seconds: float) -> float:
-    """Calls per second with IN_FLIGHT workers."""
+def cpu_s(process: subprocess.Popen[str]) -> float:
+    """CPU seconds of this process and of the one that serves it."""
+    usage = psutil.Process(process.pid).cpu_times()
+    return time.process_time() + float(usage.user + usage.system)
+
+
+async def measure(
+    one: Callable[[], Awaitable[object]], seconds: float, server: subprocess.Popen[str]
+) -> tuple[float, float]:
+    """(calls per second, CPU microseconds per call in both processes) with IN_FLIGHT workers."""
     done = 0
+    cpu = cpu_s(server)
     start = time.perf_counter()
     end = start + seconds
 
@@ -140,7 +150,7 @@ async def measure(one: Callable[[], Awaitable[object]], seconds: float) -> float
             done += 1
 
     await asyncio.gather(*(worker() for _ in range(IN_FLIGHT)))
-    return done / (time.perf_counter() - start)
+    return done / (time.perf_counter() - start), 1e6 * (cpu_s(server) - cpu) / done
 
 
 def _serve(which: str) -> tuple[subprocess.Popen[str], str, str]:
@@ -161,30 +171,31 @@ async def compare(rounds: int, seconds: float) -> dict[str, float]:
     await registry.register(mesh.state, entry, int(FOREVER_S * 1000))
     ref = mesh.ref("echo")
     client = StockClient(stock_address)
-    ways: dict[str, Callable[[], Awaitable[object]]] = {
-        "calls_per_s": lambda: ref.call(Echo.inline, PING),
-        "peer_calls_per_s": client.call,
-        "task_calls_per_s": lambda: ref.call(Echo.suspending, PING),
+    ways: dict[str, tuple[Callable[[], Awaitable[object]], subprocess.Popen[str]]] = {
+        "": (lambda: ref.call(Echo.inline, PING), echo),
+        "peer_": (client.call, stock),
+        "task_": (lambda: ref.call(Echo.suspending, PING), echo),
     }
-    figures: dict[str, list[float]] = {name: [] for name in ways}
+    figures: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     try:
-        for one in ways.values():
-            await measure(one, 0.3)  # warm
+        for one, server in ways.values():
+            await measure(one, 0.3, server)  # warm
         for _ in range(rounds):
-            for name, one in ways.items():
-                figures[name].append(await measure(one, seconds))
+            for name, (one, server) in ways.items():
+                figures[name].append(await measure(one, seconds, server))
     finally:
         client.close()
         await mesh.leave()
         for process in (echo, stock):
             process.kill()
             process.wait()
-    result = {name: round(statistics.median(values)) for name, values in figures.items()}
-    ratios = [
-        a / b for a, b in zip(figures["calls_per_s"], figures["peer_calls_per_s"], strict=True)
-    ]
+    rates = {name: [rate for rate, _ in rows] for name, rows in figures.items()}
+    costs = {name: statistics.median(cost for _, cost in rows) for name, rows in figures.items()}
+    ratios = [ours / theirs for ours, theirs in zip(rates[""], rates["peer_"], strict=True)]
     return {
-        **result,
+        **{f"{name}calls_per_s": round(statistics.median(rows)) for name, rows in rates.items()},
+        **{f"{name}cpu_us_per_call": round(cost, 1) for name, cost in costs.items()},
+        "ratio_cpu": round(costs["peer_"] / costs[""], 2),
         "ratio_zmq_asyncio": round(statistics.median(ratios), 2),
         "ratio_lowest_round": round(min(ratios), 2),
         "body_bytes": len(encode(PING)[0]),

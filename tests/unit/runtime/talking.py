@@ -44,7 +44,7 @@ class Talk(Interface):
     tell = Cast(Text)
 
 
-async def until(condition: Callable[[], object], within_s: float = 8.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
     """Returns when `condition()` is true."""
     async with asyncio.timeout(within_s):
         while True:

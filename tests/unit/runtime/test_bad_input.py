@@ -87,7 +87,7 @@ class RawPeer:
     def send(self, frames: list[bytes]) -> None:
         self._socket.send_multipart(frames)
 
-    async def answer(self, within_s: float = 5.0) -> list[bytes]:
+    async def answer(self, within_s: float = 20.0) -> list[bytes]:
         await until(lambda: self._socket.poll(0), within_s)
         return list(self._socket.recv_multipart())
 
@@ -177,4 +177,18 @@ async def test_a_repeated_request_runs_once(join: Join) -> None:
     while unpack_header((await peer.answer())[0])[2] != 8:
         pass
     assert actor.counted == [5, 7, 6]
+    peer.close()
+
+
+async def test_a_call_that_is_cancelled_before_it_starts_leaves_nothing(join: Join) -> None:
+    actor = Talker()
+    mesh = await join("a", actor)
+    peer = RawPeer(mesh)
+    for call_id in range(1, 200):
+        peer.send([_echo(mesh, call_id, "sleep"), encode(Number(30))[0]])
+        peer.send([pack_header(CANCEL, call_id, "a", "", "stranger", mesh.incarnation), b"\xc0"])
+    peer.send([_echo(mesh, 500), encode(Text(""))[0]])
+    await peer.answer()
+    await until(lambda: mesh.serving == 0)
+    assert actor.sleeping == 0
     peer.close()

@@ -41,7 +41,7 @@ async def test_a_consumer_that_ends_closes_the_producer(join: Join, how: str) ->
                 await asyncio.sleep(30)
 
     task = asyncio.create_task(consume())
-    await asyncio.sleep(0.1)
+    await until(lambda: actor.produced >= 4)
     if how == "cancel":
         task.cancel()
     await asyncio.wait([task])
