@@ -158,7 +158,7 @@ class Caller:
         row.sent = True
         link.in_flight += 1
         link.used = now
-        remaining_ms = int((row.deadline - now) * 1000) or 1
+        remaining_ms = max(int((row.deadline - now) * 1000), 1)
         row.frames[0] = pack_header(
             CALL,
             row.call_id,
@@ -199,6 +199,9 @@ class Caller:
         self, route: Route, method: Method[Any], body: Frame, buffers: Sequence[Frame]
     ) -> None:
         self._last_id = call_id = self._last_id + 1
+        link = self._links.get(route.address)
+        if link is not None:
+            link.used = self._clock.monotonic()
         header = pack_header(
             CAST,
             call_id,

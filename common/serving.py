@@ -52,7 +52,7 @@ UNANSWERED_PROBES = 12
 REMEMBERED_IDS = (
     4096  # per sender, for refusing repetitions: 16 times what its credits allow under way
 )
-REMEMBERED_SENDERS = 4096
+REMEMBERED_SENDERS = 1024
 
 
 class _Running(Scope):
@@ -132,6 +132,8 @@ class Server:
         running = self._running.get((peer, call_id))
         if running is None:
             self._telemetry.count("late_frames")
+            if kind == CANCEL and self._early:
+                self._early = [e for e in self._early if (e[0], e[1][2]) != (peer, call_id)]
         elif kind == CANCEL:
             running.end(None)
         elif kind == CREDIT:
@@ -207,7 +209,8 @@ class Server:
 
     def _ended(self, running: _Running) -> None:
         running.over = True
-        self._running.pop(running.key, None)
+        if self._running.get(running.key) is running:
+            del self._running[running.key]
 
     async def _run(self, running: _Running, entry: Bound, request: Any) -> None:
         peer, call_id = running.key

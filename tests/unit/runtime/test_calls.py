@@ -116,6 +116,17 @@ async def test_requests_wait_while_an_actor_starts(join: Join) -> None:
     assert reply == Text("early") and (await starting).name == "a"
 
 
+async def test_a_request_that_was_cancelled_while_an_actor_starts_never_runs(join: Join) -> None:
+    actor = Talker(start_s=1.0)
+    starting = asyncio.create_task(join("a", actor))
+    ref = (await join("b")).ref("a")
+    with pytest.raises(DeadlineExceeded):
+        await ref.call(Talk.count, Number(1), deadline_s=0.3)
+    await starting
+    assert await ref.call(Talk.count, Number(2)) == Number(1)
+    assert actor.counted == [2]
+
+
 async def test_a_cast_arrives_or_is_counted(join: Join) -> None:
     actor = Talker()
     await join("a", actor)
