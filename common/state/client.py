@@ -17,7 +17,13 @@ import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import (
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -30,6 +36,7 @@ RENEWAL_RETRIES = 1  # the renewal thread tries again by itself
 DEADLINE_S = 20.0  # of one script, all its retries included
 CONNECTIONS = 16  # of one process; further coroutines queue for one
 UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OSError)
+FULL = ("MISCONF", "NOREPLICAS")  # how answers begin that a full disk brings about
 
 
 class WallClock(Protocol):
@@ -121,9 +128,10 @@ class State:
                 reply = send("EVALSHA", sha, *words)
             except NoScriptError:
                 reply = send("EVAL", source, *words)
-        except UNREACHABLE as error:
+        except (*UNREACHABLE, ResponseError) as error:
+            unavailable = self._unavailable(error)
             self._away = True
-            raise self._unavailable(error) from error
+            raise unavailable from error
         self._answered, self._away = self._monotonic(), False
         return _answer(script, reply)
 
@@ -137,7 +145,7 @@ class State:
         try:
             async with asyncio.timeout(deadline_s):
                 return await send(*words)
-        except (*UNREACHABLE, TimeoutError) as error:
+        except (*UNREACHABLE, ResponseError, TimeoutError) as error:
             raise self._unavailable(error) from error
 
     async def close(self) -> None:
@@ -148,6 +156,16 @@ class State:
         self._sync.connection_pool.disconnect()
 
     def _unavailable(self, error: BaseException) -> StateUnavailable:
+        """The error that a caller may retry; other answers are a fault of ours and go through."""
+        if isinstance(error, ResponseError):
+            full = isinstance(error, OutOfMemoryError | ReadOnlyError)
+            if not full and not str(error).startswith(FULL):
+                raise error
+            return StateUnavailable(
+                f"Redis refuses writes: {error}",
+                where=self.url,
+                fix="See whether its disk or memory is full, and that it is a primary.",
+            )
         return StateUnavailable(
             f"Redis does not answer: {error or type(error).__name__}",
             where=self.url,

@@ -47,7 +47,8 @@ async def bench(
 
 @pytest.fixture
 def state(bench: Bench) -> State:
-    return bench.state
+    found: State = bench.state
+    return found
 
 
 @pytest.fixture

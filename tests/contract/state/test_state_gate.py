@@ -54,7 +54,7 @@ class Gate(RuleBasedStateMachine):
     @initialize(per_step=st.integers(1, 2), staleness=st.integers(0, 2))
     def begin(self, per_step: int, staleness: int) -> None:
         self.per_step, self.staleness = per_step, staleness
-        self.rules = {
+        self.shape = {
             "groups_per_step": per_step,
             "group_size": SIZE,
             "max_staleness": staleness,
@@ -63,7 +63,7 @@ class Gate(RuleBasedStateMachine):
         self.state = self.do(type(self).connect())
         self.do(self.state.command("FLUSHALL"))
         self.bench = Bench(self.state, None)
-        self.seats = self.do(self.bench.training_job(**self.rules))
+        self.seats = self.do(self.bench.training_job(**self.shape))
 
     async def row(self) -> jobs.JobRow:
         return await jobs.job(self.state, JOB)
@@ -166,7 +166,7 @@ class Gate(RuleBasedStateMachine):
         await self.state.command("FLUSHALL")
         self.oldest = saved["version"]
         for _ in range(2):
-            await steps.restore_job(self.state, JOB, document(**self.rules), "/runs", saved)
+            await steps.restore_job(self.state, JOB, document(**self.shape), "/runs", saved)
         shard, trainer = await self.bench.seat(SHARD), await self.bench.seat(TRAINER)
         self.seats = Seats(self.state, shard, trainer)
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ResponseError
 from state_bench import JOB, SHARD, Bench, Server, binary_of, running_server
 
 from common.errors import StateUnavailable
@@ -134,3 +135,23 @@ async def test_a_lease_survives_an_outage_that_outlasts_it(server: Server) -> No
 async def test_a_server_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StateUnavailable, match=r"nowhere.*MESHRL_REDIS_URL"):
         await State.open(f"unix://{tmp_path}/nowhere", connect_s=0.2)
+
+
+async def test_a_server_that_is_full_is_unavailable_until_there_is_room(server: Server) -> None:
+    state = await State.open(server.url)
+    await events.append(state, "before", {})
+    await state.command("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(StateUnavailable, match="memory is full"):
+        await events.append(state, "refused", {})
+    await state.command("CONFIG", "SET", "maxmemory", "0")
+    await events.append(state, "after", {})
+    assert [event.kind for event in await events.read_all(state)] == ["before", "after"]
+    await state.close()
+
+
+async def test_a_fault_of_a_script_is_not_taken_for_an_absent_server(server: Server) -> None:
+    state = await State.open(server.url)
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await state.command("SET", "{mesh}:events", "not a stream")
+        await events.append(state, "refused", {})
+    await state.close()

@@ -16,7 +16,7 @@ async def account(bench: Bench) -> dict[str, int]:
 
 
 async def fill(seats: Seats, scored: int = 2) -> list[groups.Admitted]:
-    opened = await seats.admit()
+    opened: list[groups.Admitted] = await seats.admit()
     for group in opened:
         await seats.finish(group, scored)
     return opened
