@@ -16,9 +16,9 @@ from rich.table import Table
 from common.config import JobConfig
 from common.errors import DeadlineExceeded, NotFound, Refused, StateUnavailable
 from common.process import usage_of
-from common.state import gangs, jobs, leader, registry
+from common.state import events, gangs, jobs, leader, registry
 from common.state.client import State
-from common.state.keys import PLANNER
+from common.state.keys import EVENTS, PLANNER
 from meshrl import bundle, places
 from meshrl.places import MeshPlace, find_mesh, write_json
 from meshrl.stalled import Stall, diagnose, redis_silent
@@ -26,6 +26,8 @@ from meshrl.stalled import Stall, diagnose, redis_silent
 T = TypeVar("T")
 ANSWER_S = 10.0
 QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
+VERDICT_S = 6.0
+POLL_S = 0.2
 ROLES = ("rollout", "training", "idle")
 
 
@@ -175,14 +177,29 @@ def move(worker: str, role: str, mesh: Path | None) -> None:
     if role not in ROLES:
         raise Refused(f"{role!r} is no role", fix=f"Roles are {', '.join(ROLES)}")
 
-    async def ask(state: State) -> None:
-        known = [found.id for found in await gangs.gangs(state)]
+    async def ask(state: State) -> str:
+        known = {found.id: found for found in await gangs.gangs(state)}
         if gang not in known:
             raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
-        await gangs.request_move(state, gang, role, uuid.uuid4().hex)
+        last = await state.command("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)
+        op_id = uuid.uuid4().hex
+        await gangs.request_move(state, gang, role, op_id)
+        return await _verdict(state, known[gang], op_id, last[0][0] if last else "0")
 
-    _ask(find_mesh(mesh), ask, ANSWER_S)
-    print(f"{gang} is to take the role {role}; `meshrl workers` shows when it has")
+    print(_ask(find_mesh(mesh), ask, ANSWER_S))
+
+
+async def _verdict(state: State, gang: gangs.Gang, op_id: str, since: str) -> str:
+    """What the planner made of a move that was asked for; Refused with its reason."""
+    for _ in range(round(VERDICT_S / POLL_S)):
+        await asyncio.sleep(POLL_S)
+        for event in await events.read_all(state, since):
+            if event.kind == "move_declined" and event.fields["op"] == op_id:
+                raise Refused(event.fields["reason"])
+            if event.kind == "desired" and event.fields["gang"] == gang.id:
+                role = event.fields["role"]
+                return f"{gang.id} is to take the role {role}; `meshrl workers` shows when it has"
+    return f"the planner has not decided on {gang.id} yet; `meshrl workers` shows it when it has"
 
 
 def stalled(mesh: Path | None, as_json: bool) -> None:

@@ -154,7 +154,7 @@ def _learning(shot: Snapshot) -> RenderableType:
 
 def _workers(workers: Sequence[Worker]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("worker", "on", "role", "state", ""):
+    for column in ("worker", "on", "role", "state", "doing"):
         table.add_column(column, no_wrap=True, header_style="dim")
     for worker in workers:
         role = Text(worker.role, style=ROLE_COLORS.get(worker.role, ""))
@@ -166,9 +166,10 @@ def _workers(workers: Sequence[Worker]) -> RenderableType:
 
 def _in_flight(shot: Snapshot) -> RenderableType:
     """Trajectories in flight by length: the tail that a step waits for is to the right."""
-    bars = sparkline(shot.histogram)
+    filled = [i for i, count in enumerate(shot.histogram) if count]
+    bars = sparkline(shot.histogram[: max(filled, default=0) + 1])
     labels = [str(bound) for bound in shot.bounds]
-    labels += ["more"] * (len(bars) - len(labels))
+    labels = [*labels, "more"][: len(bars)]
     width = max(map(len, labels), default=1)
     spread = " ".join(bar * width for bar in bars)
     axis = " ".join(label.rjust(width) for label in labels)

@@ -205,6 +205,8 @@ def told(event: Event) -> str:
         return f"{line} ({f.get('policy', '')})"
     if unforeseen(event):
         return f"{f['name']} ended ({f['why']}); it starts again"
+    if event.kind == "move_declined":
+        return f"a move was declined: {f['reason']}"
     if event.kind == "epoch":
         return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
     return ""
