@@ -8,7 +8,7 @@ import pytest
 from state_bench import JOB, SHARD, TRAINER, Bench, document
 
 from common.errors import Fenced, NotFound, Refused
-from common.state import events, groups, jobs, registry
+from common.state import events, groups, jobs, registry, steps
 from common.state.client import State
 from common.state.groups import Leased, Waiting
 
@@ -74,13 +74,12 @@ async def test_a_stopped_job_goes_on_where_it_was(bench: Bench) -> None:
 async def test_an_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
     token = await bench.seat("evaluator")
     await jobs.submit(bench.state, JOB, document(), "", "op")
-    args = (token,)
     first = {"greedy": 0.5, "wrong": []}
-    assert await jobs.record_evaluation(bench.state, JOB, "s10", 10, first, "evaluator", *args)
+    assert await jobs.record_evaluation(bench.state, JOB, "s10", 10, first, "evaluator", token)
     assert not await jobs.record_evaluation(
-        bench.state, JOB, "s10", 10, {"greedy": 0.6}, "evaluator", *args
+        bench.state, JOB, "s10", 10, {"greedy": 0.6}, "evaluator", token
     )
-    assert await jobs.record_evaluation(bench.state, JOB, "before", 0, {}, "evaluator", *args)
+    assert await jobs.record_evaluation(bench.state, JOB, "before", 0, {}, "evaluator", token)
     found = await jobs.evaluations(bench.state, JOB)
     assert [(row["tag"], row["result"]) for row in found] == [("before", {}), ("s10", first)]
 
@@ -115,8 +114,6 @@ async def test_nothing_is_admitted_before_training_nor_beyond_the_budget(bench: 
     assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op1") == []
     await jobs.set_phase(bench.state, JOB, "training", trainer, TRAINER)
     assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op2") == []
-    from common.state import steps
-
     await steps.commit_initial(bench.state, JOB, TRAINER, trainer, 0, "m0", "c0")
     assert len(await groups.admit(bench.state, JOB, SHARD, shard, 9, "op3")) == 2
 

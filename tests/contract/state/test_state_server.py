@@ -29,7 +29,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @asynccontextmanager
-async def losing_replies(server: Server, tmp_path: Path) -> AsyncIterator[str]:
+async def losing_replies(server: Server) -> AsyncIterator[str]:
     """A way to the server on which every second reply to a script is lost with its connection.
 
     What a SIGKILL between the reply and its receipt looks like to the client, every time.
@@ -61,8 +61,8 @@ async def losing_replies(server: Server, tmp_path: Path) -> AsyncIterator[str]:
         listening.close()
 
 
-async def test_replies_that_are_lost_change_nothing(server: Server, tmp_path: Path) -> None:
-    async with losing_replies(server, tmp_path) as url:
+async def test_replies_that_are_lost_change_nothing(server: Server) -> None:
+    async with losing_replies(server) as url:
         state = await State.open(url)
         bench = Bench(state, None)
         seats = await bench.training_job()
