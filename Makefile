@@ -36,7 +36,6 @@ peers: $(READY)
 # torch goes first and exactly: an open range would pull gigabytes of CUDA packages.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(READY)
