@@ -15,7 +15,7 @@ _COUNT = struct.Struct("<I")
 def pack(message: Any) -> bytes:
     """`message` (a @message dataclass) with its buffers, as bytes."""
     body, buffers = encode(message)
-    parts = [body, *buffers]
+    parts: list[bytes | memoryview] = [body, *buffers]
     head = _COUNT.pack(len(parts)) + b"".join(
         _COUNT.pack(len(memoryview(p).cast("B"))) for p in parts
     )

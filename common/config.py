@@ -156,7 +156,7 @@ class JobConfig:
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> JobConfig:
-        """The inverse of `document`; ConfigError names a key that is unknown or of the wrong type."""
+        """The inverse of `document`; ConfigError names a key that is unknown or mistyped."""
         built: JobConfig = build(cls, document, "")
         return built
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 class MeshError(Exception):
     """Base of every error a caller may see.
 
-    `where` names the process or file, `fix` what the reader can do. `retryable` tells a caller that the same call may
-    succeed later, elsewhere or after a new look-up.
+    `where` names the process or file, `fix` what the reader can do. `retryable` tells a caller that
+    the same call may succeed later, elsewhere or after a new look-up.
     """
 
     code: ClassVar[str] = "error"
@@ -116,12 +116,14 @@ def _subclasses(cls: type[MeshError]) -> dict[str, type[MeshError]]:
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """(code, text) of any exception; what is not a MeshError becomes a RemoteFailure with its type's name."""
+    """(code, text) of any exception; what is not a MeshError becomes a RemoteFailure with its
+    type's name.
+    """
     if isinstance(error, MeshError):
         return error.code, str(error)
     return RemoteFailure.code, f"{type(error).__name__}: {error}"
 
 
 def from_wire(code: str, text: str, where: str = "") -> MeshError:
-    """The error a peer reported, as the class its code names (RemoteFailure for an unknown code)."""
+    """The error a peer reported, as the class its code names (RemoteFailure if it is unknown)."""
     return _subclasses(MeshError).get(code, RemoteFailure)(text, where=where)

@@ -22,7 +22,8 @@ import msgpack
 from common.errors import Refused
 
 if TYPE_CHECKING:
-    from common.host import AppendFile, Host
+    from common.appendfile import AppendFile
+    from common.host import Host
 
 FRAME = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
 SEGMENT_BYTES = 8 << 20  # a new segment from here on, so that finished ones can be deleted
@@ -66,7 +67,7 @@ def groups_of(record: Record) -> set[int]:
 
 def frame(kind: Kind, payload: Any) -> bytes:
     """One record as it lies in a segment."""
-    body = msgpack.packb(payload, use_bin_type=True)
+    body: bytes = msgpack.packb(payload, use_bin_type=True)
     return FRAME.pack(len(body), zlib.crc32(body, kind), kind) + body
 
 
@@ -95,6 +96,7 @@ class Ledger:
         self._owner = owner
         self._number = 0
         self._file: AppendFile | None = None
+        self.path = Path()  # of the segment that is open
         self._live: dict[Path, set[int]] = {}  # groups that still need a segment
         self.bytes_written = 0
         directory.mkdir(parents=True, exist_ok=True)

@@ -90,11 +90,12 @@ class Chaos:
         os.kill(target.pid, signal.SIGSTOP)
         began = time.monotonic()
         lasts = STOPPED_S if target.kind in LEASED else WITHOUT_LEASE_S
-        named = waited = None
+        named: float | None = None
+        waited = False
         try:
             while (passed := time.monotonic() - began) < lasts:
                 for stall in await self._stalls():
-                    if stall["culprit"] == target.name and named is None:
+                    if stall["culprit"] == target.name and not waited:
                         named, waited = time.monotonic() - began, bool(stall["waiter"])
                 await asyncio.sleep(max(0.0, min(0.5, lasts - passed)))
         finally:

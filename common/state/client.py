@@ -142,9 +142,16 @@ class State:
     async def command(self, *words: Any, deadline_s: float = DEADLINE_S) -> Any:
         """One Redis command; StateUnavailable when there is no answer by the deadline."""
         send = cast(Callable[..., Awaitable[Any]], self.client.execute_command)
+        task = asyncio.current_task()
+        asked = task.cancelling() if task else 0
         try:
             async with asyncio.timeout(deadline_s):
-                return await send(*words)
+                reply = await send(*words)
+                # redis-py sends through asyncio.wait_for, which in Python 3.11 swallows a
+                # cancellation that comes as the bytes leave.
+                if task and task.cancelling() > asked:
+                    raise asyncio.CancelledError
+                return reply
         except (*UNREACHABLE, ResponseError, TimeoutError) as error:
             raise self._unavailable(error) from error
 

@@ -9,8 +9,8 @@ import threading
 from typing import Any
 
 import torch
-from common.bulk import BulkClient
 
+from common.bulk import BulkClient
 from common.errors import ConfigError, MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh, MeshSettings, run
@@ -71,7 +71,10 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
     data = JobData.of(job_id, row.document, row.run_dir)
     model = Decoder(model_config(data))
     model.eval()
-    engine = TorchEngine(model, data.config.rollout.slots, data.config.rollout.max_tokens)
+    limits = data.config.rollout
+    engine = TorchEngine(
+        model, limits.slots, limits.max_tokens, version=-1, kv_on_update=limits.kv_on_update
+    )
     driver = Driver(asyncio.get_running_loop())
     service = EngineService(mesh, engine, driver.deliver)
 

@@ -13,8 +13,8 @@ from typing import Any
 import msgpack
 
 from common.errors import DeadlineExceeded, MeshError, ToolFailed
-from common.host import Child
 from common.mesh import Mesh
+from common.process import Child
 from services.rollout.batching import Batcher
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
@@ -55,7 +55,9 @@ class EnvironmentProcess:
             if self._child is None:
                 self.restarts += 1
                 self._fresh = True
-                self._child = self._mesh.host.spawn(self._argv, name=self.name, log=self._log, pipe=True)
+                self._child = self._mesh.host.spawn(
+                    self._argv, name=self.name, log=self._log, pipe=True
+                )
             return self._child
 
     async def _exchange(self, batch: list[Operation]) -> list[Any]:

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -203,7 +204,7 @@ class Router:
             self.links[name] = link
             task = asyncio.get_running_loop().create_task(link.run(), name=f"link {name}")
             self._tasks[name] = task
-            task.add_done_callback(lambda done, name=name: self._ended(name, done))
+            task.add_done_callback(partial(self._ended, name))
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(name) is task:

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.bulk import BulkClient
 
 from common.api.engine import Tokens
 from common.api.weights import Group
 from common.blob import pack
-from common.errors import MeshError, StorageFull, ToolFailed
+from common.bulk import BulkClient
+from common.errors import ConfigError, MeshError, StorageFull, ToolFailed
 from common.jobdata import JobData
 from common.ledger import Kind, Ledger, groups_of, scan, segments
 from common.mesh import Mesh
+from common.model.tokenizer import Tokenizer
 from common.patience import patiently
 from common.state import groups as rows
 from common.state import registry
@@ -69,10 +70,12 @@ class ShardJob:
         self.admitting = False  # the job is in its training phase
 
     def _stop_ids(self) -> list[int]:
-        from common.model.tokenizer import Tokenizer
-
         tokenizer = Tokenizer.load(str(self.job.tokenizer))
-        return [tokenizer.token_to_id(text) for text in self.config.rollout.stop]
+        found = {text: tokenizer.token_to_id(text) for text in self.config.rollout.stop}
+        unknown = [text for text, token in found.items() if token is None]
+        if unknown:
+            raise ConfigError(f"rollout.stop: {unknown[0]!r} is no token of the tokenizer")
+        return [token for token in found.values() if token is not None]
 
     def seed_of(self, group: int, member: int) -> int:
         text = f"{self.config.seed}/{group}/{member}".encode()
@@ -381,7 +384,7 @@ class ShardJob:
     def stats(self) -> dict[str, Any]:
         """What the live view and the planner read."""
         lengths = np.array([t.length for t in self.active.values()] or [0])
-        histogram = np.histogram(lengths, (0, *BOUNDS, 1 << 40))[0] if self.active else []
+        histogram = np.histogram(lengths, (0, *BOUNDS, 1 << 40))[0] if self.active else np.zeros(0)
         return {
             "job": self.job.id,
             "in_flight": len(self.active),

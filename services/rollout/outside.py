@@ -41,8 +41,10 @@ class Outside:
         )
 
     async def load(self) -> None:
-        """Tells the sandbox about the job."""
+        """Tells the sandbox about the job; one without tools and reward needs none."""
         config = self._job.config
+        if not config.environment.tools and not config.reward.use:
+            return
         request = LoadJob(
             self._job.id,
             str(self._job.modules),

@@ -161,9 +161,12 @@ class Restored:
             self._tokens(p)
         elif record.kind is Kind.CLOSE:
             self.closed.add(p[0])
-        elif (t := self.trajectories.get(p[0])) is None:
-            return
-        elif record.kind is Kind.TURN:
+        elif p[0] in self.trajectories:
+            self._continue(self.trajectories[p[0]], record)
+
+    def _continue(self, t: Trajectory, record: Record) -> None:
+        p = record.payload
+        if record.kind is Kind.TURN:
             t.open_round = Round(p[1], t.length - t.turn_start)
         elif record.kind is Kind.TOOL and t.open_round is not None:
             r = t.open_round
@@ -184,9 +187,10 @@ class Restored:
         versions = np.frombuffer(payload[4], np.int32)
         at = 0
         for identity, count in zip(ids.tolist(), counts.tolist(), strict=True):
-            if (t := self.trajectories.get(identity)) is not None:
-                end = at + count
-                t.sampled(tokens[at:end], logprobs[at:end], versions[at:end])
+            end = at + count
+            if identity in self.trajectories:
+                sampled = self.trajectories[identity].sampled
+                sampled(tokens[at:end], logprobs[at:end], versions[at:end])
             at += count
 
     def groups(self) -> set[int]:

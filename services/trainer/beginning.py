@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common.bulk import BulkClient
 
 from common.api.weights import Load, Weights
+from common.bulk import BulkClient
 from common.errors import ConfigError
 from common.jobdata import JobData
 from common.mesh import Mesh

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common.bulk import BulkClient
 
 from common.actor import Actor, call
 from common.api.engine import Engine
@@ -16,6 +15,7 @@ from common.api.role import Drain, Drained
 from common.api.trainer import BinLease, BinRequest, BinResult, BinTaken, Trainer
 from common.api.weights import Checkpoint, Group, Weights
 from common.blob import unpack
+from common.bulk import BulkClient
 from common.errors import BadMessage, MeshError, NotFound
 from common.jobdata import JobData
 from common.mesh import Mesh

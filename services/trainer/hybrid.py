@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from common.bulk import BulkClient
-
 from common.actor import Actor, call
 from common.api.role import Drain, Drained, Role
 from common.api.trainer import BinLease, BinRequest, BinResult, Trainer
+from common.bulk import BulkClient
 from common.errors import MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh

@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 from common.bulk import BulkServer, ChunkStore
-
 from common.mesh import Mesh, MeshSettings, run
 from common.store import STORE
 from services.weights.store import WeightStore

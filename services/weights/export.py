@@ -10,10 +10,9 @@ import json
 import shutil
 from pathlib import Path
 
-from common.bulk import ChunkStore
-
 from common.api.weights import Manifest
 from common.blob import unpack
+from common.bulk import ChunkStore
 from common.errors import NotFound
 from common.model.config import ModelConfig
 from common.model.hf import save_model

@@ -8,11 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.bulk import ChunkStore
-
 from common.actor import Actor, call
 from common.api.weights import Checkpoint, Fetch, Load, Manifest, Saved, Stage, Staged, Weights
 from common.blob import pack, unpack
+from common.bulk import ChunkStore
 from common.errors import MeshError, NotFound, Refused
 from common.mesh import Mesh
 from common.state import groups, jobs

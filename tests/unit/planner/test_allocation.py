@@ -34,9 +34,7 @@ def test_moves_end(rollout_s: float, train_s: float, rollout: int, training: int
     while True:
         assert split not in seen
         seen.add(split)
-        times = StageTimes(
-            rollout_s * rollout / split.rollout, train_s * training / split.training
-        )
+        times = StageTimes(rollout_s * rollout / split.rollout, train_s * training / split.training)
         grows = growing_role(times, split, CONFIG)
         if grows is None:
             return
