@@ -1,4 +1,8 @@
-"""The two stage times of a job, from the counters that its processes publish."""
+"""The two stage times of a job, from the counters that its processes publish.
+
+An engine that the staleness gate keeps half empty is not slow: its time counts by the share of its
+slots that is in use, so that the stage time is that of full engines.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ class Counters:
 
     sources: frozenset[str]
     engines: int
-    engine_busy_s: float
+    occupied_s: float  # by all engines: of a half-empty engine, half counts
     groups: int
     train_busy_s: float
     steps: int
@@ -34,7 +38,7 @@ def read(job: str, entries: list[Mapping[str, Any]]) -> Counters:
     return Counters(
         sources=frozenset(e["name"] + e["incarnation"] for e in engines + trainers + shards),
         engines=len(engines),
-        engine_busy_s=sum(float(e["stats"].get("busy_s", 0.0)) for e in engines),
+        occupied_s=sum(float(e["stats"].get("occupied_s", 0.0)) for e in engines),
         groups=sum(int(e["stats"].get("groups", 0)) for e in shards),
         train_busy_s=sum(float(e["stats"].get("busy_s", 0.0)) for e in trainers),
         steps=sum(int(e["stats"].get("step", 0)) for e in trainers),
@@ -66,7 +70,7 @@ class StageWindow:
         steps, groups = last.steps - first.steps, last.groups - first.groups
         if steps < LEAST_STEPS or groups < LEAST_STEPS * self._groups_per_step:
             return None
-        busy = (last.engine_busy_s - first.engine_busy_s) / last.engines
+        busy = (last.occupied_s - first.occupied_s) / last.engines
         return StageTimes(
             rollout_s=busy / groups * self._groups_per_step,
             train_s=(last.train_busy_s - first.train_busy_s) / steps,

@@ -76,7 +76,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
         model, limits.slots, limits.max_tokens, version=-1, kv_on_update=limits.kv_on_update
     )
     driver = Driver(asyncio.get_running_loop())
-    service = EngineService(mesh, engine, driver.deliver)
+    service = EngineService(mesh, engine, limits.slots, driver.deliver)
 
     def stats() -> dict[str, Any]:
         return {
@@ -87,6 +87,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
             "version": engine.version,
             "tokens": engine.tokens_generated,
             "busy_s": engine.busy_s,
+            "occupied_s": service.occupied_s,
             "running": engine.running,
             "waiting": engine.waiting,
         }

@@ -53,8 +53,13 @@ class EngineService(Actor):
 
     interface = Engine
 
-    def __init__(self, mesh: Mesh, engine: TokenEngine, deliver: Callable[[Any], None]) -> None:
+    def __init__(
+        self, mesh: Mesh, engine: TokenEngine, slots: int, deliver: Callable[[Any], None]
+    ) -> None:
         self.mesh, self.engine = mesh, engine
+        self._slots = slots
+        self._turned_at = mesh.clock.monotonic()
+        self.occupied_s = 0.0  # time that all slots together would have needed for what they did
         self._deliver = deliver  # runs a function on the loop, from the driver's thread
         self._owners: dict[str, Attached] = {}
         self._routes: dict[int, tuple[Attached, int]] = {}  # the engine's request -> owner and id
@@ -73,9 +78,12 @@ class EngineService(Actor):
         """One turn of the driver's loop; False when there was nothing to do."""
         while self._commands:
             self._commands.popleft()()
+        running = self.engine.running
         busy = self.engine.step()
         self._steps += 1
         now = self.mesh.clock.monotonic()
+        self.occupied_s += (now - self._turned_at) * running / self._slots
+        self._turned_at = now
         due = self._steps >= FLUSH_STEPS or now - self._flushed_at >= FLUSH_S or not busy
         if self.engine.ended or due:
             flush = self.engine.drain()

@@ -39,7 +39,7 @@ from services.weights.store import WeightStore
 JOB = "simulated"
 TOKENS_PER_S = 40.0
 SLOTS = 8
-FLUSH_S = 0.4  # of the simulated engines: 16 tokens of each request
+FLUSH_S = 0.8  # of the simulated engines: 32 tokens of each request
 TRAIN_S = 24.0  # of a step, by one gang
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
 
@@ -189,7 +189,7 @@ class World:
     async def _engine(self, gang: str, epoch: int) -> Process:
         process = self._process(f"engine/{gang}", "engine")
         engine = SimulatedEngine(self.clock, SLOTS, TOKENS_PER_S, max_length=400, version=-1)
-        service = EngineService(process.mesh, engine, lambda action: action())
+        service = EngineService(process.mesh, engine, SLOTS, lambda action: action())
 
         async def drive() -> None:
             while True:
@@ -203,7 +203,7 @@ class World:
                 "epoch": epoch,
                 "ready": True,
                 "tokens": engine.tokens_generated,
-                "busy_s": engine.busy_s,
+                "occupied_s": service.occupied_s,
                 "version": engine.version,
             }
 

@@ -11,8 +11,8 @@ def look(step: int, groups: int, busy: float, trained: float, incarnation: str =
         return {"kind": kind, "name": name, "incarnation": incarnation, "stats": stats}
 
     return [
-        entry("engine", "engine/g1", busy_s=busy),
-        entry("engine", "engine/g2", busy_s=busy),
+        entry("engine", "engine/g1", occupied_s=busy),
+        entry("engine", "engine/g2", occupied_s=busy),
         entry("rollout", "rollout/0", groups=groups),
         entry("trainer", "trainer/job", busy_s=trained, step=step),
     ]
