@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from common.errors import Refused
+from common.errors import Refused, StorageFull
 
 if TYPE_CHECKING:
     from common.appendfile import AppendFile
@@ -98,6 +99,7 @@ class Ledger:
         self._file: AppendFile | None = None
         self.path = Path()  # of the segment that is open
         self._live: dict[Path, set[int]] = {}  # groups that still need a segment
+        self._deferred: list[tuple[Kind, Any]] = []
         self.bytes_written = 0
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -112,6 +114,7 @@ class Ledger:
 
     def begin(self) -> tuple[Path, int] | None:
         """Opens the next segment; returns the one sealed by it and its length."""
+        self.flush()
         path = self.next_path
         opened = self._host.open_append(path)
         sealed = None
@@ -128,6 +131,13 @@ class Ledger:
         """Takes over a predecessor's segment, which `groups` still need."""
         self._live[path] = set(groups)
 
+    def defer(self, kind: Kind, payload: Any, group: int) -> None:
+        """A record that goes with the next append, before it: one that can be found again from
+        those already written, so that losing it costs work and nothing else.
+        """
+        self._deferred.append((kind, payload))
+        self._live[self.path].add(group)
+
     def append(self, records: Iterable[tuple[Kind, Any]], groups: Iterable[int] = ()) -> None:
         """Writes records with one system call; `groups` are those whose fate they tell.
 
@@ -135,8 +145,11 @@ class Ledger:
         """
         if self._file is None:
             raise Refused("no segment of the ledger is open", where=str(self.directory))
-        block = b"".join(frame(kind, payload) for kind, payload in records)
+        block = b"".join(frame(kind, payload) for kind, payload in (*self._deferred, *records))
+        if not block:
+            return
         self._file.write(block)
+        self._deferred.clear()
         self.bytes_written += len(block)
         self._live[self.path].update(groups)
 
@@ -150,12 +163,19 @@ class Ledger:
             path.unlink(missing_ok=True)
         return freed
 
+    def flush(self) -> None:
+        """Writes what was deferred."""
+        if self._deferred:
+            self.append([])
+
     def sync(self) -> None:
         if self._file is not None:
             self._file.sync()
 
     def close(self) -> None:
         if self._file is not None:
+            with suppress(StorageFull):  # what was deferred can be found again
+                self.flush()
             self._file.sync()
             self._file.close()
             self._file = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import signal
 from collections.abc import Callable, Coroutine
@@ -20,6 +21,8 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < DESCRIPTORS:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, DESCRIPTORS), hard))
+    gc.collect()
+    gc.freeze()  # what is imported stays: no later collection walks it again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_until_signal(main))
 

@@ -35,6 +35,7 @@ from services.trainer.learner import Learner, add
 from services.trainer.optimizers import lr_factor
 from services.trainer.warm_start import warm_start
 
+SLOTS = 64  # sequences that decode together: more cost this loop more, since it waits for the last
 NARROWEST = 32  # places of the cache that a step looks at, at least; widths are multiples of it
 Rows = list[dict[str, Any]]
 
@@ -96,7 +97,7 @@ class Generator:
         self.job, self.model, self.greedy = job, model, greedy
         c, self.count, self.limit = (
             model.config,
-            job.config.rollout.slots,
+            SLOTS,
             job.config.rollout.max_tokens,
         )
         self.random = torch.Generator().manual_seed(seed)

@@ -16,6 +16,13 @@ from common.supervisor import ChildSpec, Hooks, Supervisor
 from services.node.roles import Assignment
 
 NICE = 5  # below the services: a step may wait, a heartbeat may not
+# One thread a process (more are slower when cores are shared); tensors are allocated from a heap
+# that is kept, so that a step does not fault the pages of its activations in again.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
 BUDGET = (5, 60.0)  # restarts in seconds
 LOADING_S = 300.0  # until a started process must be ready
 DRAIN_S = 5.0
@@ -57,7 +64,7 @@ class RoleProcess(Hooks):
             ChildSpec(
                 name,
                 assignment.argv(self._gang, self._commands),
-                env={"OMP_NUM_THREADS": "1"},
+                env=ENVIRONMENT,
                 log=self._logs / (name.replace("/", "-") + ".log"),
                 restart="on_failure",
                 budget=BUDGET,

@@ -85,9 +85,10 @@ class EngineService(Actor):
         self.occupied_s += (now - self._turned_at) * running / self._slots
         self._turned_at = now
         due = self._steps >= FLUSH_STEPS or now - self._flushed_at >= FLUSH_S or not busy
-        if self.engine.ended or due:
-            flush = self.engine.drain()
+        if due:
             self._steps, self._flushed_at = 0, now
+        if due or self.engine.ended:
+            flush = self.engine.drain(ended_only=not due)
             if flush is not None:
                 self._deliver(lambda: self._route(flush))
         return busy or bool(self._commands)

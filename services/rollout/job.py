@@ -158,6 +158,7 @@ class ShardJob:
         written = -1
         while True:
             await self.mesh.clock.sleep(SYNC_S)
+            await self.log()
             if written != self.ledger.bytes_written:
                 written = self.ledger.bytes_written
                 await self.mesh.host.run_blocking(self.ledger.sync, deadline_s=60.0)
@@ -329,9 +330,8 @@ class ShardJob:
             self.environments.close_one(t.id)
             self.hungry.set()
         if t.recorded:
-            await self.log(
-                (Kind.END, [t.id, ending.reason, ending.reward, ending.error]), groups=(t.group,)
-            )
+            end = [t.id, ending.reason, ending.reward, ending.error]
+            self.ledger.defer(Kind.END, end, t.group)
         t.ending = ending
 
     async def _turns(self, t: Trajectory, row: dict[str, Any]) -> str:
@@ -353,7 +353,7 @@ class ShardJob:
                 text, action, value = await self.environments.step(t.id, t.turn.tolist(), replay)
                 t.open_round = Round(text, len(t.turn))
                 if t.recorded:
-                    await self.log((Kind.TURN, [t.id, text]), groups=(t.group,))
+                    self.ledger.defer(Kind.TURN, [t.id, text], t.group)
                 if action == "tool":
                     name, argument = value
                     answer = await self.outside.tool(name, argument)
@@ -369,7 +369,7 @@ class ShardJob:
             if t.length + len(value) >= config.max_tokens:
                 return "length"
             if t.recorded:
-                await self.log((Kind.APPEND, [t.id, value]), groups=(t.group,))
+                self.ledger.defer(Kind.APPEND, [t.id, value], t.group)
             t.appended(value)
 
     async def _answered(self, t: Trajectory, name: str, argument: Any, answer: Any) -> None:

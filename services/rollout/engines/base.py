@@ -96,8 +96,8 @@ class Engine(Protocol):
     def step(self) -> bool:
         """One token more for what runs; False when paused or without work."""
 
-    def drain(self) -> Flush | None:
-        """What has come since the last drain, each token once."""
+    def drain(self, ended_only: bool = False) -> Flush | None:
+        """What has come since the last drain, each token once; of ended requests only, or all."""
 
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
         """New weights from the next step on."""

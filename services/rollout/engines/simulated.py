@@ -130,8 +130,11 @@ class SimulatedEngine:
         self._advance()
         return not self._paused and bool(self._running or self._queue)
 
-    def drain(self) -> Flush | None:
-        pieces, self._pieces, self._ended = self._pieces, [], False
+    def drain(self, ended_only: bool = False) -> Flush | None:
+        over = {piece.id for piece in self._pieces if piece.finish != RUNNING}
+        pieces = [piece for piece in self._pieces if piece.id in over or not ended_only]
+        self._pieces = [p for p in self._pieces if p.id not in over] if ended_only else []
+        self._ended = False
         merged: dict[int, list[Piece]] = {}
         for piece in pieces:
             merged.setdefault(piece.id, []).append(piece)

@@ -152,11 +152,11 @@ class Slots:
         over = stopped | (at + 1 >= self.limit[slots])
         return slots[over], stopped[over]
 
-    def drain(self) -> Flush | None:
-        live = np.flatnonzero((self.request != NOBODY) & (self.known > self.flushed))
-        if not self._ended and not len(live):
-            return None
+    def drain(self, ended_only: bool = False) -> Flush | None:
         ended, self._ended = flush_of(self._ended), []
+        if ended_only:
+            return ended
+        live = np.flatnonzero((self.request != NOBODY) & (self.known > self.flushed))
         if not len(live):
             return ended
         growing = self._growth(live)

@@ -105,8 +105,8 @@ class TorchEngine:
     def release(self, sessions: Iterable[int]) -> None:
         self._slots.release(sessions)
 
-    def drain(self) -> Flush | None:
-        return self._slots.drain()
+    def drain(self, ended_only: bool = False) -> Flush | None:
+        return self._slots.drain(ended_only)
 
     def pause(self) -> None:
         self._paused = True
