@@ -39,7 +39,6 @@ class Kind(IntEnum):
     APPEND = 5  # [trajectory, ids]
     END = 6  # [trajectory, reason, reward or None, error]
     CLOSE = 7  # [group, fate]
-    RESTART = 8  # [trajectory]: begun again from the prompt
 
 
 @dataclass(frozen=True, slots=True)

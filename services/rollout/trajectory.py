@@ -175,8 +175,6 @@ class Restored:
             t.appended(p[1])
         elif record.kind is Kind.END:
             t.ending = Ending(p[1], p[2], p[3])
-        elif record.kind is Kind.RESTART:
-            t.begin(t.tokens[: t.prompt_length].tolist())
 
     def _tokens(self, payload: list[bytes]) -> None:
         ids, counts = np.frombuffer(payload[0], np.int64), np.frombuffer(payload[1], np.int32)
