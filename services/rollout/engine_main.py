@@ -82,7 +82,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
         return {
             "job": job_id,
             "epoch": epoch,
-            "ready": True,
+            "ready": not service.draining,
             "gang": gang,
             "version": engine.version,
             "tokens": engine.tokens_generated,

@@ -67,7 +67,7 @@ class EngineService(Actor):
         self._commands: deque[Callable[[], None]] = deque()
         self.wake = threading.Event()
         self.changed = asyncio.Event()
-        self._draining = False
+        self.draining = False
         self._steps = 0
         self._flushed_at = 0.0
         self.manifest = ""  # of the weights that are loaded
@@ -113,6 +113,8 @@ class EngineService(Actor):
 
     @stream(Engine.attach)
     async def attach(self, request: Attach) -> AsyncIterator[Tokens]:
+        if self.draining:
+            raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
         previous = self._owners.get(request.owner)
         if previous is not None:
             self._detach(previous)
@@ -143,7 +145,7 @@ class EngineService(Actor):
             raise Refused(
                 f"{batch.owner} is not attached", where=self.mesh.name, fix="attach first"
             )
-        if self._draining:
+        if self.draining:
             raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
         requests = []
         stop = tuple(batch.stop)
@@ -217,7 +219,7 @@ class EngineService(Actor):
     @call(Engine.drain)
     async def drain(self, request: Drain) -> Drained:
         """Takes nothing more; what runs ends as aborted, with every token so far delivered."""
-        self._draining = True
+        self.draining = True
         ids = list(self._routes)
         self.command(lambda: self.engine.abort(ids))
         async with self.mesh.clock.timeout(4.0, "the last tokens to leave"):

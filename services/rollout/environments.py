@@ -41,7 +41,6 @@ class EnvironmentProcess:
         self._starting = asyncio.Lock()
         self._batcher: Batcher[Operation, Any] = Batcher(self._exchange)
         self._fresh = True
-        self.restarts = -1
 
     @property
     def pid(self) -> int:
@@ -53,7 +52,6 @@ class EnvironmentProcess:
     async def _ready(self) -> Child:
         async with self._starting:
             if self._child is None:
-                self.restarts += 1
                 self._fresh = True
                 self._child = self._mesh.host.spawn(
                     self._argv, name=self.name, log=self._log, pipe=True

@@ -21,8 +21,11 @@ from services.rollout.batching import Batcher
 from services.rollout.routing import EngineLoad, choose
 from services.rollout.trajectory import Trajectory
 
+NO_VERSION = -1  # of an engine that may serve nobody now
 RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes of common.api.engine.Tokens
-ATTEMPTS = 5  # engines that may fail a trajectory in a row without one new token
+ATTEMPTS = 5  # engines in a row may fail a trajectory without one new token,
+PATIENCE_S = 120.0  # and for so long: engines are killed, stopped and moved as a matter of course
+REST_S = 0.5  # an engine that failed a turn gets no other for so long: it may be draining
 SILENT_S = 1.0  # an engine with requests flushes every 20 ms
 TURN_S = 600.0  # a turn that takes longer is handed to another engine
 PLACE_S = (
@@ -56,9 +59,10 @@ class EngineLink:
         on_version: Callable[[], None],
     ) -> None:
         self.name, self.bound = name, bound
-        self.version = -1
+        self.version = NO_VERSION
         self.held: set[int] = set()  # trajectories whose slot is here
         self.ended: list[int] = []  # trajectories whose slots the engine may reuse
+        self._rests_until = 0.0
         self._mesh, self._sink, self._stop = mesh, sink, stop
         self._on_version = on_version  # its weights are newer now
         self._ref: Ref = mesh.ref(name)
@@ -70,7 +74,14 @@ class EngineLink:
 
     @property
     def load(self) -> EngineLoad:
-        return EngineLoad(self.name, self.bound, len(self.held), self.version)
+        rests = self._mesh.clock.monotonic() < self._rests_until
+        return EngineLoad(
+            self.name, self.bound, len(self.held), NO_VERSION if rests else self.version
+        )
+
+    def rest(self) -> None:
+        """Takes no turn for a while."""
+        self._rests_until = self._mesh.clock.monotonic() + REST_S
 
     @property
     def requests(self) -> int:
@@ -85,7 +96,7 @@ class EngineLink:
             async for flush in self._ref.stream(Engine.attach, attach):
                 await self._arrived(flush)
         finally:
-            self.version = -1
+            self.version = NO_VERSION
             self._silence.close()
             await self._batcher.close()
             for _, future in self._requests.values():
@@ -199,6 +210,7 @@ class Router:
             self._tasks[name].cancel()
         for link in self.links.values():
             link.listen()
+        self.dispatch()  # one that rested may serve again
         for name in sorted(alive - self.links.keys()):
             link = EngineLink(self._mesh, name, self._bound, self._sink, self._stop, self.dispatch)
             self.links[name] = link
@@ -216,7 +228,7 @@ class Router:
         """Runs a turn to its end on whatever engines there are; STOP or LENGTH.
 
         `turn` is asked again after an engine failed, since the trajectory has grown. ToolFailed
-        after ATTEMPTS failures in a row without a new token.
+        after ATTEMPTS failures in a row, over PATIENCE_S at least, without a new token.
         """
         while True:
             request = turn()
@@ -235,8 +247,12 @@ class Router:
             link.held.discard(trajectory.id)
             trajectory.engine = ""
             self.continued += 1
-            trajectory.attempts = 0 if trajectory.length > length else trajectory.attempts + 1
-            if trajectory.attempts >= ATTEMPTS:
+            link.rest()
+            now = self._mesh.clock.monotonic()
+            if trajectory.length > length or not trajectory.attempts:
+                trajectory.attempts, trajectory.failing_since = 0, now
+            trajectory.attempts += 1
+            if trajectory.attempts >= ATTEMPTS and now - trajectory.failing_since > PATIENCE_S:
                 raise ToolFailed(f"{ATTEMPTS} engines in a row failed trajectory {trajectory.id}")
 
     async def _attempt(self, link: EngineLink, request: Turn) -> int:

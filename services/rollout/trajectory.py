@@ -56,8 +56,8 @@ class Trajectory:
         self.open_round: Round | None = None  # the environment has seen the turn, and not answered
         self.ending: Ending | None = None
         self.attempts = 0  # engines that failed since the last token
+        self.failing_since = 0.0  # by the clock: the first of them
         self.engine = ""  # that holds its keys and values
-        self.restarts = 0
         self.recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
         self._tokens = np.zeros(64, np.int32)
