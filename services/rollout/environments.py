@@ -19,6 +19,10 @@ from services.rollout.batching import Batcher
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
 START_S = 60.0  # importing the author's modules may take its time
+LOOK_AGAIN_S = 0.2  # past a deadline: this process itself may have been stopped until then
+HANGS = 2  # times that an operation must hang alone, in a process that nobody stopped
+LOSSES = 5  # processes in a row that an operation may end: somebody else may have killed a few
+STOPPED = "Tt"  # states of a process that was stopped, in /proc
 
 
 class EnvironmentLost(MeshError):
@@ -26,6 +30,12 @@ class EnvironmentLost(MeshError):
 
     code = "environment_lost"
     retryable = True
+
+
+class EnvironmentHung(EnvironmentLost):
+    """A running process did not answer one operation, which was alone in its batch."""
+
+    code = "environment_hung"
 
 
 class EnvironmentProcess:
@@ -64,24 +74,26 @@ class EnvironmentProcess:
         try:
             with self._mesh.wait(batch[0][1], on=self.name):
                 await child.send(msgpack.packb(batch, use_bin_type=True))
-                block = await child.recv(deadline_s)
+                block = await self._received(child, deadline_s)
         except (OSError, EOFError, MeshError) as error:
+            usage = child.usage()
+            stopped = usage is not None and usage.state in STOPPED
             await self._bury(child)
-            lost: list[Any] = [EnvironmentLost(f"environment process {self.name}: {error}")]
-            if isinstance(error, DeadlineExceeded) and len(batch) == 1:
-                lost = [
-                    ToolFailed(
-                        f"the environment hung: {batch[0][1]}() took over {deadline_s:.0f} s",
-                        where=self.name,
-                        fix="make it finish, or raise environment.step_deadline_s",
-                    )
-                ]
-            return lost * len(batch)
+            if isinstance(error, DeadlineExceeded) and len(batch) == 1 and not stopped:
+                return [EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")]
+            lost = EnvironmentLost(f"environment process {self.name}: {error}")
+            return [lost] * len(batch)
         self._fresh = False
         return [
             _answer(status, value, self.name)
             for _, status, value in msgpack.unpackb(block, raw=False)
         ]
+
+    async def _received(self, child: Child, deadline_s: float) -> bytes:
+        try:
+            return await child.recv(deadline_s)
+        except DeadlineExceeded:
+            return await child.recv(LOOK_AGAIN_S)
 
     async def _bury(self, child: Child) -> None:
         self._child = None
@@ -107,7 +119,7 @@ class EnvironmentPool:
 
     A lost process is started again at its next operation; every trajectory it held is rebuilt there
     from `replay` before its operation is repeated. An operation that was out when a process hung is
-    repeated alone, so that only the one that hangs by itself fails.
+    repeated alone, so that only the one that hangs by itself, more than once, fails.
     """
 
     def __init__(
@@ -166,19 +178,29 @@ class EnvironmentPool:
         self, key: int, operation: str, argument: Any, replay: Callable[[], Any] | None
     ) -> Any:
         process = self._process(key)
-        try:
-            return await process.put((key, operation, argument))
-        except EnvironmentLost:
-            pass
-        for attempt in range(5):
+        hangs = losses = 0
+        while True:
             try:
-                if attempt == 0:
+                if not losses:
+                    return await process.put((key, operation, argument))
+                if losses == 1:
                     return await self._again(process, key, operation, argument, replay)
                 async with self._alone:  # it may have been the one that hung: nobody rides along
                     return await self._again(process, key, operation, argument, replay)
             except EnvironmentLost as error:
-                lost = error
-        raise ToolFailed(f"{operation}() lost its environment process five times: {lost}")
+                losses += 1
+                hangs += isinstance(error, EnvironmentHung)
+                if hangs == HANGS:
+                    raise ToolFailed(
+                        f"the environment hung: {error}",
+                        where=process.name,
+                        fix="make it finish, or raise environment.step_deadline_s",
+                    ) from error
+                if losses > LOSSES:
+                    raise ToolFailed(
+                        f"{operation}() lost its environment process {losses} times: {error}",
+                        where=process.name,
+                    ) from error
 
     async def _again(
         self,

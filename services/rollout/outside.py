@@ -4,7 +4,7 @@ when the author's code does.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from common.api.sandbox import (
     BAD_VALUE,
@@ -22,6 +22,8 @@ from common.errors import MeshError, NotFound, ToolFailed
 from common.jobdata import JobData
 from common.mesh import Mesh
 from services.rollout.batching import Batcher
+
+Q = TypeVar("Q")
 
 ATTEMPTS = 4  # calls that may hang or crash before the trajectory fails by type
 PATIENCE_S = 600.0  # the sandbox service itself may be away this long
@@ -58,21 +60,22 @@ class Outside:
         if name not in self._job.config.environment.tools:
             known = ", ".join(sorted(self._job.config.environment.tools)) or "none"
             raise ToolFailed(f"no tool is called {name!r}", fix=f"the job names: {known}")
-        for _ in range(ATTEMPTS):
-            outcome = await self._tools.put((name, argument))
-            if outcome.status in (OK, RAISED, BAD_VALUE):
-                break
-        return _value(outcome, f"tool {name}")
+        return _value(await self._decided(self._tools, (name, argument)), f"tool {name}")
 
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """The job's reward; ToolFailed when the function raises, hangs or returns garbage."""
         if not self._job.config.reward.use:
             return 0.0
-        for _ in range(ATTEMPTS):
-            outcome = await self._rewards.put((row, turns))
+        return float(_value(await self._decided(self._rewards, (row, turns)), "reward"))
+
+    async def _decided(self, calls: Batcher[Q, Outcome], call: Q) -> Outcome:
+        """The outcome, asked for again when the process that ran the call was lost or too slow."""
+        for attempt in range(1, ATTEMPTS + 1):
+            outcome = await calls.put(call)
             if outcome.status in (OK, RAISED, BAD_VALUE):
                 break
-        return float(_value(outcome, "reward"))
+            await self._mesh.clock.sleep(RETRY_S * attempt)
+        return outcome
 
     async def _run_tools(self, batch: list[tuple[str, Any]]) -> list[Outcome | Exception]:
         deadline_s = self._job.config.environment.tool_deadline_s
