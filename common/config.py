@@ -11,7 +11,7 @@ from common.errors import ConfigError
 @dataclass(frozen=True)
 class MeshConfig:
     workers: int = 3  # accelerators (CPU slots here) that the planner may place roles on
-    device: str = "cpu"  # cpu | cuda
+    device: str = "cpu"  # what workers compute on
     bind: str = "tcp://127.0.0.1:*"  # where every process listens
     advertise: str = ""  # what it tells others; empty: the bound address
 

@@ -116,7 +116,7 @@ def audit(run: Run, json: AsJson = False) -> None:
 def up(
     workers: Annotated[int, typer.Option(metavar="N", help="Accelerators, or CPU slots.")] = 3,
     shards: Annotated[int, typer.Option(metavar="N", help="Rollout shards.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="What workers are: cpu, or cuda.")] = "cpu",
     root: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where it keeps its files; default .meshrl.")
     ] = None,

@@ -17,7 +17,7 @@ from meshrl.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "reward.use", "warm_start.demonstrations")
 CHOICES = {
-    "mesh.device": ("cpu", "cuda"),
+    "mesh.device": ("cpu",),
     "rollout.kv_on_update": ("keep", "recompute"),
     "rollout.engine": ("torch",),
     "algorithm.name": ("grpo",),

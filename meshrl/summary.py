@@ -65,15 +65,20 @@ def moves(events: Sequence[Event]) -> list[Event]:
 
 
 def stage_time_moves(events: Sequence[Event]) -> list[Event]:
-    """Those that the stage-time policy decided after the first step."""
+    """Those that the stage-time policy decided after the first step, each once, while every other
+    gang went on: it generated, computed bins or committed between start and end.
+    """
     first = next((e.ms for e in events if e.kind == "step"), None)
     if first is None:
         return []
-    return [
-        e
+    found = {
+        (e.fields["gang"], e.fields.get("epoch")): e
         for e in moves(events)
-        if e.fields.get("policy") == "stage_time" and float(e.fields["started_ms"]) > first
-    ]
+        if e.fields.get("policy") == "stage_time"
+        and float(e.fields["started_ms"]) > first
+        and all(other["after"] > other["before"] for other in e.fields.get("others", {}).values())
+    }
+    return list(found.values())
 
 
 def _accuracy(evaluations: Sequence[Evaluation], tag: str) -> dict[str, float] | None:
