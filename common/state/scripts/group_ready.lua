@@ -10,4 +10,6 @@ end
 redis.call('HSET', group_key(a.group), 'digest', a.digest, 'nbytes', a.nbytes,
   'min_version', a.min_version, 'max_version', a.max_version, 'scored', a.scored, 'ready_ms', NOW)
 move(a.group, 'open', 'ready')
+event('ready', {job = a.job, group = a.group, samples = tonumber(row.samples), scored = a.scored,
+  digest = a.digest, by = a.shard})
 return done({ready = true})
