@@ -192,17 +192,3 @@ def read(directory: Path) -> Iterator[Record]:
     for path in segments(directory):
         for record, _ in scan(path):
             yield record
-
-
-def in_flight(directory: Path) -> dict[int, int]:
-    """Trajectories that the ledgers below `directory` hold as open, by group: opened and not
-    closed.
-    """
-    members: dict[int, set[int]] = {}
-    for shard in sorted({path.parent for path in directory.rglob("*.ledger")}):
-        for record in read(shard):
-            if record.kind is Kind.OPEN:
-                members.setdefault(record.payload[0], set()).add(record.payload[1])
-            elif record.kind is Kind.CLOSE:
-                members.pop(record.payload[0], None)
-    return {group: len(found) for group, found in members.items()}

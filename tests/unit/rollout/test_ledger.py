@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from common.errors import Refused
 from common.host import SystemHost
-from common.ledger import Kind, Ledger, frame, groups_of, in_flight, read, scan, trajectory_id
+from common.ledger import Kind, Ledger, frame, groups_of, read, scan, trajectory_id
 from services.rollout.trajectory import Restored, Trajectory
 
 HOST = SystemHost()
@@ -72,14 +72,6 @@ def test_a_segment_goes_when_no_group_needs_it(tmp_path: Path) -> None:
     assert ledger.forget(1) == []
     assert ledger.forget(2) == [first]
     assert not first.exists()
-
-
-def test_in_flight_counts_members_of_groups_that_are_not_closed(tmp_path: Path) -> None:
-    ledger = ledger_in(tmp_path / "rollout-0")
-    ledger.append([opened(1, 0), opened(1, 1), opened(2, 0)], [1, 2])
-    ledger.append([(Kind.CLOSE, [2, "ready"])], [2])
-    ledger.close()
-    assert in_flight(tmp_path) == {1: 2}
 
 
 def test_a_trajectory_is_rebuilt_token_for_token(tmp_path: Path) -> None:
