@@ -207,7 +207,7 @@ class Planner(Actor):
         if not all(g.settled for g in usable):
             self._window.reset()
             return
-        self._window.observe(read(row.id, [asdict(e) for e in entries if e.alive]))
+        self._window.observe(read(row.id, (e for e in entries if e.alive)))
         times = self._window.times()
         if times is None or row.steps_done < self._last_move_step + config.cooldown_steps:
             return

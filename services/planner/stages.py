@@ -6,9 +6,9 @@ slots that is in use, so that the stage time is that of full engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from services.planner.allocation import StageTimes
 
@@ -27,21 +27,28 @@ class Counters:
     steps: int
 
 
-def read(job: str, entries: list[Mapping[str, Any]]) -> Counters:
-    """Counters of a job's live processes; each entry has `name`, `kind`, `incarnation` and its
-    `stats`.
-    """
-    mine = [e for e in entries if e["stats"].get("job") == job]
-    engines = [e for e in mine if e["kind"] == "engine"]
-    trainers = [e for e in mine if e["kind"] == "trainer"]
-    shards = [e for e in mine if e["kind"] == "rollout"]
+class Published(Protocol):
+    """What is read of a registry entry."""
+
+    name: str
+    kind: str
+    incarnation: str
+    stats: dict[str, Any]
+
+
+def read(job: str, entries: Iterable[Published]) -> Counters:
+    """Counters of a job's live processes."""
+    mine = [e for e in entries if e.stats.get("job") == job]
+    engines = [e for e in mine if e.kind == "engine"]
+    trainers = [e for e in mine if e.kind == "trainer"]
+    shards = [e for e in mine if e.kind == "rollout"]
     return Counters(
-        sources=frozenset(e["name"] + e["incarnation"] for e in engines + trainers + shards),
+        sources=frozenset(e.name + e.incarnation for e in engines + trainers + shards),
         engines=len(engines),
-        occupied_s=sum(float(e["stats"].get("occupied_s", 0.0)) for e in engines),
-        groups=sum(int(e["stats"].get("groups", 0)) for e in shards),
-        train_busy_s=sum(float(e["stats"].get("busy_s", 0.0)) for e in trainers),
-        steps=sum(int(e["stats"].get("step", 0)) for e in trainers),
+        occupied_s=sum(float(e.stats.get("occupied_s", 0.0)) for e in engines),
+        groups=sum(int(e.stats.get("groups", 0)) for e in shards),
+        train_busy_s=sum(float(e.stats.get("busy_s", 0.0)) for e in trainers),
+        steps=sum(int(e.stats.get("step", 0)) for e in trainers),
     )
 
 

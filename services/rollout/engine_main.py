@@ -111,8 +111,8 @@ def model_config(data: JobData) -> ModelConfig:
     return ModelConfig.from_hf(data.config.model.config)
 
 
-async def follow(mesh: Mesh, service: EngineService, job: str) -> None:
-    """Keeps the engine at the job's committed version."""
+async def follow(mesh: Mesh, service: EngineService, job: str, look_s: float = LOOK_S) -> None:
+    """Keeps the engine at the job's committed version: looks at each hint, and each `look_s`."""
     bulk = BulkClient(mesh)
     while True:
         service.changed.clear()
@@ -124,7 +124,7 @@ async def follow(mesh: Mesh, service: EngineService, job: str) -> None:
         except MeshError as error:
             mesh.telemetry.log.warning("weights", error=str(error))
         try:
-            async with mesh.clock.timeout(LOOK_S, "a hint"):
+            async with mesh.clock.timeout(look_s, "a hint"):
                 await service.changed.wait()
         except MeshError:
             continue

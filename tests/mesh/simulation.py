@@ -170,7 +170,7 @@ class World:
         role: Process | None = None
         await gangs.join_gang(self.state, gang, mesh.name, mesh.token, "simulated")
         while True:
-            await self.clock.sleep(1.0)
+            await self.clock.sleep(2.0)
             row = await gangs.gang(self.state, gang)
             if row is None or row.epoch == epoch:
                 continue
@@ -209,7 +209,7 @@ class World:
 
         await process.join(service, stats)
         process.run(drive())
-        process.run(follow(process.mesh, service, JOB))
+        process.run(follow(process.mesh, service, JOB, look_s=2.0))
         return process
 
     async def _trainer(self, gang: str, epoch: int, core: bool) -> Process:

@@ -1,14 +1,15 @@
 """Stage times from counters."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from services.planner.stages import StageWindow, read
 
 
 def look(step: int, groups: int, busy: float, trained: float, incarnation: str = "a") -> list[Any]:
-    def entry(kind: str, name: str, **stats: Any) -> dict[str, Any]:
+    def entry(kind: str, name: str, **stats: Any) -> SimpleNamespace:
         stats["job"] = "job"
-        return {"kind": kind, "name": name, "incarnation": incarnation, "stats": stats}
+        return SimpleNamespace(kind=kind, name=name, incarnation=incarnation, stats=stats)
 
     return [
         entry("engine", "engine/g1", occupied_s=busy),
