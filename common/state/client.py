@@ -33,6 +33,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds
 RETRIES = 6  # with the backoff below, about two seconds: a supervisor restarts Redis in less
 RENEWAL_RETRIES = 1  # the renewal thread tries again by itself
+# Both tries of a renewal together are shorter than a lease: one that is answered late, after an
+# outage, would not know yet that Redis was away.
+RENEWAL_TIMEOUT_S = 2.0
 DEADLINE_S = 20.0  # of one script, all its retries included
 CONNECTIONS = 16  # of one process; further coroutines queue for one
 UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OSError)
@@ -90,7 +93,9 @@ class State:
             **common,
         )
         sync_pool = redis.ConnectionPool.from_url(
-            url, retry=Retry(backoff, RENEWAL_RETRIES), **common
+            url,
+            retry=Retry(backoff, RENEWAL_RETRIES),
+            **common | {"socket_timeout": RENEWAL_TIMEOUT_S},
         )
         state = cls(url, redis.asyncio.Redis.from_pool(pool), redis.Redis.from_pool(sync_pool))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -15,6 +16,8 @@ from common.mesh import Mesh
 from common.random import Random
 from common.state import events
 from common.transport.zmq import ZmqTransport
+
+OUTAGE_S = 7.5  # longer than a lease
 
 
 async def test_a_gang_takes_the_role_that_is_decided_and_leaves_it_drained(
@@ -56,6 +59,23 @@ async def test_a_role_process_that_is_killed_or_stopped_is_replaced(mesh: SmallM
     await mesh.pid_of("engine/g0", other_than=second)
     await mesh.until_ready(epoch)
     assert await gone(second)
+
+
+async def test_a_worker_outlives_an_outage_of_redis_that_outlasts_its_lease(
+    mesh: SmallMesh,
+) -> None:
+    mesh.start_agent()
+    await mesh.until("there", lambda g: True)
+    epoch = await mesh.decide("rollout")
+    await mesh.until_ready(epoch)
+    worker, engine = await mesh.pid_of("worker/g0"), await mesh.pid_of("engine/g0")
+    os.kill(mesh.redis.pid, signal.SIGSTOP)
+    os.kill(engine, signal.SIGKILL)  # so that there is something to report
+    await asyncio.sleep(OUTAGE_S)
+    os.kill(mesh.redis.pid, signal.SIGCONT)
+    await mesh.pid_of("engine/g0", other_than=engine)
+    await mesh.until_ready(epoch)
+    assert await mesh.pid_of("worker/g0") == worker
 
 
 async def test_a_role_process_that_does_not_stay_up_is_reported_failed(mesh: SmallMesh) -> None:
