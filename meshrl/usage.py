@@ -49,8 +49,10 @@ class Tally:
     def see_processes(self, names: dict[int, str], roots: Iterable[int]) -> None:
         """Reads the CPU time of `roots` and all below them; `names` are those with a name.
 
-        A process without one counts for the nearest ancestor that has one.
+        A process without one counts for the nearest ancestor that has one. One that gets its name
+        later, when it has started, takes along what it used until then, and keeps it.
         """
+        holders = {key: name for name, seen in self.cpu.items() for key in seen}
         pending = [(pid, names.get(pid, "meshrl")) for pid in roots]
         visited: set[int] = set()
         while pending:
@@ -59,9 +61,11 @@ class Tally:
                 continue
             visited.add(pid)
             start, cpu_s = stat
-            seen = self.cpu.setdefault(name, {})
             key = f"{pid}-{start}"
-            seen[key] = max(cpu_s, seen.get(key, 0.0))
+            holder = holders.get(key, name)
+            name = names.get(pid, holder)
+            before = self.cpu.get(holder, {}).pop(key, 0.0)
+            self.cpu.setdefault(name, {})[key] = max(cpu_s, before)
             pending += [(child, names.get(child, name)) for child in children(pid)]
 
     def cpu_by_name(self) -> dict[str, float]:

@@ -104,3 +104,14 @@ def test_the_tally_adds_up_over_incarnations_and_sessions(tmp_path: Path) -> Non
     assert again.total_tokens("rollout/") == 160
     assert again.wall_s == 12.5
     assert again.cpu_by_name()["meshrl"] > 0
+
+
+def test_a_process_that_gets_its_name_late_is_counted_once() -> None:
+    tally, me = Tally(), os.getpid()
+    tally.see_processes({}, [me])
+    before = sum(tally.cpu_by_name().values())
+    tally.see_processes({me: "engine/g0"}, [me])
+    tally.see_processes({}, [me])  # its lease has lapsed: the name is still its own
+    found = tally.cpu_by_name()
+    assert found["engine/g0"] >= before > 0
+    assert sum(found.values()) == found["engine/g0"]
