@@ -20,7 +20,7 @@ from common.mesh import Mesh
 from common.model.tokenizer import Tokenizer
 from common.patience import patiently
 from common.state import groups as rows
-from common.state import registry
+from common.state import jobs, registry
 from common.store import put
 from services.rollout.environments import EnvironmentPool
 from services.rollout.generation import LENGTH, Router, Turn
@@ -64,6 +64,7 @@ class ShardJob:
         self.active: dict[int, Trajectory] = {}
         self.tokens_sampled = 0
         self.groups_finished = 0
+        self._dropped_in_a_row = 0
         self.version = -1
         self._groups: dict[int, asyncio.Task[None]] = {}
         self.hungry = asyncio.Event()
@@ -250,6 +251,7 @@ class ShardJob:
         if len(scored) >= self.config.min_group:
             await self._hand_in(group, prompt, members)
             fate = "ready"
+            self._dropped_in_a_row = 0
         else:
             reasons = sorted({t.ending.reason for t in members if t.ending} - {"done", "length"})
             await patiently(
@@ -265,9 +267,26 @@ class ShardJob:
                 ),
             )
             fate = "dropped"
+            await self._dropped([t.ending.error for t in members if t.ending and t.ending.error])
         self.groups_finished += 1
         await self.log((Kind.CLOSE, [group, fate]))
         await patiently(self.mesh.clock, lambda: self._forget(group))
+
+    async def _dropped(self, errors: list[str]) -> None:
+        """Fails the job once all that the gate lets through at a time has failed: its code is
+        broken, and would be for ever.
+        """
+        self._dropped_in_a_row += 1
+        algorithm = self.config.algorithm
+        if self._dropped_in_a_row < algorithm.groups_per_step * (algorithm.max_staleness + 1):
+            return
+        told = f"all of the last {self._dropped_in_a_row} groups failed; the last one: {errors[-1]}"
+        await patiently(
+            self.mesh.clock,
+            lambda: jobs.set_phase(
+                self.mesh.state, self.job.id, "failed", self.mesh.token, self.mesh.name, told
+            ),
+        )
 
     async def _hand_in(self, group: int, prompt: int, members: list[Trajectory]) -> None:
         """The group's bytes into the store, then its row to `ready`."""
