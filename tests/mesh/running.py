@@ -1,0 +1,142 @@
+"""`meshrl run` of the job of digits as a process of its own, and what a test may see and do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+
+from common import ledger
+from common.ledger import Kind
+from meshrl.audit import audit
+
+ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).parent / "jobs/digits.toml"
+UP_S = 45.0
+END_S = 100.0
+
+T = TypeVar("T")
+
+
+class Run:
+    """One run; its keys are read with a plain Redis client, as an operator would."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.directory = directory / "run"
+        words = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
+        environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
+        self._said = (directory / "said").open("w+")
+        self.program = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "meshrl",
+                "run",
+                str(JOB),
+                f"--set=out={self.directory}",
+                *words,
+            ],
+            cwd=directory,
+            env={**environment, "PYTHONPATH": str(ROOT)},
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+        )
+        self._client: redis.Redis | None = None
+
+    def end(self) -> None:
+        """Ends what a failed test left running."""
+        if self.program.poll() is None:
+            self.program.send_signal(signal.SIGINT)
+            try:
+                self.program.wait(20.0)
+            except subprocess.TimeoutExpired:
+                self.program.kill()
+                self.program.wait()
+        self._said.close()
+
+    def finish(self) -> int:
+        """The exit status of the run, once it has ended by itself."""
+        return self.program.wait(END_S)
+
+    @property
+    def said(self) -> str:
+        self._said.flush()
+        return Path(self._said.name).read_text()
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def until(self, what: str, look: Callable[[], T | None], within_s: float = UP_S) -> T:
+        """What `look` returns, once it returns something."""
+        end = time.monotonic() + within_s
+        while time.monotonic() < end:
+            found = look()
+            if found:
+                return found
+            assert self.program.poll() is None, f"the run ended before {what}:\n{self.said}"
+            time.sleep(0.01)
+        raise AssertionError(f"not {what} within {within_s:g} s:\n{self.said}\n{self.logs()}")
+
+    def logs(self) -> str:
+        files = sorted((self.directory / "mesh/logs").glob("*.log"))
+        return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in files)
+
+    # -- Redis -----------------------------------------------------------------------------------
+
+    @property
+    def redis(self) -> redis.Redis:
+        if self._client is None:
+            settings = self.directory / "mesh/settings.json"
+            self.until("settings", settings.is_file)
+            url = json.loads(settings.read_text())["redis_url"]
+            self._client = redis.Redis.from_url(url, decode_responses=True)
+        return self._client
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were committed last; -1 before the first."""
+        return int(self.redis.hget("{digits}:job", "version") or -1)
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """What the registry holds of a process that is there; empty when it is not."""
+        row = self.redis.hgetall(f"{{mesh}}:entry:{name}")
+        if not row or row.get("gone") == "1":
+            return {}
+        return json.loads(row["about"]) | {"stats": json.loads(row["stats"])}
+
+    def pid(self, name: str, other_than: int = 0) -> int:
+        def look() -> int:
+            pid = int(self.entry(name).get("pid", 0))
+            return pid if pid != other_than else 0
+
+        return self.until(f"a process {name}", look)
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        lines = (self.directory / "events.jsonl").read_text().splitlines()
+        return [e["fields"] for e in map(json.loads, lines) if e["kind"] == kind]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    def audit(self) -> dict[str, Any]:
+        return audit(self.directory)
+
+    def in_ledger(self, kind: Kind) -> int:
+        """How many records of a kind the ledger of the first shard holds now."""
+        return sum(
+            record.kind is kind for record in ledger.read(self.directory / "ledger/rollout-0")
+        )
+
+    def copy_ledger(self, to: Path) -> Path:
+        shutil.copytree(self.directory / "ledger/rollout-0", to)
+        return to

@@ -1,0 +1,42 @@
+"""Rewards that raise, hang or return garbage, through the whole mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.mesh.running import Run
+
+pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("mesh")]
+
+
+def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
+    run: Callable[..., Run],
+) -> None:
+    mesh = run(reward__use="digits:unreliable", budget__steps=3)
+    assert mesh.finish() == 0, mesh.said
+    summary = mesh.summary()
+    assert (summary["phase"], summary["steps"]) == ("finished", 3)
+    assert (summary["lost"], summary["trained_twice"]) == (0, 0)
+    assert summary["typed_drops"] >= 4
+    told = " ".join(fields["reason"] for fields in mesh.events("dropped"))
+    assert "failed" in told
+    log = (mesh.directory / "mesh/logs/rollout-0.log").read_text()
+    assert "reward: raised: ValueError: no (digits.py:" in log
+    assert "reward: timeout: reward took more than 0.3 s" in log
+    assert "reward: bad_value: reward returned 'a lot', a str" in log
+    assert mesh.audit()["lost"] == 0
+
+
+def test_a_job_whose_reward_always_raises_fails_and_says_what_it_raised(
+    run: Callable[..., Run],
+) -> None:
+    mesh = run(reward__use="digits:broken")
+    assert mesh.finish() == 1
+    assert "error: the job failed: all of the last" in mesh.said
+    assert "ValueError: cannot judge ?" in mesh.said
+    summary = mesh.summary()
+    assert (summary["phase"], summary["steps"], summary["trained"]) == ("failed", 0, 0)
+    assert summary["lost"] == 0
+    assert summary["typed_drops"] > 0
