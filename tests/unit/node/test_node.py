@@ -104,6 +104,7 @@ async def test_a_killed_worker_takes_its_role_process_along_and_its_successor_st
 
 async def test_workers_outlive_the_agent_and_the_next_one_adopts_them(mesh: SmallMesh) -> None:
     agent = mesh.start_agent(workers=2)
+    await mesh.until("there", lambda g: True, "g0")
     await mesh.until("there", lambda g: True, "g1")
     epoch = await mesh.decide("rollout")
     await mesh.until_ready(epoch)
