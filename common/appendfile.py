@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import StorageFull
@@ -14,32 +15,40 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class AppendFile:
     """Appends records with write(2): each is in the kernel when `write` returns, or not at all.
 
-    `room` is a bound in bytes on the file's length, -1 for none (a simulated disk has one).
+    `room` tells a bound in bytes on the file's length, -1 for none (a simulated disk has one).
     """
 
-    def __init__(self, path: Path, room: int = -1) -> None:
+    def __init__(self, path: Path, room: Callable[[], int] = lambda: -1) -> None:
         self.path = path
         self._room = room
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._full(error, "no room for a new file") from error
         self._length = os.lseek(self._fd, 0, os.SEEK_END)
 
     def write(self, record: bytes) -> None:
         view, written = memoryview(record), 0
         try:
             while written < len(view):
-                if 0 <= self._room < self._length + len(view):
+                if 0 <= self._room() < self._length + len(view):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 written += os.write(self._fd, view[written:])
         except OSError as error:
             os.ftruncate(self._fd, self._length)
-            if error.errno not in _FULL:
-                raise
-            raise StorageFull(
-                f"no room for {len(view)} bytes after {self._length}",
-                where=str(self.path),
-                fix="free space on this disk; the writer continues after the last whole record",
-            ) from error
+            problem = f"no room for {len(view)} bytes after {self._length}"
+            raise self._full(error, problem) from error
         self._length += len(view)
+
+    def _full(self, error: OSError, problem: str) -> Exception:
+        """What to raise for `error`: StorageFull if that is what it says."""
+        if error.errno not in _FULL:
+            return error
+        return StorageFull(
+            problem,
+            where=str(self.path),
+            fix="free space on this disk; the writer continues after the last whole record",
+        )
 
     def tell(self) -> int:
         """Length in bytes of the whole records."""

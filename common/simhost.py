@@ -120,7 +120,9 @@ class _Ticks:
 
 
 class SimulatedHost:
-    """`programs` by module name: what `spawn` runs. `disk_bytes` bounds each append-only file."""
+    """`programs` by module name: what `spawn` runs. `disk_bytes` bounds each append-only file;
+    it may change at any time.
+    """
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class SimulatedHost:
     ) -> None:
         self._clock, self._random = clock, random
         self._programs = dict(programs or {})
-        self._disk_bytes = disk_bytes
+        self.disk_bytes = disk_bytes
         self.children: dict[int, SimulatedChild] = {}
 
     def spawn(
@@ -174,7 +176,7 @@ class SimulatedHost:
         return fn(*args)
 
     def open_append(self, path: Path) -> AppendFile:
-        return AppendFile(path, self._disk_bytes)
+        return AppendFile(path, lambda: self.disk_bytes)
 
     def replace_file(self, path: Path, content: bytes) -> None:
         replace_file(path, content)

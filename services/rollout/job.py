@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -131,13 +132,15 @@ class ShardJob:
 
     async def log(self, *records: tuple[Kind, Any], groups: tuple[int, ...] = ()) -> None:
         """Writes records down; a full disk makes the trajectory wait, and loses nothing."""
-        while True:
-            try:
-                return self.ledger.append(records, groups)
-            except StorageFull as error:
-                self.mesh.telemetry.log.error("ledger: disk full", error=str(error))
-                with self.mesh.wait("room for the ledger", on="disk"):
-                    await self.mesh.clock.sleep(FULL_RETRY_S)
+        try:
+            return self.ledger.append(records, groups)
+        except StorageFull as error:
+            self.mesh.telemetry.log.error("ledger: disk full", error=str(error))
+        with self.mesh.wait("room for the ledger", on="disk"):
+            while True:
+                await self.mesh.clock.sleep(FULL_RETRY_S)
+                with contextlib.suppress(StorageFull):
+                    return self.ledger.append(records, groups)
 
     async def tokens(self, ids: list[int], counts: list[int], flush: Tokens) -> None:
         self.tokens_sampled += len(flush.tokens)

@@ -83,12 +83,14 @@ class Process:
             host=self.host,
             settings=MeshSettings(redis_url="simulated", run_root=str(world.root), host="one"),
         )
+        self.actor = Actor()
         self.tasks: list[asyncio.Task[Any]] = []
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         self.tasks.append(asyncio.create_task(work, name=self.name))
 
     async def join(self, actor: Actor, stats: Callable[[], dict[str, Any]], bulk: str = "") -> None:
+        self.actor = actor
         await self.mesh.join(actor, stats=stats, bulk_address=bulk)
 
     def stop(self) -> None:

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import Refused
+from common.clock import SystemClock
+from common.errors import Refused, StorageFull
 from common.host import SystemHost
 from common.ledger import Kind, Ledger, frame, groups_of, read, scan, trajectory_id
+from common.random import Random
+from common.simhost import SimulatedHost
 from services.rollout.trajectory import Restored, Trajectory
 
 HOST = SystemHost()
@@ -121,3 +124,26 @@ def test_buffers_grow_with_the_trajectory() -> None:
     t.sampled(*(np.arange(300).astype(kind) for kind in (np.int32, np.float32, np.int32)))
     assert t.length == 400
     assert t.turn.tolist() == list(range(300))
+
+
+def test_a_full_disk_takes_whole_records_or_none_and_goes_on_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    host = SimulatedHost(SystemClock(), Random(1), disk_bytes=150)
+    ledger = Ledger(host, tmp_path, "1")
+    ledger.begin()
+    keys = [trajectory_id(1, member) for member in range(6)]
+    written = 0
+    with pytest.raises(StorageFull, match="free space"):
+        for key in keys:
+            ledger.append([sampled(key, [key, key], 0)], [1])
+            written += 1
+    assert 0 < written < len(keys)
+    ledger.defer(Kind.TURN, [keys[0], "said"], 1)
+    with pytest.raises(StorageFull):
+        ledger.append([sampled(keys[written], [7], 0)], [1])
+    assert [record.kind for record in read(tmp_path)] == [Kind.TOKENS] * written
+    host.disk_bytes = -1
+    ledger.append([sampled(keys[written], [7], 0)], [1])
+    last = [record.kind for record in read(tmp_path)][written:]
+    assert last == [Kind.TURN, Kind.TOKENS], "what was deferred is written before what followed it"
