@@ -83,7 +83,7 @@ class Chaos:
                 else:
                     entry |= await self._stop(target)
             except ProcessLookupError:
-                entry["missed"] = True
+                self.report.faults.remove(entry)  # it ended by itself just now
 
     async def _stop(self, target: Target) -> dict[str, Any]:
         """Stops a process until its lease has expired; how soon it was named as the culprit."""
@@ -211,13 +211,15 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(60.0):
                 await run.wait()
+    if faults.done():
+        faults.result()  # what went wrong with the injection is no verdict on the mesh
     faults.cancel()
     await asyncio.gather(faults, return_exceptions=True)
     print(log.read_text()[-6000:], file=sys.stderr)
-    return verdict(out, status, chaos.report)
+    return verdict(out, status, chaos.report, arguments.count)
 
 
-def verdict(out: Path, status: int, report: Report) -> dict[str, Any]:
+def verdict(out: Path, status: int, report: Report, count: int) -> dict[str, Any]:
     """One flat object; `ok` is what the exit status says."""
     try:
         summary = json.loads((out / "summary.json").read_text())
@@ -230,6 +232,7 @@ def verdict(out: Path, status: int, report: Report) -> dict[str, Any]:
         named = float("inf")
     answer = {
         "faults": len(report.faults),
+        "count": count,
         "kills": sum(f["fault"] == "kill" for f in report.faults),
         "stops": sum(f["fault"] == "stop" for f in report.faults),
         "hit": ",".join(f"{f['fault']}:{f['name']}" for f in report.faults),
@@ -250,6 +253,8 @@ def verdict(out: Path, status: int, report: Report) -> dict[str, Any]:
         and (answer["lost"], answer["trained_twice"], answer["typed_drops"]) == (0, 0, 0)
         and (answer["held_out_greedy"] or 0) >= 0.85
         and answer["continued"] >= 1
+        and answer["faults"] == count
+        and (answer["stops"] == 0 or answer["stalls_checked"] >= 1)
         and (answer["stall_named_s"] is not None and answer["stall_named_s"] <= NAMED_S)
     )
     return answer

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from common.checkpoints import all_checkpoints, is_first
 from common.errors import DeadlineExceeded, StateUnavailable
 from common.state import events, gangs, groups, jobs, registry, steps
 from meshrl.launcher import Launcher
@@ -21,7 +22,6 @@ from meshrl.watch import History, Reading, Snapshot, snapshot
 
 LOOK_S = 0.5
 ANSWER_S = 4.0  # for one look; Redis is restarted after 8 s of silence
-FIRST_CHECKPOINT = "step-000-000000.json"
 TALLY_S = 2.0  # between readings of CPU times: a process that lives shorter is not counted
 
 
@@ -104,8 +104,8 @@ class Recorder:
 
     def _note_warm_start(self) -> None:
         """Whether the warm start came from the cache; only the first checkpoint says so."""
-        first = self.run_dir / "checkpoints" / FIRST_CHECKPOINT
-        if not self.tally.warm_start_cached and first.is_file():
+        first = next(iter(all_checkpoints(self.run_dir)), None)
+        if not self.tally.warm_start_cached and first is not None and is_first(first):
             self.tally.warm_start_cached = bool(
                 read_json(first)["account"].get("warm_start_cached", False)
             )

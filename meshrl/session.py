@@ -8,13 +8,14 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from common.checkpoints import committed, is_first
 from common.config import JobConfig
 from common.errors import NotFound, Refused
 from common.state import embedded, jobs, steps
 from meshrl import bundle, places, report
 from meshrl.launcher import Launcher, Shape, interruptible, shape_of
 from meshrl.places import MeshPlace, read_json, write_json
-from meshrl.recorder import FIRST_CHECKPOINT, LOOK_S, Recorder, job_of
+from meshrl.recorder import LOOK_S, Recorder, job_of
 from meshrl.view import view_for
 
 STOPPED = 130  # exit status after Ctrl-C, as shells have it
@@ -90,9 +91,9 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The last checkpoint of the last lineage; the one before the first step has no account."""
-    found = sorted((run_dir / "checkpoints").glob("step-*.json"))
-    return found[-1] if found and found[-1].name != FIRST_CHECKPOINT else None
+    """The last committed checkpoint; the one before the first step has no account."""
+    found = committed(run_dir)
+    return None if found is None or is_first(found) else found
 
 
 async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:

@@ -41,6 +41,10 @@ def next_decision(gangs: Sequence[Gang], job: str, training: int) -> Decision | 
         begun = any(g.desired_core for g in gangs)
         chosen = (trains or usable)[0]
         return Decision(chosen.id, TRAINING, True, "repair" if begun else "default")
+    if len(cores) > 1:  # one that was lost has come back: another leads since
+        leads = next((g for g in cores if g.settled), cores[0])
+        spare_core = next(g for g in cores if g.id != leads.id)
+        return Decision(spare_core.id, TRAINING, False, "repair")
     idle = next((g for g in usable if g.desired_role == IDLE and not g.pinned), None)
     if idle is not None:
         role = TRAINING if len(trains) < training else ROLLOUT

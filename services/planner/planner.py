@@ -12,6 +12,7 @@ from common.api.node import Worker
 from common.api.planner import Planner as PlannerInterface
 from common.config import PlannerConfig
 from common.errors import Fenced, MeshError
+from common.host import Stoppable
 from common.mesh import Mesh
 from common.state import events, gangs, jobs, leader, registry
 from services.planner.allocation import Split, growing_role
@@ -40,6 +41,10 @@ class Planner(Actor):
         self._job = ""
         self._last_move_step = -(10**6)
         self._pending: dict[tuple[str, int], dict[str, Any]] = {}  # moves that are under way
+        self._asked: list[gangs.Move] = []  # by people, and not yet decided
+        self._missed: dict[str, float] = {}  # gang -> since when its worker has no lease
+        self._stale = False
+        self._keeper: Stoppable | None = None
         self._times: dict[str, float] = {}
         self._started = mesh.clock.monotonic()
 
@@ -66,13 +71,16 @@ class Planner(Actor):
                 if not error.retryable:
                     raise
                 self.mesh.telemetry.log.warning("looking again", error=str(error))
+                self._missed.clear()
+                self._stale = True  # what was written may have been done, its answer lost
             await self._pause()
 
     async def _campaign(self) -> None:
         owner = f"{self.mesh.name}#{self.mesh.incarnation}"
         token = await leader.campaign(self.mesh.state, ELECTION, owner, LEASE_MS)
-        if token and token != self.token:
+        if token and (token != self.token or self._stale):
             await self._take_over(token)
+            self._stale = False
         self.token = token
 
     async def _take_over(self, token: int) -> None:
@@ -92,7 +100,9 @@ class Planner(Actor):
                 self.token = 0
             return held
 
-        self.mesh.host.every(KEEP_S, keep, "leadership")
+        if self._keeper is not None:
+            self._keeper.stop()
+        self._keeper = self.mesh.host.every(KEEP_S, keep, "leadership")
         await events.append(self.mesh.state, "leader", {"name": self.mesh.name, "token": token})
 
     async def _pause(self) -> None:
@@ -138,16 +148,21 @@ class Planner(Actor):
             self._last_move_step = -(10**6)
 
     async def _lose_gangs(self, entries: list[registry.Entry]) -> None:
-        """Marks gangs lost whose worker has not come back."""
-        now_ms = int(self.mesh.clock.wall() * 1000)
-        workers = {e.name: e for e in entries if e.kind == "worker"}
+        """Marks gangs lost whose worker this leader has missed in every look for LOST_S.
+
+        An outage of Redis begins the count anew: after it all leases look expired for a moment.
+        """
+        now = self.mesh.clock.monotonic()
+        alive = {e.name for e in entries if e.alive}
         for gang in await gangs.gangs(self.mesh.state):
-            leases = [workers.get(w if "/" in w else f"worker/{w}") for w in gang.workers]
-            gone = [
-                e is None or (not e.alive and now_ms - e.expires_ms > LOST_S * 1000) for e in leases
-            ]
-            if any(gone) and gang.actual_state != "lost":
-                await gangs.lose_gang(self.mesh.state, self.token, gang.id, "its worker is gone")
+            leases = {w if "/" in w else f"worker/{w}" for w in gang.workers}
+            if leases <= alive:
+                self._missed.pop(gang.id, None)
+                continue
+            missed_s = now - self._missed.setdefault(gang.id, now)
+            if missed_s > LOST_S and gang.actual_state != "lost":
+                why = "its worker is gone"
+                await gangs.lose_gang(self.mesh.state, self.token, gang.id, why)
 
     async def _decide(
         self, decision: Decision, row: jobs.JobRow | None, details: dict[str, Any]
@@ -178,7 +193,9 @@ class Planner(Actor):
 
     async def _moves_asked_for(self, known: list[gangs.Gang], row: jobs.JobRow) -> None:
         by_id = {g.id: g for g in known}
-        for move in await gangs.take_moves(self.mesh.state, self.token):
+        self._asked += await gangs.take_moves(self.mesh.state, self.token)
+        while self._asked:
+            move = self._asked[0]
             gang = by_id.get(move.gang)
             why = ""
             if gang is None:
@@ -189,9 +206,10 @@ class Planner(Actor):
                 why = f"{move.gang} is the core of training; move another one"
             if gang is None or why:
                 await gangs.decline_move(self.mesh.state, self.token, move.op_id, why)
-                continue
-            details = {"policy": "user", "from": gang.desired_role, "to": move.role}
-            await self._decide(Decision(gang.id, move.role, False, "user"), row, details)
+            else:
+                details = {"policy": "user", "from": gang.desired_role, "to": move.role}
+                await self._decide(Decision(gang.id, move.role, False, "user"), row, details)
+            self._asked.pop(0)
 
     async def _balance(
         self,

@@ -30,13 +30,17 @@ class Batcher(Generic[Q, R]):
         self._limit = limit
         self._allowed = in_flight
         self._queue: deque[tuple[Q, asyncio.Future[R]]] = deque()
+        self._alone: set[asyncio.Future[R]] = set()
         self._scheduled = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def put(self, request: Q) -> asyncio.Future[R]:
-        """Queues a request; the future resolves with its answer."""
+    def put(self, request: Q, *, alone: bool = False) -> asyncio.Future[R]:
+        """Queues a request; the future resolves with its answer. `alone`: in a batch of its own."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
+        if alone:
+            self._alone.add(future)
+            future.add_done_callback(self._alone.discard)
         self._queue.append((request, future))
         if not self._scheduled and len(self._tasks) < self._allowed:
             self._scheduled = True
@@ -46,10 +50,16 @@ class Batcher(Generic[Q, R]):
     def _fire(self) -> None:
         self._scheduled = False
         while self._queue and len(self._tasks) < self._allowed:
-            batch = [self._queue.popleft() for _ in range(min(self._limit, len(self._queue)))]
+            batch = self._next_batch()
             task = asyncio.get_running_loop().create_task(self._run(batch))
             self._tasks.add(task)
             task.add_done_callback(self._done)
+
+    def _next_batch(self) -> list[tuple[Q, asyncio.Future[R]]]:
+        batch = [self._queue.popleft()]
+        while self._queue and len(batch) < self._limit and not self._alone:
+            batch.append(self._queue.popleft())
+        return batch
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

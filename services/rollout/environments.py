@@ -56,8 +56,8 @@ class EnvironmentProcess:
     def pid(self) -> int:
         return self._child.pid if self._child else 0
 
-    def put(self, operation: Operation) -> asyncio.Future[Any]:
-        return self._batcher.put(operation)
+    def put(self, operation: Operation, *, alone: bool = False) -> asyncio.Future[Any]:
+        return self._batcher.put(operation, alone=alone)
 
     async def _ready(self) -> Child:
         async with self._starting:
@@ -141,7 +141,6 @@ class EnvironmentPool:
             EnvironmentProcess(mesh, argv, f"{name}-{i}", logs / f"{name}-{i}.log", deadline_s)
             for i in range(processes)
         ]
-        self._alone = asyncio.Lock()
 
     @property
     def pids(self) -> dict[str, int]:
@@ -183,10 +182,10 @@ class EnvironmentPool:
             try:
                 if not losses:
                     return await process.put((key, operation, argument))
-                if losses == 1:
-                    return await self._again(process, key, operation, argument, replay)
-                async with self._alone:  # it may have been the one that hung: nobody rides along
-                    return await self._again(process, key, operation, argument, replay)
+                if replay is not None:
+                    await process.put((key, "restore", replay()))
+                # It may have been the one that hung: the second time nobody rides along.
+                return await process.put((key, operation, argument), alone=losses > 1)
             except EnvironmentLost as error:
                 losses += 1
                 hangs += isinstance(error, EnvironmentHung)
@@ -201,18 +200,6 @@ class EnvironmentPool:
                         f"{operation}() lost its environment process {losses} times: {error}",
                         where=process.name,
                     ) from error
-
-    async def _again(
-        self,
-        process: EnvironmentProcess,
-        key: int,
-        operation: str,
-        argument: Any,
-        replay: Callable[[], Any] | None,
-    ) -> Any:
-        if replay is not None:
-            await process.put((key, "restore", replay()))
-        return await process.put((key, operation, argument))
 
     async def close(self) -> None:
         for process in self._processes:

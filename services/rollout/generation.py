@@ -21,6 +21,7 @@ from services.rollout.batching import Batcher
 from services.rollout.routing import EngineLoad, choose
 from services.rollout.trajectory import Trajectory
 
+UNKNOWN = -1  # the trajectory of tokens that nobody waits for any more
 NO_VERSION = -1  # of an engine that may serve nobody now
 RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes of common.api.engine.Tokens
 ATTEMPTS = 5  # engines in a row may fail a trajectory without one new token,
@@ -62,6 +63,7 @@ class EngineLink:
         self.version = NO_VERSION
         self.held: set[int] = set()  # trajectories whose slot is here
         self.ended: list[int] = []  # trajectories whose slots the engine may reuse
+        self._unwanted: list[int] = []  # requests to abort before the next is submitted
         self._rests_until = 0.0
         self._mesh, self._sink, self._stop = mesh, sink, stop
         self._on_version = on_version  # its weights are newer now
@@ -82,10 +84,6 @@ class EngineLink:
     def rest(self) -> None:
         """Takes no turn for a while."""
         self._rests_until = self._mesh.clock.monotonic() + REST_S
-
-    @property
-    def requests(self) -> int:
-        return len(self._requests)
 
     async def run(self) -> None:
         """Reads the stream until the engine is gone; then every request that is out ends as
@@ -134,12 +132,17 @@ class EngineLink:
     def _refused(self, request: int, submitted: asyncio.Future[None]) -> None:
         if submitted.cancelled() or submitted.exception() is not None:
             _, future = self._requests.pop(request, (None, None))
+            self._unwanted.append(request)  # it may have been taken, its answer lost
             if future is not None and not future.done():
                 future.set_result(ABORTED)
 
     async def _submit(self, batch: list[tuple[int, Turn]]) -> list[Exception | None]:
         ts = [turn.trajectory for _, turn in batch]
         ended, self.ended = self.ended, []
+        if self._unwanted:
+            abort = Abort(self._mesh.name, np.array(self._unwanted, np.int64))
+            self._unwanted = []
+            await self._ref.cast(Engine.abort, abort)
         await self._ref.call(
             Engine.submit,
             Submit(
@@ -166,7 +169,7 @@ class EngineLink:
             self._on_version()
         counts = flush.counts.tolist()
         found = [self._requests.get(i) for i in flush.ids.tolist()]
-        known = [pair[0].id if pair else 0 for pair in found]
+        known = [pair[0].id if pair else UNKNOWN for pair in found]
         await self._sink.tokens(known, counts, flush)
         at = 0
         finishes = flush.finish.tolist()
@@ -221,8 +224,11 @@ class Router:
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(name) is task:
             del self.links[name], self._tasks[name]
-        if not task.cancelled():
-            task.exception()  # a lost peer: its requests are already moving
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, MeshError):  # a lost peer: its requests are already moving
+            self._mesh.telemetry.log.info("engine", name=name, error=str(error))
+        elif error is not None:
+            self._mesh.host.exit(70, f"{self._mesh.name} cannot read from {name}: {error!r}")
 
     async def generate(self, turn: Callable[[], Turn], floor: int) -> int:
         """Runs a turn to its end on whatever engines there are; STOP or LENGTH.

@@ -66,7 +66,6 @@ class ShardJob:
         self.tokens_sampled = 0
         self.groups_finished = 0
         self._dropped_in_a_row = 0
-        self.version = -1
         self._groups: dict[int, asyncio.Task[None]] = {}
         self.hungry = asyncio.Event()
         self.admitting = False  # the job is in its training phase
@@ -92,6 +91,7 @@ class ShardJob:
         mesh, job = self.mesh, self.job.id
         on_record = await rows.claim_shard(mesh.state, job, mesh.name, mesh.token)
         restored = Restored()
+        known_groups: set[int] = set()
         for path in segments(self.ledger.directory):
             sealed = on_record.get(path.name, -1)
             length, mentioned = 0, set()
@@ -102,12 +102,13 @@ class ShardJob:
             if sealed < 0:
                 await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
             self.ledger.adopt(path, mentioned)
+            known_groups |= mentioned
         await self._new_segment()
         known = restored.by_group()
         open_groups = await rows.open_groups(mesh.state, job, mesh.name)
         for group in known.keys() - {a.group for a in open_groups}:
             await self.log((Kind.CLOSE, [group, "ended"]))
-        for group in restored.groups() - {a.group for a in open_groups}:
+        for group in known_groups - {a.group for a in open_groups}:
             await self._forget(group)
         for a in open_groups:
             self.start(a.group, a.prompt, a.version, known.get(a.group, []))
@@ -201,7 +202,7 @@ class ShardJob:
                     raise
                 self.mesh.telemetry.log.warning("admission", error=str(error))
                 await self.mesh.clock.sleep(GATE_S)
-                await self._reconcile()
+                await patiently(self.mesh.clock, self._reconcile)
                 opened = 0
             if self.admitting and self.wanted():
                 if not opened:  # the gate is closed: a commit opens it

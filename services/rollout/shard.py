@@ -90,7 +90,6 @@ class RolloutShard(Actor):
             row = await jobs.job(self.mesh.state, shard.job.id)
             if row is None or row.phase in ENDED:
                 return False
-            shard.version = row.version
             await shard.look()
             shard.admitting = row.phase == "training"
             if self.mesh.name == "rollout/0":
@@ -111,7 +110,7 @@ class RolloutShard(Actor):
         elif row.phase == "training" and plan.every and row.version >= plan.every:
             tag = f"step-{row.version // plan.every * plan.every}"
             if row.version < shard.config.budget.steps and self._once(tag):
-                self._start(evaluate(shard, tag, row.version, ["sampled"]))
+                self._start(self._evaluate(shard, tag, row.version, ["sampled"]))
 
     def _once(self, tag: str) -> bool:
         """True the first time that this incarnation asks for `tag`."""
@@ -123,12 +122,8 @@ class RolloutShard(Actor):
         self, shard: ShardJob, tag: str, row: jobs.JobRow, wanted: bool, then: str
     ) -> None:
         """The evaluation before or after training, and the phase that follows it."""
-        done = {e["tag"] for e in await jobs.evaluations(self.mesh.state, shard.job.id)}
-        if wanted and shard.held_out and tag not in done:
-            await patiently(
-                self.mesh.clock,
-                lambda: evaluate(shard, tag, row.version, ["sampled", "greedy"]),
-            )
+        if wanted:
+            await self._evaluate(shard, tag, row.version, ["sampled", "greedy"])
         await patiently(
             self.mesh.clock,
             lambda: jobs.set_phase(
@@ -136,6 +131,14 @@ class RolloutShard(Actor):
             ),
         )
         self._changed.set()
+
+    async def _evaluate(self, shard: ShardJob, tag: str, version: int, modes: list[str]) -> None:
+        """Evaluates under `tag`, unless a predecessor has."""
+        recorded = await patiently(
+            self.mesh.clock, lambda: jobs.evaluations(self.mesh.state, shard.job.id)
+        )
+        if shard.held_out and tag not in {e["tag"] for e in recorded}:
+            await patiently(self.mesh.clock, lambda: evaluate(shard, tag, version, modes))
 
     def _start(self, work: Any) -> None:
         task = asyncio.create_task(work)

@@ -191,9 +191,6 @@ class Restored:
                 sampled(tokens[at:end], logprobs[at:end], versions[at:end])
             at += count
 
-    def groups(self) -> set[int]:
-        return self.closed | {group_of(t) for t in self.trajectories}
-
     def by_group(self) -> dict[int, list[Trajectory]]:
         """Unclosed groups with the members the ledger knows, in member order."""
         groups: dict[int, list[Trajectory]] = {}

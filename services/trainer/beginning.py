@@ -27,6 +27,8 @@ from common.store import STORE
 from services.trainer import warm_start
 from services.trainer.learner import MODEL, Learner
 
+LOAD_S = 600.0  # of a learner's state into memory
+
 
 def fresh_learner(data: JobData) -> Learner:
     """The job's model as it is given, or initialised from the job's seed."""
@@ -96,15 +98,22 @@ def function(data: JobData, reference: str) -> Callable[..., Any]:
 
 
 async def from_checkpoint(
-    mesh: Mesh, bulk: BulkClient, data: JobData, learner: Learner, name: str
+    mesh: Mesh, bulk: BulkClient, data: JobData, learner: Learner, name: str, manifest: str
 ) -> None:
-    """Puts the learner where the checkpoint `name` left it."""
+    """Puts the learner where the checkpoint `name` of the weights `manifest` left it."""
     store = mesh.ref(STORE)
     load = Load(data.id, name)
     checkpoint = await patiently(mesh.clock, lambda: store.call(Weights.load, load))
+    if checkpoint.weights != manifest:
+        raise ConfigError(
+            f"checkpoint {name} holds other weights than version {checkpoint.step} was made of",
+            where=mesh.name,
+            fix="remove it, and resume the run from the one before",
+        )
     _, weights = await fetch(mesh, bulk, checkpoint.weights)
     _, optimizer = await fetch(mesh, bulk, checkpoint.optimizer)
-    learner.load({MODEL + key: tensor for key, tensor in weights.items()} | optimizer)
+    state = {MODEL + key: tensor for key, tensor in weights.items()} | optimizer
+    await mesh.host.run_blocking(learner.load, state, deadline_s=LOAD_S)
 
 
 def check(data: JobData) -> None:

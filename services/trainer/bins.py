@@ -25,7 +25,6 @@ class BinBoard(Generic[R]):
 
     count: int
     results: dict[int, R] = field(default_factory=dict)
-    by_gang: dict[str, int] = field(default_factory=dict)  # bins that counted, by who computed them
     _leases: dict[int, Leased] = field(default_factory=dict)
     _taken: set[int] = field(default_factory=set)  # by the core
 
@@ -53,23 +52,16 @@ class BinBoard(Generic[R]):
                 return index
         return None
 
-    def release(self, gang: str) -> None:
-        """What a hybrid that has gone had leased becomes free."""
-        for index in [i for i, lease in self._leases.items() if lease.gang == gang]:
-            if index not in self.results:
-                del self._leases[index]
-
     def next_expiry(self) -> float | None:
         """When the first lease that is still awaited runs out."""
         waiting = [lease.until for i, lease in self._leases.items() if i not in self.results]
         return min(waiting, default=None)
 
-    def done(self, index: int, gang: str, result: R) -> bool:
+    def done(self, index: int, result: R) -> bool:
         """Counts a result; False when another one came first or there is no such bin."""
         if index in self.results or not 0 <= index < self.count:
             return False
         self.results[index] = result
-        self.by_gang[gang] = self.by_gang.get(gang, 0) + 1
         return True
 
     def in_order(self) -> list[R]:

@@ -127,7 +127,7 @@ class TrainerCore(Actor):
                 f"a gradient of {result.gradient.shape} for a model of {self.learner.size}"
             )
         gradient = torch.from_numpy(np.array(result.gradient))
-        counted = work.board.done(result.index, result.gang, (gradient, BinStats(**result.stats)))
+        counted = work.board.done(result.index, (gradient, BinStats(**result.stats)))
         self._helpers[result.gang] = self._helpers.get(result.gang, 0.0) + result.busy_s
         self._progress.set()
         return BinTaken(counted)
@@ -151,7 +151,9 @@ class TrainerCore(Actor):
             row = await self._row()
         else:
             with self.mesh.loading():
-                await from_checkpoint(self.mesh, self.bulk, self.data, self.learner, row.checkpoint)
+                await from_checkpoint(
+                    self.mesh, self.bulk, self.data, self.learner, row.checkpoint, row.manifest
+                )
         self.steps_done, self.lineage, self.manifest = row.version, row.lineage, row.manifest
         self.warm_fraction = 1.0
         if row.phase in ("queued", "warm_start"):
@@ -218,10 +220,10 @@ class TrainerCore(Actor):
     async def _step(self, step: int) -> None:
         clock = self.mesh.clock
         started = clock.monotonic()
-        leased = await self._lease_groups(step)
+        found = await self._groups(step)
         waited = clock.monotonic() - started
         began = clock.monotonic()
-        batch = await self._batch(leased, step)
+        batch = await self._batch(found, step)
         metrics: dict[str, Any] = batch.metrics()
         metrics |= await self._update(step, batch)
         busy = clock.monotonic() - began
@@ -255,15 +257,39 @@ class TrainerCore(Actor):
             ),
         )
 
-    async def _batch(self, leased: list[groups.GroupRow], step: int) -> Batch:
-        found = await asyncio.gather(*(self._group(row) for row in leased))
-        return await self.mesh.host.run_blocking(
-            assemble, list(found), step - 1, self.data.config, deadline_s=COMPUTE_S
+    async def _groups(self, step: int) -> list[Group]:
+        """The groups of a step with their bytes; one whose bytes are gone or garbled goes back."""
+        while True:
+            leased = await self._lease_groups(step)
+            found = await asyncio.gather(*(self._group(row) for row in leased))
+            poisoned = [row for row, group in zip(leased, found, strict=True) if group is None]
+            for row in poisoned:
+                await self._give_back(row)
+            if not poisoned:
+                return [group for group in found if group is not None]
+
+    async def _give_back(self, row: groups.GroupRow) -> None:
+        name, token = self.mesh.name, self.mesh.token
+        operation = f"poisoned-{row.group}"
+        await patiently(
+            self.mesh.clock,
+            lambda: groups.group_requeued(
+                self.mesh.state, self.data.id, name, token, row.group, "poisoned", operation
+            ),
         )
 
-    async def _group(self, row: groups.GroupRow) -> Group:
-        content = await get(self.mesh, self.bulk, row.digest, f"group {row.group}")
-        return unpack(Group, content)
+    async def _batch(self, found: list[Group], step: int) -> Batch:
+        return await self.mesh.host.run_blocking(
+            assemble, found, step - 1, self.data.config, deadline_s=COMPUTE_S
+        )
+
+    async def _group(self, row: groups.GroupRow) -> Group | None:
+        try:
+            content = await get(self.mesh, self.bulk, row.digest, f"group {row.group}")
+            return unpack(Group, content)
+        except (NotFound, BadMessage) as error:
+            self.mesh.telemetry.log.error("group", group=row.group, error=str(error))
+            return None
 
     async def _update(self, step: int, batch: Batch) -> dict[str, Any]:
         """The optimizer step of a batch; a batch with nothing to learn from changes nothing."""
@@ -298,7 +324,7 @@ class TrainerCore(Actor):
                 took = clock.monotonic() - began
                 self._bin_s = took if not self._bin_s else 0.8 * self._bin_s + 0.2 * took
                 self._helpers[self.gang] = self._helpers.get(self.gang, 0.0) + took
-                work.board.done(index, self.gang, result)
+                work.board.done(index, result)
         finally:
             self._work = None
         return await self.mesh.host.run_blocking(add, work.board.in_order(), deadline_s=COMPUTE_S)
@@ -320,7 +346,7 @@ class TrainerCore(Actor):
 
     async def _stage(self, lineage: int, version: int, account: dict[str, Any]) -> tuple[str, str]:
         """Weights and optimizer made durable under a checkpoint; (weights' manifest, its name)."""
-        state = self.learner.state()
+        state = await self.mesh.host.run_blocking(self.learner.state, deadline_s=COMPUTE_S)
         weights = {
             key.removeprefix(MODEL): value for key, value in state.items() if key.startswith(MODEL)
         }

@@ -70,7 +70,8 @@ class Hybrid(Actor):
         clock = self.mesh.clock
         if lease.manifest != self._manifest:
             _, weights = await fetch(self.mesh, self.bulk, lease.manifest)
-            self.learner.load_weights(weights)
+            load = self.learner.load_weights
+            await self.mesh.host.run_blocking(load, weights, deadline_s=COMPUTE_S)
             self._manifest = lease.manifest
         began = clock.monotonic()
         arrays = {name: array.copy() for name, array in lease.arrays.items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from common.config import AlgorithmConfig, OptimizerConfig
-from common.errors import MeshError
+from common.errors import ConfigError
 from common.model.attention import packed_attention
 from common.model.decoder import Decoder
 from services.trainer.algorithms import algorithm
@@ -99,12 +99,12 @@ class Learner:
     def apply(self, gradient_sum: Tensor, tokens: int, lr_factor: float) -> float:
         """One step from the summed gradient of `tokens` tokens; returns its norm before clipping.
 
-        MeshError, and no step, if the gradient is not finite.
+        ConfigError, and no step, if the gradient is not finite.
         """
         gradient = gradient_sum / tokens
         norm = float(gradient.norm())
         if not np.isfinite(norm):
-            raise MeshError(
+            raise ConfigError(
                 f"the gradient of step {self.steps + 1} is not finite",
                 where="trainer",
                 fix="lower optimizer.muon_lr and optimizer.adamw_lr, or look at the rewards",

@@ -1,6 +1,6 @@
 """Writes a committed version as a Hugging Face directory, from the store's files alone.
 
-`python -m services.weights.export --run RUN --out DIR` takes the newest checkpoint of a run.
+`python -m services.weights.export --run RUN --out DIR` takes a run's last committed checkpoint.
 """
 
 from __future__ import annotations
@@ -13,23 +13,19 @@ from pathlib import Path
 from common.api.weights import Manifest
 from common.blob import unpack
 from common.bulk import ChunkStore
+from common.checkpoints import committed
 from common.errors import NotFound
 from common.model.config import ModelConfig
 from common.model.hf import save_model
 from common.model.transfer import tensor_of
 
 
-def newest(run: Path) -> Path:
-    """The manifest of the run's last checkpoint."""
-    found = sorted((run / "checkpoints").glob("step-*.json"))
-    if not found:
-        raise NotFound(f"{run} has no checkpoint", fix="the run ended before version 0")
-    return found[-1]
-
-
 def export(run: Path, bundle: Path, hf_config: dict[str, object], out: Path) -> Path:
-    """Writes config.json, model.safetensors and tokenizer.json of the last checkpoint to `out`."""
-    checkpoint = json.loads(newest(run).read_text())
+    """Writes config.json, model.safetensors and tokenizer.json of the last commit to `out`."""
+    found = committed(run)
+    if found is None:
+        raise NotFound(f"{run} has no checkpoint", fix="the run ended before version 0")
+    checkpoint = json.loads(found.read_text())
     chunks = ChunkStore(run / "store")
     manifest = unpack(Manifest, chunks.read(checkpoint["weights"]))
     content = {t.chunk: chunks.read(t.chunk) for t in manifest.tensors}

@@ -41,16 +41,26 @@ class WeightStore(Actor):
     async def stage(self, request: Stage) -> Staged:
         """Makes a version's manifest durable; Refused when a chunk that it names is not there."""
         content = pack(request.manifest)
-        missing = [t.chunk for t in request.manifest.tensors if not self.chunks.has(t.chunk)]
-        if missing:
-            raise Refused(
-                f"version {request.manifest.version}: chunk {missing[0]} is not stored",
-                where=self.mesh.name,
-                fix="put the chunks before the manifest",
-            )
+        self._touch(request.manifest)
         digest = await self.mesh.host.run_blocking(self.chunks.write, content, deadline_s=IO_S)
         self._manifests[digest] = request.manifest
         return Staged(digest)
+
+    def _touch(self, manifest: Manifest) -> None:
+        """Makes the chunks young, so that a sweep spares them; Refused when one is not there."""
+        missing = [t.chunk for t in manifest.tensors if not self.chunks.touch(t.chunk)]
+        if missing:
+            raise Refused(
+                f"version {manifest.version}: chunk {missing[0]} is not stored",
+                where=self.mesh.name,
+                fix="put the chunks before the manifest",
+            )
+
+    async def _keep(self, digest: str) -> None:
+        manifest = await self._manifest(digest)
+        if not self.chunks.touch(digest):
+            raise Refused(f"manifest {digest} is not stored any more", where=self.mesh.name)
+        self._touch(manifest)
 
     @call(Weights.manifest)
     async def manifest(self, request: Fetch) -> Manifest:
@@ -66,7 +76,11 @@ class WeightStore(Actor):
     @call(Weights.save)
     async def save(self, request: Checkpoint) -> Saved:
         """Writes a checkpoint's manifest; it counts once a step commit names it."""
-        name = f"step-{request.lineage:03d}-{request.step:06d}"
+        # Whoever writes it: a trainer that was replaced, and wakes, must not write over what its
+        # successor has committed, so the name tells the weights too.
+        name = f"step-{request.lineage:03d}-{request.step:06d}-{request.weights[:8]}"
+        for digest in (request.weights, request.optimizer):
+            await self._keep(digest)
         path = await self._checkpoint_path(request.job, name)
         document = {
             "job": request.job,

@@ -22,8 +22,8 @@ def test_a_lease_that_runs_out_is_computed_by_the_core_and_counts_once() -> None
     assert board.take(now=4.0) is None
     assert board.next_expiry() == 5.0
     assert board.take(now=5.0) == 0
-    assert board.done(0, "core", "a")
-    assert not board.done(0, "g1", "b")
+    assert board.done(0, "a")
+    assert not board.done(0, "b")
     assert board.complete and board.in_order() == ["a"]
 
 
@@ -41,12 +41,12 @@ def test_any_order_of_events_completes_with_each_bin_once(
             out[gang] = leased
         elif kind == "d" and gang in out:
             index = out.pop(gang)
-            board.done(index, gang, index)
+            board.done(index, index)
         elif kind == "x":
             out.pop(gang, None)
         elif kind == "t" and (taken := board.take(now)) is not None:
-            board.done(taken, "core", taken)
+            board.done(taken, taken)
     while (taken := board.take(now + 1e9)) is not None:
-        board.done(taken, "core", taken)
+        board.done(taken, taken)
     assert board.complete and board.in_order() == list(range(count))
-    assert sum(board.by_gang.values()) == count
+    assert len(board.results) == count

@@ -1,0 +1,31 @@
+"""Which checkpoint a run's files name: the one that its last recorded step commit names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def all_checkpoints(run_dir: Path) -> list[Path]:
+    """Manifests in the order of lineage and step; one may be of a step that was never committed."""
+    return sorted((run_dir / "checkpoints").glob("step-*.json"))
+
+
+def committed(run_dir: Path) -> Path | None:
+    """The manifest of the last commit on record, else the newest one; None if there is none."""
+    found = {path.stem: path for path in all_checkpoints(run_dir)}
+    events = run_dir / "events.jsonl"
+    lines = events.read_text().splitlines() if events.is_file() else []
+    for line in reversed(lines):
+        if '"step"' not in line:
+            continue
+        event = json.loads(line)
+        name = event["fields"].get("checkpoint", "") if event["kind"] == "step" else ""
+        if name in found:
+            return found[name]
+    return next(reversed(found.values()), None)
+
+
+def is_first(path: Path) -> bool:
+    """Whether it is of version 0 of the first lineage: nothing has been trained."""
+    return path.name.startswith("step-000-000000-")
