@@ -93,6 +93,12 @@ class Lease:
         except DeadlineExceeded:
             self._telemetry.count("renewals_failed")
 
+    async def renewed(self) -> bool:
+        """Renews now; whether the lease is held. Ends the process if it is lost."""
+        if self._held:
+            await self.publish()
+        return self._held
+
     def renew(self) -> bool:
         """One renewal; False ends the thread. Runs off the loop."""
         if not self._held:

@@ -132,6 +132,7 @@ class Mesh:
             settings=settings,
         )
         mesh._owns_state = True
+        state.renewed = mesh._lease.renewed
         return mesh
 
     @property

@@ -27,7 +27,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from common.errors import StateUnavailable, from_wire
+from common.errors import Fenced, StateUnavailable, from_wire
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds
@@ -74,6 +74,8 @@ class State:
         self._monotonic = monotonic
         self._answered = monotonic()  # when Redis last answered the renewal thread
         self._away = False
+        # Renews the lease of this process, and says whether it is held; set by who holds one.
+        self.renewed: Callable[[], Awaitable[bool]] | None = None
 
     @classmethod
     async def open(cls, url: str, *, connect_s: float = 10) -> State:
@@ -114,7 +116,20 @@ class State:
         return cls("simulated:", client, sync_client, clock.monotonic)
 
     async def run(self, script: str, keys: list[str], *args: Any) -> Any:
-        """The script's answer, decoded; the MeshError of its refusal; StateUnavailable."""
+        """The script's answer, decoded; the MeshError of its refusal; StateUnavailable.
+
+        The first scripts after an outage that outlasted the lease of this process are refused until
+        the next renewal takes it up again: that is done at once, and the script, which changed
+        nothing, runs again.
+        """
+        try:
+            return await self._run(script, keys, *args)
+        except Fenced:
+            if self.renewed is None or not await self.renewed():
+                raise
+        return await self._run(script, keys, *args)
+
+    async def _run(self, script: str, keys: list[str], *args: Any) -> Any:
         source, sha = script_source(script)
         words = [len(keys), *keys, *map(_argument, args)]
         try:

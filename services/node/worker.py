@@ -16,7 +16,7 @@ from typing import Any
 from common.actor import Actor, cast
 from common.api.hint import Look
 from common.api.node import Worker
-from common.errors import DeadlineExceeded, Fenced, StateUnavailable
+from common.errors import DeadlineExceeded, StateUnavailable
 from common.mesh import Mesh, MeshSettings, run
 from common.state import registry
 from common.state.gangs import Gang, gang, join_gang, report_actual
@@ -57,18 +57,10 @@ class GangWorker(Actor):
         self._hint.set()
 
     async def reconcile(self) -> None:
-        """Looks at the record for ever. A look that Redis does not answer changes nothing.
-
-        After an outage the lease has run out until the next renewal takes it up again: that is done
-        at once, and ends this process if the name is somebody else's now.
-        """
+        """Looks at the record for ever. A look that Redis does not answer changes nothing."""
         while True:
-            try:
+            with contextlib.suppress(StateUnavailable, DeadlineExceeded):
                 await self._look_once()
-            except (StateUnavailable, DeadlineExceeded):
-                self._mesh.telemetry.count("looks_failed")
-            except Fenced:
-                await self._mesh.publish()
             pause_s = STARTING_LOOK_S if self._role.state == "starting" else LOOK_S
             with contextlib.suppress(DeadlineExceeded):
                 async with self._mesh.clock.timeout(pause_s, "a hint"):
