@@ -24,6 +24,7 @@ class Tally:
     tokens: dict[str, dict[str, float]] = field(default_factory=dict)
     wall_s: float = 0.0  # of earlier sessions
     warm_start_cached: bool = False
+    _own_names: dict[str, str] = field(default_factory=dict)  # incarnation -> name
 
     @classmethod
     def read(cls, path: Path) -> Tally:
@@ -53,6 +54,7 @@ class Tally:
         later, when it has started, takes along what it used until then, and keeps it.
         """
         holders = {key: name for name, seen in self.cpu.items() for key in seen}
+        own = self._own_names
         pending = [(pid, names.get(pid, "meshrl")) for pid in roots]
         visited: set[int] = set()
         while pending:
@@ -62,9 +64,10 @@ class Tally:
             visited.add(pid)
             start, cpu_s = stat
             key = f"{pid}-{start}"
-            holder = holders.get(key, name)
-            name = names.get(pid, holder)
-            before = self.cpu.get(holder, {}).pop(key, 0.0)
+            if pid in names:
+                own[key] = names[pid]
+            name = own.get(key, name)
+            before = self.cpu.get(holders.get(key, name), {}).pop(key, 0.0)
             self.cpu.setdefault(name, {})[key] = max(cpu_s, before)
             pending += [(child, names.get(child, name)) for child in children(pid)]
 
