@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,22 @@ from common.api.engine import Tokens
 from common.api.weights import Group
 from common.blob import pack
 from common.bulk import BulkClient
-from common.errors import ConfigError, MeshError, StorageFull, ToolFailed
+from common.errors import ConfigError, MeshError, ToolFailed
 from common.jobdata import JobData
-from common.ledger import Kind, Ledger, groups_of, scan, segments
+from common.ledger import Kind
 from common.mesh import Mesh
 from common.model.tokenizer import Tokenizer
 from common.patience import patiently
 from common.state import groups as rows
 from common.state import jobs, registry
 from common.store import put
+from services.rollout.books import Books
 from services.rollout.environments import EnvironmentPool
 from services.rollout.generation import LENGTH, Router, Turn
 from services.rollout.outside import Outside
-from services.rollout.trajectory import NOT_SAMPLED, Ending, Restored, Round, Trajectory
+from services.rollout.trajectory import NOT_SAMPLED, Ending, Round, Trajectory
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
-SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
-FULL_RETRY_S = 0.5
 GATE_S = 0.1  # how soon a closed gate is tried again
 BOUNDS = (32, 64, 96, 128, 192, 256, 512, 1024, 4096, 32768)  # of the histogram of lengths
 EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
@@ -58,8 +56,7 @@ class ShardJob:
             deadline_s=config.environment.step_deadline_s,
             logs=logs,
         )
-        directory = job.run_dir / "ledger" / mesh.name.replace("/", "-")
-        self.ledger = Ledger(mesh.host, directory, f"{mesh.token:012d}")
+        self.books = Books(mesh, job)
         self.router = Router(mesh, self, self._stop_ids(), config.rollout.slots)
         self.bulk = BulkClient(mesh)
         self.active: dict[int, Trajectory] = {}
@@ -83,92 +80,16 @@ class ShardJob:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
     async def take_over(self) -> None:
-        """Claims the shard's groups of the job and goes on with what its predecessor left of them.
-
-        A predecessor's segments are sealed at their last whole record first: what it may still
-        write is not read.
-        """
-        mesh, job = self.mesh, self.job.id
-        on_record = await rows.claim_shard(mesh.state, job, mesh.name, mesh.token)
-        restored = Restored()
-        known_groups: set[int] = set()
-        for path in segments(self.ledger.directory):
-            sealed = on_record.get(path.name, -1)
-            length, mentioned = 0, set()
-            for record, end in scan(path, sealed):
-                restored.apply(record, self.seed_of)
-                mentioned |= groups_of(record)
-                length = end
-            if sealed < 0:
-                await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
-            self.ledger.adopt(path, mentioned)
-            known_groups |= mentioned
-        await self._new_segment()
-        known = restored.by_group()
-        open_groups = await rows.open_groups(mesh.state, job, mesh.name)
-        for group in known.keys() - {a.group for a in open_groups}:
-            await self.log((Kind.CLOSE, [group, "ended"]))
-        for group in known_groups - {a.group for a in open_groups}:
-            await self._forget(group)
-        for a in open_groups:
+        """Claims the shard and goes on with what its predecessor left of the open groups."""
+        known = await self.books.take_over(self.seed_of)
+        for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
             self.start(a.group, a.prompt, a.version, known.get(a.group, []))
-
-    async def _new_segment(self) -> None:
-        """Goes on in a new segment, on record before its first byte."""
-        mesh, job = self.mesh, self.job.id
-        name = self.ledger.next_path.name
-        await rows.note_segment(mesh.state, job, mesh.name, mesh.token, name, -1)
-        sealed = self.ledger.begin()
-        if sealed is not None:
-            path, length = sealed
-            await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
-
-    async def _forget(self, group: int) -> None:
-        for path in self.ledger.forget(group):
-            await rows.forget_segment(
-                self.mesh.state, self.job.id, self.mesh.name, self.mesh.token, path.name
-            )
-
-    # -- the books -------------------------------------------------------------------------------
-
-    async def log(self, *records: tuple[Kind, Any], groups: tuple[int, ...] = ()) -> None:
-        """Writes records down; a full disk makes the trajectory wait, and loses nothing."""
-        try:
-            return self.ledger.append(records, groups)
-        except StorageFull as error:
-            self.mesh.telemetry.log.error("ledger: disk full", error=str(error))
-        with self.mesh.wait("room for the ledger", on="disk"):
-            while True:
-                await self.mesh.clock.sleep(FULL_RETRY_S)
-                with contextlib.suppress(StorageFull):
-                    return self.ledger.append(records, groups)
 
     async def tokens(self, ids: list[int], counts: list[int], flush: Tokens) -> None:
         self.tokens_sampled += len(flush.tokens)
         keep = [identity in self.active and self.active[identity].recorded for identity in ids]
-        if not any(keep):
-            return
-        arrays = [flush.tokens, flush.logprobs, flush.versions]
-        if not all(keep):
-            chosen = np.repeat(np.array(keep), counts)
-            arrays = [a[chosen] for a in arrays]
-            ids = [i for i, k in zip(ids, keep, strict=True) if k]
-            counts = [c for c, k in zip(counts, keep, strict=True) if k]
-        head = [np.array(ids, np.int64).tobytes(), np.array(counts, np.int32).tobytes()]
-        payload = head + [np.ascontiguousarray(a).tobytes() for a in arrays]
-        await self.log((Kind.TOKENS, payload), groups=tuple({i >> 12 for i in ids}))
-
-    async def sync_forever(self) -> None:
-        """Brings what was written to the disk, and forgets segments that nothing needs."""
-        written = -1
-        while True:
-            await self.mesh.clock.sleep(SYNC_S)
-            await self.log()
-            if written != self.ledger.bytes_written:
-                written = self.ledger.bytes_written
-                await self.mesh.host.run_blocking(self.ledger.sync, deadline_s=60.0)
-            if self.ledger.full:
-                await patiently(self.mesh.clock, self._new_segment)
+        if any(keep):
+            await self.books.tokens(ids, counts, flush, keep)
 
     # -- engines ---------------------------------------------------------------------------------
 
@@ -273,8 +194,8 @@ class ShardJob:
             fate = "dropped"
             await self._dropped([t.ending.error for t in members if t.ending and t.ending.error])
         self.groups_finished += 1
-        await self.log((Kind.CLOSE, [group, fate]))
-        await patiently(self.mesh.clock, lambda: self._forget(group))
+        await self.books.log((Kind.CLOSE, [group, fate]))
+        await patiently(self.mesh.clock, lambda: self.books.forget(group))
 
     async def _dropped(self, errors: list[str]) -> None:
         """Fails the job once all that the gate lets through at a time has failed: its code is
@@ -339,7 +260,7 @@ class ShardJob:
                 t.begin(await self.environments.begin(t.id, row))
                 if t.recorded:
                     head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
-                    await self.log((Kind.OPEN, head), groups=(t.group,))
+                    await self.books.log((Kind.OPEN, head), groups=(t.group,))
             reason = await self._turns(t, row)
             self.router.release(t)
             reward = await self.outside.reward(row, t.turns())
@@ -354,7 +275,7 @@ class ShardJob:
             self.hungry.set()
         if t.recorded:
             end = [t.id, ending.reason, ending.reward, ending.error]
-            self.ledger.defer(Kind.END, end, t.group)
+            self.books.defer(Kind.END, end, t.group)
         t.ending = ending
 
     async def _turns(self, t: Trajectory, row: dict[str, Any]) -> str:
@@ -376,7 +297,7 @@ class ShardJob:
                 text, action, value = await self.environments.step(t.id, t.turn.tolist(), replay)
                 t.open_round = Round(text, len(t.turn))
                 if t.recorded:
-                    self.ledger.defer(Kind.TURN, [t.id, text], t.group)
+                    self.books.defer(Kind.TURN, [t.id, text], t.group)
                 if action == "tool":
                     name, argument = value
                     answer = await self.outside.tool(name, argument)
@@ -392,12 +313,12 @@ class ShardJob:
             if t.length + len(value) >= config.max_tokens:
                 return "length"
             if t.recorded:
-                self.ledger.defer(Kind.APPEND, [t.id, value], t.group)
+                self.books.defer(Kind.APPEND, [t.id, value], t.group)
             t.appended(value)
 
     async def _answered(self, t: Trajectory, name: str, argument: Any, answer: Any) -> None:
         if t.recorded:
-            await self.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
+            await self.books.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
         r = t.open_round
         if r is not None:
             r.tool, r.input, r.value, r.answered = name, argument, answer, True
@@ -429,4 +350,4 @@ class ShardJob:
         await self.router.close()
         await self.outside.close()
         await self.environments.close()
-        self.ledger.close()
+        self.books.close()

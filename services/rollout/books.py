@@ -1,0 +1,127 @@
+"""A job's books on a shard: its ledger, on record in Redis, and what a predecessor left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.api.engine import Tokens
+from common.errors import StorageFull
+from common.jobdata import JobData
+from common.ledger import Kind, Ledger, group_of, groups_of, scan, segments
+from common.mesh import Mesh
+from common.patience import patiently
+from common.state import groups as rows
+from services.rollout.trajectory import Restored, Trajectory
+
+SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
+FULL_RETRY_S = 0.5
+
+
+class Books:
+    """Writes records down before they count; Redis names each segment and where it is sealed."""
+
+    def __init__(self, mesh: Mesh, job: JobData) -> None:
+        self._mesh, self._job = mesh, job.id
+        directory = job.run_dir / "ledger" / mesh.name.replace("/", "-")
+        self._ledger = Ledger(mesh.host, directory, f"{mesh.token:012d}")
+
+    @property
+    def directory(self) -> Path:
+        """Where the shard's segments lie."""
+        return self._ledger.directory
+
+    async def take_over(self, seed_of: Callable[[int, int], int]) -> dict[int, list[Trajectory]]:
+        """Claims the shard; what its predecessor left of the groups that are still open.
+
+        A predecessor's segments are sealed at their last whole record first: what it may still
+        write is not read.
+        """
+        mesh, job = self._mesh, self._job
+        on_record = await rows.claim_shard(mesh.state, job, mesh.name, mesh.token)
+        restored = Restored()
+        mentioned: set[int] = set()
+        for path in segments(self._ledger.directory):
+            sealed = on_record.get(path.name, -1)
+            length, here = 0, set()
+            for record, end in scan(path, sealed):
+                restored.apply(record, seed_of)
+                here |= groups_of(record)
+                length = end
+            if sealed < 0:
+                await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
+            self._ledger.adopt(path, here)
+            mentioned |= here
+        await self._new_segment()
+        left = restored.by_group()
+        still_open = {a.group for a in await rows.open_groups(mesh.state, job, mesh.name)}
+        for group in left.keys() - still_open:
+            await self.log((Kind.CLOSE, [group, "ended"]))
+        for group in mentioned - still_open:
+            await self.forget(group)
+        return left
+
+    async def _new_segment(self) -> None:
+        """Goes on in a new segment, on record before its first byte."""
+        mesh, job = self._mesh, self._job
+        name = self._ledger.next_path.name
+        await rows.note_segment(mesh.state, job, mesh.name, mesh.token, name, -1)
+        sealed = self._ledger.begin()
+        if sealed is not None:
+            path, length = sealed
+            await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
+
+    async def forget(self, group: int) -> None:
+        """The group has ended: segments that nothing needs now are deleted, and struck off."""
+        mesh = self._mesh
+        for path in self._ledger.forget(group):
+            await rows.forget_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
+
+    def defer(self, kind: Kind, payload: Any, group: int) -> None:
+        """A record that may go with the next one: see `Ledger.defer`."""
+        self._ledger.defer(kind, payload, group)
+
+    async def log(self, *records: tuple[Kind, Any], groups: tuple[int, ...] = ()) -> None:
+        """Writes records down; a full disk makes the trajectory wait, and loses nothing."""
+        try:
+            return self._ledger.append(records, groups)
+        except StorageFull as error:
+            self._mesh.telemetry.log.error("ledger: disk full", error=str(error))
+        with self._mesh.wait("room for the ledger", on="disk"):
+            while True:
+                await self._mesh.clock.sleep(FULL_RETRY_S)
+                with contextlib.suppress(StorageFull):
+                    return self._ledger.append(records, groups)
+
+    async def tokens(
+        self, ids: list[int], counts: list[int], flush: Tokens, keep: list[bool]
+    ) -> None:
+        """A flush's tokens, of the trajectories that are kept."""
+        arrays = [flush.tokens, flush.logprobs, flush.versions]
+        if not all(keep):
+            chosen = np.repeat(np.array(keep), counts)
+            arrays = [a[chosen] for a in arrays]
+            ids = [i for i, k in zip(ids, keep, strict=True) if k]
+            counts = [c for c, k in zip(counts, keep, strict=True) if k]
+        head = [np.array(ids, np.int64).tobytes(), np.array(counts, np.int32).tobytes()]
+        payload = head + [np.ascontiguousarray(a).tobytes() for a in arrays]
+        await self.log((Kind.TOKENS, payload), groups=tuple({group_of(i) for i in ids}))
+
+    async def sync_forever(self) -> None:
+        """Brings what was written to the disk, and goes on in a new segment when one is full."""
+        synced = -1
+        while True:
+            await self._mesh.clock.sleep(SYNC_S)
+            await self.log()
+            if synced != self._ledger.bytes_written:
+                synced = self._ledger.bytes_written
+                await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=60.0)
+            if self._ledger.full:
+                await patiently(self._mesh.clock, self._new_segment)
+
+    def close(self) -> None:
+        self._ledger.close()
