@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import numpy as np
-import torch
-
 from common.actor import Actor, call
 from common.api.engine import Engine
 from common.api.hint import Look
@@ -24,26 +21,13 @@ from common.patience import patiently
 from common.state import groups, jobs, registry, steps
 from common.store import STORE, get
 from services.trainer.batch import Batch, assemble
-from services.trainer.batching import Bin, make_bins
+from services.trainer.batching import make_bins
 from services.trainer.beginning import from_checkpoint, warm
-from services.trainer.bins import BinBoard
-from services.trainer.learner import MODEL, BinStats, Learner, add
+from services.trainer.gradients import COMPUTE_S, Gradients
+from services.trainer.learner import MODEL, BinStats, Learner
 from services.trainer.optimizers import lr_factor
 
 POLL_S = 0.03  # how often ready groups are looked for
-COMPUTE_S = 3600.0  # deadline of one piece of arithmetic
-PATIENT_BINS = 5.0  # a leased bin may take this many times as long as bins take on average
-LEAST_BIN_S = 1.0
-
-Result = tuple[torch.Tensor, BinStats]
-
-
-class StepWork:
-    """The bins of the step that is being computed."""
-
-    def __init__(self, step: int, bins: list[Bin], manifest: str) -> None:
-        self.step, self.bins, self.manifest = step, bins, manifest
-        self.board: BinBoard[Result] = BinBoard(len(bins))
 
 
 class TrainerCore(Actor):
@@ -60,11 +44,7 @@ class TrainerCore(Actor):
         self.tokens = 0
         self.busy_s, self.wait_s = 0.0, 0.0
         self.warm_fraction = 0.0
-        self._work: StepWork | None = None
-        self._offered = asyncio.Event()  # there may be a bin for a hybrid
-        self._progress = asyncio.Event()  # a result or an expiry to look at
-        self._bin_s = 0.0  # moving average of a bin's time
-        self._helpers: dict[str, float] = {}  # gang -> busy seconds in this step
+        self.gradients = Gradients(mesh, learner, gang, data.config.training.bin_deadline_s)
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -84,53 +64,14 @@ class TrainerCore(Actor):
 
     @call(Trainer.lease_bin)
     async def lease_bin(self, request: BinRequest) -> BinLease:
-        deadline = self.mesh.clock.monotonic() + min(request.wait_s, 10.0)
-        while (left := deadline - self.mesh.clock.monotonic()) > 0:
-            lease = self._lease(request.gang)
-            if lease is not None:
-                return lease
-            self._offered.clear()
-            try:
-                async with self.mesh.clock.timeout(left, "a bin"):
-                    await self._offered.wait()
-            except MeshError:
-                break
-        return BinLease(self.steps_done + 1, self.steps_done, self.mesh.incarnation, -1, "", {})
-
-    def _lease(self, gang: str) -> BinLease | None:
-        work = self._work
-        if work is None:
-            return None
-        patience = max(LEAST_BIN_S, PATIENT_BINS * self._bin_s)
-        until = self.mesh.clock.monotonic() + min(
-            patience, self.data.config.training.bin_deadline_s
-        )
-        index = work.board.lease(gang, until)
-        if index is None:
-            return None
-        return BinLease(
-            step=work.step,
-            version=work.step - 1,
-            epoch=self.mesh.incarnation,
-            index=index,
-            manifest=work.manifest,
-            arrays=work.bins[index].to_arrays(),
+        lease = await self.gradients.lease(request.gang, request.wait_s)
+        return lease or BinLease(
+            self.steps_done + 1, self.steps_done, self.mesh.incarnation, -1, "", {}
         )
 
     @call(Trainer.bin_done)
     def bin_done(self, result: BinResult) -> BinTaken:
-        work = self._work
-        if work is None or (result.step, result.epoch) != (work.step, self.mesh.incarnation):
-            return BinTaken(False)
-        if result.gradient.shape != (self.learner.size,) or result.gradient.dtype != np.float32:
-            raise BadMessage(
-                f"a gradient of {result.gradient.shape} for a model of {self.learner.size}"
-            )
-        gradient = torch.from_numpy(np.array(result.gradient))
-        counted = work.board.done(result.index, (gradient, BinStats(**result.stats)))
-        self._helpers[result.gang] = self._helpers.get(result.gang, 0.0) + result.busy_s
-        self._progress.set()
-        return BinTaken(counted)
+        return BinTaken(self.gradients.done(result))
 
     @call(Trainer.drain)
     def drain(self, request: Drain) -> Drained:
@@ -232,7 +173,7 @@ class TrainerCore(Actor):
             "wait_s": waited,
             "train_s": busy,
             "wall": clock.wall(),
-            "workers": dict(self._helpers),
+            "workers": dict(self.gradients.busy_s),
         }
         await self._commit(step, batch, metrics)
         self.busy_s += clock.monotonic() - began
@@ -293,7 +234,7 @@ class TrainerCore(Actor):
 
     async def _update(self, step: int, batch: Batch) -> dict[str, Any]:
         """The optimizer step of a batch; a batch with nothing to learn from changes nothing."""
-        self._helpers = {}
+        self.gradients.busy_s = {}
         if not batch.sequences:
             return update_metrics(0, 0.0, BinStats())
         run = self.mesh.host.run_blocking
@@ -301,46 +242,10 @@ class TrainerCore(Actor):
         bins = await run(
             make_bins, batch.sequences, config.training.bin_tokens, step - 1, deadline_s=COMPUTE_S
         )
-        gradient, stats = await self._gradients(step, bins)
+        gradient, stats = await self.gradients.total(step, bins, self.manifest)
         factor = lr_factor(step - 1, config.budget.steps, config.optimizer)
         norm = await run(self.learner.apply, gradient, stats.tokens, factor, deadline_s=COMPUTE_S)
         return update_metrics(len(bins), norm, stats)
-
-    async def _gradients(self, step: int, bins: list[Bin]) -> Result:
-        """Sum over the bins, in their order, by whoever computed each."""
-        work = self._work = StepWork(step, bins, self.manifest)
-        clock = self.mesh.clock
-        self._offered.set()
-        try:
-            while not work.board.complete:
-                index = work.board.take(clock.monotonic())
-                if index is None:
-                    await self._others(work)
-                    continue
-                began = clock.monotonic()
-                result = await self.mesh.host.run_blocking(
-                    self.learner.gradient, bins[index], deadline_s=COMPUTE_S
-                )
-                took = clock.monotonic() - began
-                self._bin_s = took if not self._bin_s else 0.8 * self._bin_s + 0.2 * took
-                self._helpers[self.gang] = self._helpers.get(self.gang, 0.0) + took
-                work.board.done(index, result)
-        finally:
-            self._work = None
-        return await self.mesh.host.run_blocking(add, work.board.in_order(), deadline_s=COMPUTE_S)
-
-    async def _others(self, work: StepWork) -> None:
-        """Until a hybrid's result comes or its lease runs out."""
-        self._progress.clear()
-        expiry = work.board.next_expiry()
-        if work.board.complete or expiry is None:
-            return
-        left = max(0.01, expiry - self.mesh.clock.monotonic())
-        try:
-            async with self.mesh.clock.timeout(left, "a hybrid's bin"):
-                await self._progress.wait()
-        except MeshError:
-            return
 
     # -- staging and the commit ------------------------------------------------------------------
 
