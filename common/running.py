@@ -12,6 +12,7 @@ from typing import Any
 import uvloop
 
 DESCRIPTORS = 65_536  # each peer takes a few
+COLLECT_EVERY = 20_000, 20, 50  # allocations, and generations: messages die young, without cycles
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -22,6 +23,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     if soft < DESCRIPTORS:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, DESCRIPTORS), hard))
     gc.collect()
+    gc.set_threshold(*COLLECT_EVERY)
     gc.freeze()  # what is imported stays: no later collection walks it again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_until_signal(main))
