@@ -1,0 +1,141 @@
+"""Builds the C++ sources of `csrc/` for this machine's processor, once, and loads them.
+
+A library is named by a digest of everything that it depends on: sources, flags, compiler and the
+processor's features (hosts of different generations may share a home directory). Without a compiler
+there is no library, but a reason; whoever wanted it takes its PyTorch path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+COMPILERS = ("c++", "g++", "clang++")
+# -O2 runs at half the speed. Errno and traps would forbid vector code.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++20",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+    "-shared",
+    "-fPIC",
+)
+BUILD_S = 300.0  # some 10 s on a quiet core
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library, or why there is none."""
+
+    path: Path | None
+    reason: str = ""
+
+    def load(self) -> ctypes.CDLL:
+        """The library's functions; FileNotFoundError with the reason when there is none."""
+        if self.path is None:
+            raise FileNotFoundError(self.reason)
+        return ctypes.CDLL(str(self.path))
+
+
+@cache
+def library(name: str, define: str = "") -> Library:
+    """The library of `csrc/<name>.cpp`, compiled with `-D<define>` if one is given; built if this
+    machine has not built it yet.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return Library(None, f"no C++ compiler ({', '.join(COMPILERS)}) on PATH")
+    command = [compiler, *FLAGS, *([f"-D{define}"] if define else []), str(SOURCES / f"{name}.cpp")]
+    try:
+        folder = _folder()
+        path = folder / f"{name}-{_digest(command)}.so"
+        if not path.exists():
+            with _alone(path.with_suffix(".lock")):
+                if not path.exists():
+                    _build(command, path)
+    except subprocess.CalledProcessError as error:
+        return Library(None, f"{compiler} fails on {name}.cpp: {_first_error(error.stderr)}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Library(None, f"{name}.cpp cannot be built: {error}")
+    return Library(path)
+
+
+def _folder() -> Path:
+    """Where libraries are kept: the user's cache, else a folder of the user's below /tmp."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    for folder in (
+        Path(home) / "meshrl" / "native",
+        Path(tempfile.gettempdir()) / f"meshrl-native-{os.getuid()}",
+    ):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        # Code is loaded from it: nobody else may have made it.
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    raise OSError("no folder to keep libraries in; set XDG_CACHE_HOME to one that is yours")
+
+
+def _digest(command: list[str]) -> str:
+    seen = hashlib.sha256()
+    for path in [Path(command[-1]), *sorted(SOURCES.glob("*.h"))]:
+        seen.update(path.read_bytes())
+    asked = subprocess.run(
+        [command[0], "--version"], capture_output=True, text=True, timeout=BUILD_S, check=True
+    )
+    for text in (*command[:-1], asked.stdout, platform.machine(), _features()):
+        seen.update(text.encode() + b"\0")
+    return seen.hexdigest()[:20]
+
+
+def _features() -> str:
+    """What the processor can do, as Linux names it (x86: flags; ARM: Features)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _build(command: list[str], path: Path) -> None:
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        subprocess.run(
+            [*command, "-o", str(draft)],
+            capture_output=True,
+            text=True,
+            timeout=BUILD_S,
+            check=True,
+        )
+        draft.replace(path)  # whole or not at all
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _first_error(stderr: str) -> str:
+    lines = [line for line in stderr.splitlines() if "error" in line]
+    return lines[0].strip() if lines else stderr.strip()[-200:]
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Others who want the same library wait; the kernel frees the lock of whoever dies."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,429 @@
+// A decoder (Llama, Qwen2, Qwen3) over a paged cache: one call computes a step of a whole batch.
+//
+// Every token is a row, so that prompts, their later chunks and single decoded tokens share one
+// path. Weights are packed once for each version. The caller owns the state of all slots as arrays
+// and passes them by address; a call appends what it sampled. One thread.
+#include <chrono>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "sampling.h"
+
+namespace meshrl {
+
+constexpr int8_t kRunning = 0, kStop = 1, kLength = 2;  // as services/rollout/engines/base.py
+
+extern "C" {
+
+struct Shape {
+  int64_t vocab, hidden, layers, heads, kv_heads, head_width, rotary_width, ffn, positions, blocks;
+  float norm_epsilon, attention_scale;
+};
+
+// Arrays of [slots], or [slots, length], [slots, table_width], [slots, stop_width].
+struct Slots {
+  int64_t* tokens;
+  float* logprobs;
+  float* unmodified;  // log-probabilities at temperature 1, where asked for
+  int32_t* versions;
+  int64_t* known;     // tokens that are given or sampled
+  int64_t* computed;  // of which so many are in the cache
+  const int64_t* limit;
+  const int64_t* stops;  // padded with -1
+  const int32_t* table;
+  const uint64_t* key;
+  const float *temperature, *top_p, *min_p;
+  const int64_t* top_k;
+  const bool* wants_unmodified;
+  int8_t* finish;
+  int64_t length, table_width, stop_width;
+};
+
+}  // extern "C"
+
+// Which tensor `set` is given; as services/rollout/engines/torch_engine/native.py names them.
+enum Part {
+  kEmbedding,
+  kUnembedding,
+  kFinalNorm,
+  kAttentionNorm,
+  kQkv,
+  kQkvBias,
+  kQueryNorm,
+  kKeyNorm,
+  kOutput,
+  kOutputBias,
+  kMlpNorm,
+  kGateUp,
+  kDown,
+};
+
+// A row of a step: one token of one slot.
+struct Row {
+  int64_t token, position, slot;
+};
+
+template <class T>
+class Decoder {
+ public:
+  Decoder(const Shape& shape, const float* rope)
+      : shape_(shape),
+        queries_(shape.heads * shape.head_width),
+        keys_(shape.kv_heads * shape.head_width),
+        wide_(rounded_up(shape.hidden, 16)),
+        block_(kBlock * keys_),
+        layers_(shape.layers),
+        rope_(rope, rope + shape.positions * 2 * shape.rotary_width) {}
+
+  bool wake() {
+    for (Layer& layer : layers_)
+      if (!layer.keys.resize(shape_.blocks * block_) || !layer.values.resize(shape_.blocks * block_))
+        return false;
+    return true;
+  }
+
+  void sleep() {
+    for (Layer& layer : layers_) {
+      layer.keys.release(), layer.values.release();
+      for (Matrix<T>* w : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) w->release();
+    }
+    unembedding_.release();
+    std::vector<float>().swap(embedding_);
+    rows_ = 0;
+    for (Buffer<float>* b : {&residual_, &heads_, &logits_, &mixed_}) b->release();
+    for (Buffer<Act<T>>* b : {&normed_, &attended_, &ffn_}) b->release();
+  }
+
+  bool set(Part part, int64_t layer_index, const float* values) {
+    const Shape& s = shape_;
+    Layer& layer = layers_[layer_index];
+    switch (part) {
+      case kEmbedding:
+        embedding_.assign(values, values + s.vocab * s.hidden);
+        return true;
+      case kUnembedding: return unembedding_.pack(values, s.vocab, s.hidden);
+      case kFinalNorm: return padded(values, s.hidden, final_norm_);
+      case kAttentionNorm: return padded(values, s.hidden, layer.attention_norm);
+      case kQkv: return layer.qkv.pack(values, queries_ + 2 * keys_, s.hidden);
+      case kQkvBias: return padded(values, queries_ + 2 * keys_, layer.qkv_bias);
+      case kQueryNorm: return padded(values, s.rotary_width, layer.query_norm);
+      case kKeyNorm: return padded(values, s.rotary_width, layer.key_norm);
+      case kOutput: return layer.output.pack(values, s.hidden, queries_);
+      case kOutputBias: return padded(values, s.hidden, layer.output_bias);
+      case kMlpNorm: return padded(values, s.hidden, layer.mlp_norm);
+      case kGateUp: return pack_gate_up(layer, values);
+      case kDown: return layer.down.pack(values, s.hidden, s.ffn);
+    }
+    return false;
+  }
+
+  int64_t run(const Slots& slots, const int64_t* slot, const int64_t* count, int64_t n,
+              int64_t steps, double budget_s, int32_t version) {
+    const auto began = std::chrono::steady_clock::now();
+    int64_t sampled = 0;
+    for (int64_t step = 0; step < steps; step++) {
+      batch_.clear(), last_.clear();
+      for (int64_t i = 0; i < n; i++) {
+        const int64_t at = slot[i], first = slots.computed[at];
+        for (int64_t p = first; p < first + count[i]; p++)
+          batch_.push_back({slots.tokens[at * slots.length + p], p, at});
+        slots.computed[at] += count[i];
+        if (slots.computed[at] == slots.known[at])
+          last_.push_back(static_cast<int64_t>(batch_.size()) - 1);
+      }
+      if (!forward(slots)) return -1;
+      if (!project(last_)) return -1;
+      bool ended = false;
+      for (size_t i = 0; i < last_.size(); i++)
+        ended |= append(slots, batch_[last_[i]].slot, i, version);
+      sampled += last_.size();
+      const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
+      if (ended || spent.count() >= budget_s) break;
+    }
+    return sampled;
+  }
+
+  // Log-probabilities, at temperature 1, of the `count` tokens behind those that are computed.
+  bool score(const Slots& slots, int64_t slot, int64_t count, float* out) {
+    batch_.clear(), last_.clear();
+    const int64_t first = slots.computed[slot];
+    const int64_t* tokens = slots.tokens + slot * slots.length;
+    for (int64_t i = 0; i < count; i++) {
+      batch_.push_back({tokens[first + i], first + i, slot});
+      last_.push_back(i);
+    }
+    if (!forward(slots) || !project(last_)) return false;
+    for (int64_t i = 0; i < count; i++)
+      out[i] = Sampler::unmodified(logits(i), shape_.vocab, tokens[first + i + 1]);
+    slots.computed[slot] += count;
+    return true;
+  }
+
+  void copy_block(int64_t from, int64_t to) {
+    for (Layer& layer : layers_) {
+      memcpy(layer.keys.at() + to * block_, layer.keys.at() + from * block_, block_ * sizeof(T));
+      memcpy(layer.values.at() + to * block_, layer.values.at() + from * block_,
+             block_ * sizeof(T));
+    }
+  }
+
+ private:
+  struct Layer {
+    std::vector<float> attention_norm, mlp_norm, query_norm, key_norm, qkv_bias, output_bias;
+    Matrix<T> qkv, output, gate_up, down;
+    Buffer<T> keys, values;  // [blocks, kv_heads, 16 * head_width]
+  };
+
+  static bool padded(const float* values, int64_t n, std::vector<float>& into) {
+    into.assign(rounded_up(n, 16), 0.0f);
+    std::copy(values, values + n, into.begin());
+    return true;
+  }
+
+  // Panels of gate and of up alternate, so that their product is taken from registers.
+  bool pack_gate_up(Layer& layer, const float* values) {
+    const int64_t ffn = shape_.ffn, panels = rounded_up(ffn, 16) / kLanes;
+    return layer.gate_up.pack(values, 2 * panels * kLanes, shape_.hidden, [&](int64_t r) {
+      const int64_t panel = r / kLanes, feature = panel / 2 * kLanes + r % kLanes;
+      return feature >= ffn ? -1 : feature + (panel % 2) * ffn;
+    });
+  }
+
+  bool reserve(int64_t rows) {
+    if (rows <= rows_) return true;
+    rows_ = rounded_up(rows, 64);
+    const int64_t ffn = rounded_up(shape_.ffn, 16), qkv = rounded_up(queries_ + 2 * keys_, 16);
+    return residual_.resize(rows_ * wide_) && heads_.resize(rows_ * qkv) &&
+           mixed_.resize(rows_ * queries_) && normed_.resize(rows_ * wide_) &&
+           attended_.resize(rows_ * queries_) && ffn_.resize(rows_ * ffn) &&
+           logits_.resize(rows_ * rounded_up(shape_.vocab, 16));
+  }
+
+  float* logits(int64_t row) { return logits_.at() + row * rounded_up(shape_.vocab, 16); }
+
+  // RMSNorm of one row of `wide_` features.
+  void norm(const float* x, const std::vector<float>& weight, Act<T>* y) const {
+    Vec squares{};
+    for (int64_t i = 0; i < wide_; i += kLanes) squares += load(x + i) * load(x + i);
+    const Vec scale =
+        splat(1.0f / std::sqrt(sum(squares) / shape_.hidden + shape_.norm_epsilon));
+    for (int64_t i = 0; i < wide_; i += kLanes)
+      store_act(y + i, load(x + i) * scale * load(weight.data() + i));
+  }
+
+  void norm_head(float* x, const std::vector<float>& weight) const {
+    const int64_t width = shape_.rotary_width;
+    float squares = 0;
+    for (int64_t i = 0; i < width; i++) squares += x[i] * x[i];
+    const float scale = 1.0f / std::sqrt(squares / width + shape_.norm_epsilon);
+    for (int64_t i = 0; i < width; i++) x[i] *= scale * weight[i];
+  }
+
+  // Rotary embedding of halves; the table's sines have their first half negated.
+  void rotate(float* x, int64_t position) const {
+    const int64_t width = shape_.rotary_width, half = width / 2;
+    const float* cosine = rope_.data() + position * 2 * width;
+    const float* sine = cosine + width;
+    for (int64_t i = 0; i < half; i++) {
+      const float a = x[i], b = x[half + i];
+      x[i] = a * cosine[i] + b * sine[i];
+      x[half + i] = b * cosine[half + i] + a * sine[half + i];
+    }
+  }
+
+  // Hidden states of all rows of batch_, in residual_; their keys and values go into the cache.
+  bool forward(const Slots& slots) {
+    const int64_t n = batch_.size();
+    if (!reserve(n)) return false;
+    for (int64_t r = 0; r < n; r++)
+      memcpy(residual_.at() + r * wide_, embedding_.data() + batch_[r].token * shape_.hidden,
+             shape_.hidden * sizeof(float));
+    for (Layer& layer : layers_) {
+      for (int64_t r = 0; r < n; r++)
+        norm(residual_.at() + r * wide_, layer.attention_norm, normed_.at() + r * wide_);
+      multiply(normed_.at(), n, layer.qkv, bias(layer.qkv_bias), false, heads_.at());
+      for (int64_t r = 0; r < n; r++) place(slots, layer, r);
+      for (int64_t r = 0; r < n;) r += attend_from(slots, layer, r);
+      multiply(attended_.at(), n, layer.output, bias(layer.output_bias), true, residual_.at());
+      for (int64_t r = 0; r < n; r++)
+        norm(residual_.at() + r * wide_, layer.mlp_norm, normed_.at() + r * wide_);
+      multiply_swiglu(normed_.at(), n, layer.gate_up, ffn_.at());
+      multiply(ffn_.at(), n, layer.down, nullptr, true, residual_.at());
+    }
+    return true;
+  }
+
+  static const float* bias(const std::vector<float>& values) {
+    return values.empty() ? nullptr : values.data();
+  }
+
+  // Norms and rotates a row's queries and keys, and puts its keys and values into the cache.
+  void place(const Slots& slots, Layer& layer, int64_t r) {
+    const Row& row = batch_[r];
+    const int64_t width = shape_.head_width, qk = shape_.heads + shape_.kv_heads;
+    float* heads = heads_.at() + r * layer.qkv.outputs;
+    for (int64_t h = 0; h < qk; h++) {
+      float* head = heads + h * width;
+      if (!layer.query_norm.empty())
+        norm_head(head, h < shape_.heads ? layer.query_norm : layer.key_norm);
+      rotate(head, row.position);
+    }
+    for (int64_t i = 0; i < queries_; i++) heads[i] *= shape_.attention_scale;
+    const int at = row.position % kBlock;
+    const int64_t block = slots.table[row.slot * slots.table_width + row.position / kBlock];
+    for (int64_t h = 0; h < shape_.kv_heads; h++) {
+      T* values = layer.values.at() + block * block_ + h * kBlock * width;
+      // What an earlier user left could be no number, and 0 times that is none either.
+      if (at == 0) memset(values, 0, kBlock * width * sizeof(T));
+      put_token(layer.keys.at() + block * block_ + h * kBlock * width, values, at,
+                static_cast<int>(width), heads + queries_ + h * width,
+                heads + queries_ + keys_ + h * width);
+    }
+  }
+
+  // Attention of row r and of the rows behind it that share its context; returns how many.
+  int64_t attend_from(const Slots& slots, const Layer& layer, int64_t r) {
+    const int64_t width = shape_.head_width, shared = shape_.heads / shape_.kv_heads;
+    int64_t rows = 1;
+    while ((rows + 1) * shared <= kMostQueries && holds_slot(r + rows, r)) rows++;
+    int64_t part = std::min<int64_t>(rows * shared, kMostQueries);  // of a head, in one call
+    while (!is_count(part) || rows * shared % part != 0) part--;
+    for (int64_t first = 0; first < rows * shared; first += part) {
+      packed_.resize(shape_.kv_heads * part * width);
+      targets_.resize(shape_.kv_heads * part), visible_.resize(part);
+      for (int64_t i = 0; i < shape_.kv_heads * part; i++) {
+        const int64_t query = first + i % part, row = r + query / shared;
+        const int64_t head = i / part * shared + query % shared;
+        const float* from = heads_.at() + row * layer.qkv.outputs + head * width;
+        for (int64_t d = 0; d < width; d += kLanes)
+          store_act(packed_.data() + i * width + d, load(from + d));
+        visible_[i % part] = static_cast<int32_t>(batch_[row].position + 1);
+        targets_[i] = mixed_.at() + row * queries_ + head * width;
+      }
+      const Context<T> context = {layer.keys.at(), layer.values.at(),
+                                  slots.table + batch_[r].slot * slots.table_width, block_,
+                                  static_cast<int>(shape_.kv_heads)};
+      attend_any<T>(width, part, packed_.data(), context, visible_.data(), targets_.data(),
+                    scratch_);
+    }
+    for (int64_t i = r * queries_; i < (r + rows) * queries_; i += kLanes)
+      store_act(attended_.at() + i, load(mixed_.at() + i));
+    return rows;
+  }
+
+  bool holds_slot(int64_t row, int64_t like) const {
+    return row < static_cast<int64_t>(batch_.size()) && batch_[row].slot == batch_[like].slot;
+  }
+
+  // Logits of the chosen rows.
+  bool project(const std::vector<int64_t>& rows) {
+    for (size_t i = 0; i < rows.size(); i++)
+      norm(residual_.at() + rows[i] * wide_, final_norm_, normed_.at() + i * wide_);
+    if (!rows.empty())
+      multiply(normed_.at(), rows.size(), unembedding_, nullptr, false, logits_.at());
+    return true;
+  }
+
+  // Samples the slot's next token from logits row i; true if that ends its request.
+  bool append(const Slots& s, int64_t slot, int64_t i, int32_t version) {
+    const int64_t at = s.known[slot], place = slot * s.length + at;
+    const Sampling how = {s.temperature[slot], s.top_p[slot], s.min_p[slot], s.top_k[slot]};
+    float* row = logits(i);
+    if (s.wants_unmodified[slot]) copy_.assign(row, row + rounded_up(shape_.vocab, 16));
+    const Sampled sampled = sampler_.sample(row, shape_.vocab, how, uniform(s.key[slot], at));
+    s.tokens[place] = sampled.token;
+    s.logprobs[place] = sampled.logprob;
+    if (s.wants_unmodified[slot])
+      s.unmodified[place] = Sampler::unmodified(copy_.data(), shape_.vocab, sampled.token);
+    s.versions[place] = version;
+    s.known[slot] = at + 1;
+    const int64_t* stops = s.stops + slot * s.stop_width;
+    const bool stopped = std::find(stops, stops + s.stop_width, sampled.token) !=
+                         stops + s.stop_width;
+    s.finish[slot] = stopped ? kStop : at + 1 >= s.limit[slot] ? kLength : kRunning;
+    return s.finish[slot] != kRunning;
+  }
+
+  const Shape shape_;
+  const int64_t queries_, keys_;  // features of all heads
+  const int64_t wide_;            // hidden size, rounded up
+  const int64_t block_;           // elements of a block, all key-value heads
+  std::vector<Layer> layers_;
+  std::vector<float> rope_;  // [positions, 2, rotary_width]
+  std::vector<float> embedding_, final_norm_;
+  Matrix<T> unembedding_;
+  Sampler sampler_;
+
+  // Of the step that is being computed.
+  std::vector<Row> batch_;
+  std::vector<int64_t> last_;  // rows whose next token is to be sampled
+  int64_t rows_ = 0;           // that the buffers hold
+  Buffer<float> residual_, heads_, logits_, mixed_;
+  Buffer<Act<T>> normed_, attended_, ffn_;
+  std::vector<Act<T>> packed_;
+  std::vector<int32_t> visible_;
+  std::vector<float*> targets_;
+  Scratch<T> scratch_;
+  std::vector<float> copy_;
+};
+
+// Runs `body`; what it answers, or `failed` when memory ran out.
+template <class Answer, class Body>
+Answer guarded(Answer failed, Body&& body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return failed;
+  }
+}
+
+}  // namespace meshrl
+
+// Of weights and cache: float or bf16. A library holds one of them, since each takes some 10 s to
+// compile.
+#ifndef MESHRL_STORAGE
+#define MESHRL_STORAGE float
+#endif
+
+using namespace meshrl;
+using Model = Decoder<MESHRL_STORAGE>;
+
+extern "C" {
+
+// nullptr: no memory.
+void* decoder_new(const Shape* shape, const float* rope) {
+  return guarded<void*>(nullptr, [&] { return new Model(*shape, rope); });
+}
+void decoder_delete(void* d) { delete static_cast<Model*>(d); }
+
+// These answer 0 for success and -1 when memory ran out.
+int decoder_wake(void* d) {
+  return guarded(-1, [&] { return static_cast<Model*>(d)->wake() ? 0 : -1; });
+}
+int decoder_load(void* d, int part, int64_t layer, const float* values) {
+  return guarded(-1, [&] {
+    return static_cast<Model*>(d)->set(static_cast<Part>(part), layer, values) ? 0 : -1;
+  });
+}
+int decoder_score(void* d, const Slots* slots, int64_t slot, int64_t count, float* out) {
+  return guarded(-1, [&] { return static_cast<Model*>(d)->score(*slots, slot, count, out) ? 0 : -1; });
+}
+void decoder_sleep(void* d) { static_cast<Model*>(d)->sleep(); }
+void decoder_copy_block(void* d, int64_t from, int64_t to) {
+  static_cast<Model*>(d)->copy_block(from, to);
+}
+
+// Computes count[i] tokens of slot[i], for n slots, and samples for those that reach the end of what
+// is known. Up to `steps` times while nothing ends and `budget_s` is not spent; more than one step
+// needs counts of 1. Answers the number of tokens sampled, -1 when memory ran out.
+int64_t decoder_run(void* d, const Slots* slots, const int64_t* slot, const int64_t* count,
+                    int64_t n, int64_t steps, double budget_s, int32_t version) {
+  return guarded<int64_t>(-1, [&] {
+    return static_cast<Model*>(d)->run(*slots, slot, count, n, steps, budget_s, version);
+  });
+}
+
+}  // extern "C"
