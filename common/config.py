@@ -48,12 +48,19 @@ class RewardConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     engine: str = "torch"
+    path: str = "auto"  # of the built-in engine: native (needs a C++ compiler), eager, auto
+    dtype: str = "float32"  # of the engine's weights and cache: float32 | bfloat16
+    kv_tokens: int = 0  # tokens that the engine's cache holds; 0: all slots full
     shards: int = 1
     slots: int = 64  # sequences that an engine decodes together
     max_tokens: int = 320  # of a whole trajectory, prompt and tool results included
     max_turns: int = 26
     temperature: float = 1.0
+    top_p: float = 1.0  # share of the probability that is kept, likeliest first; 1: all
+    top_k: int = 0  # likeliest tokens that are kept; 0: all
+    min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
     stop: list[str] = field(default_factory=list)  # tokens that end a turn
+    stop_text: list[str] = field(default_factory=list)  # texts that end a turn
     kv_on_update: str = "keep"  # keep | recompute
 
 

@@ -20,6 +20,8 @@ CHOICES = {
     "mesh.device": ("cpu",),
     "rollout.kv_on_update": ("keep", "recompute"),
     "rollout.engine": ("torch",),
+    "rollout.path": ("auto", "native", "eager"),
+    "rollout.dtype": ("float32", "bfloat16"),
     "algorithm.name": ("grpo",),
 }
 AT_LEAST: dict[str, float] = {
@@ -29,6 +31,9 @@ AT_LEAST: dict[str, float] = {
     "rollout.slots": 1,
     "rollout.max_tokens": 2,
     "rollout.max_turns": 1,
+    "rollout.kv_tokens": 0,
+    "rollout.top_k": 0,
+    "rollout.min_p": 0.0,
     "algorithm.group_size": 2,  # an advantage needs something to compare with
     "algorithm.groups_per_step": 1,
     "algorithm.max_staleness": 0,

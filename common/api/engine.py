@@ -28,9 +28,22 @@ class Tokens:
     counts: Array  # int32 [n]
     tokens: Array  # int32 [sum of counts]
     logprobs: Array  # float32, of the sampling distribution
+    unmodified: Array  # float32, at temperature 1 with nothing left out; empty: nobody asked
     versions: Array  # int32, of the weights that sampled the token
     finish: Array  # int8 [n]
     version: int  # of the weights now loaded; a flush without requests tells of new ones
+
+
+@message
+class Sampling:
+    """How the requests of a batch sample, beside temperature, and where they stop."""
+
+    stop: list[int]  # tokens
+    stop_text: list[str]
+    top_p: float = 1.0  # share of the probability that is kept, likeliest first; 1: all
+    top_k: int = 0  # likeliest tokens that are kept; 0: all
+    min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
+    unmodified: bool = False  # log-probabilities of the model itself are wanted too
 
 
 @message
@@ -48,13 +61,37 @@ class Submit:
     max_new: Array  # int32 [n]
     temperature: Array  # float32 [n], 0: greedy
     seeds: Array  # int64 [n]
-    stop: list[int]
+    sampling: Sampling
     ended: Array  # int64, sessions whose slots are free
 
 
 @message
 class Submitted:
     accepted: int
+
+
+@message
+class Score:
+    tokens: Array  # int32 [n]
+
+
+@message
+class Scored:
+    logprobs: Array  # float32 [n - 1], at temperature 1, of each token after the first
+    version: int  # of the weights
+
+
+@message
+class Rest:
+    """Whether the engine pauses, and whether it also gives back weights and cache."""
+
+    paused: bool
+    asleep: bool
+
+
+@message
+class Rested:
+    version: int
 
 
 @message
@@ -67,4 +104,6 @@ class Engine(Role):
     attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)
+    score = Call(Score, Scored, deadline_s=60.0)
+    rest = Call(Rest, Rested, deadline_s=90.0, idempotent=True)
     look = Cast(Look)

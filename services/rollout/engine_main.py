@@ -15,12 +15,12 @@ from common.errors import ConfigError, MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh, MeshSettings, run
 from common.model.config import ModelConfig
-from common.model.decoder import Decoder
+from common.model.tokenizer import Tokenizer
 from common.model.transfer import fetch
 from common.patience import patiently
 from common.state import jobs
-from services.rollout.engine_service import EngineService
-from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.engine_service import FLUSH_S, FLUSH_STEPS, EngineService
+from services.rollout.engines.torch_engine import build
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
 LOOK_S = 0.3  # how often the job's version is looked at without a hint
@@ -69,12 +69,20 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
     if row is None:
         raise ConfigError(f"no job is called {job_id}", where=mesh.name)
     data = JobData.of(job_id, row.document, row.run_dir)
-    model = Decoder(model_config(data))
-    model.eval()
     limits = data.config.rollout
-    engine = TorchEngine(
-        model, limits.slots, limits.max_tokens, version=-1, kv_on_update=limits.kv_on_update
+    engine = build(
+        model_config(data),
+        limits.slots,
+        limits.max_tokens,
+        path=limits.path,
+        dtype=limits.dtype,
+        kv_tokens=limits.kv_tokens,
+        kv_on_update=limits.kv_on_update,
+        steps=FLUSH_STEPS,
+        budget_s=FLUSH_S,
+        decode=Tokenizer.load(str(data.tokenizer)).decode if limits.stop_text else None,
     )
+    mesh.telemetry.log.info("engine", path=engine.path)
     driver = Driver(asyncio.get_running_loop())
     service = EngineService(mesh, engine, limits.slots, driver.deliver)
 
@@ -90,6 +98,8 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
             "occupied_s": service.occupied_s,
             "running": engine.running,
             "waiting": engine.waiting,
+            "path": engine.path,
+            "preempted": engine.preempted,
         }
 
     driver.start(service)
@@ -118,7 +128,8 @@ async def follow(mesh: Mesh, service: EngineService, job: str, look_s: float = L
         service.changed.clear()
         try:
             row = await jobs.job(mesh.state, job)
-            if row is not None and row.version >= 0 and row.manifest != service.manifest:
+            stale = row is not None and row.version >= 0 and row.manifest != service.manifest
+            if row is not None and stale and not service.asleep:
                 _, tensors = await fetch(mesh, bulk, row.manifest)
                 await service.swap(tensors, row.version, row.manifest)
         except MeshError as error:

@@ -12,18 +12,31 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from common.actor import Actor, call, cast, stream
-from common.api.engine import Abort, Attach, Engine, Submit, Submitted, Tokens
+from common.api.engine import (
+    Abort,
+    Attach,
+    Engine,
+    Rest,
+    Rested,
+    Score,
+    Scored,
+    Submit,
+    Submitted,
+    Tokens,
+)
 from common.api.hint import Look
 from common.api.role import Drain, Drained
-from common.errors import Refused
+from common.errors import MeshError, Refused
 from common.mesh import Mesh
+from services.rollout.engines.base import NO_FLOATS, Flush, Request
 from services.rollout.engines.base import Engine as TokenEngine
-from services.rollout.engines.base import Flush, Request
+
+R = TypeVar("R")
 
 FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
@@ -33,7 +46,8 @@ EMPTY = Flush(
     ids=np.zeros(0, np.int64),
     counts=np.zeros(0, np.int32),
     tokens=np.zeros(0, np.int32),
-    logprobs=np.zeros(0, np.float32),
+    logprobs=NO_FLOATS,
+    unmodified=NO_FLOATS,
     versions=np.zeros(0, np.int32),
     finish=np.zeros(0, np.int8),
 )
@@ -68,7 +82,9 @@ class EngineService(Actor):
         self.wake = threading.Event()
         self.changed = asyncio.Event()
         self.draining = False
-        self._steps = 0
+        self._woken = False  # and has no weights yet
+        self.asleep = False  # by request: new versions are not fetched until it wakes
+        self._flushed_step = 0
         self._flushed_at = 0.0
         self.manifest = ""  # of the weights that are loaded
 
@@ -80,13 +96,13 @@ class EngineService(Actor):
             self._commands.popleft()()
         running = self.engine.running
         busy = self.engine.step()
-        self._steps += 1
         now = self.mesh.clock.monotonic()
         self.occupied_s += (now - self._turned_at) * running / self._slots
         self._turned_at = now
-        due = self._steps >= FLUSH_STEPS or now - self._flushed_at >= FLUSH_S or not busy
+        many = self.engine.steps - self._flushed_step >= FLUSH_STEPS
+        due = many or now - self._flushed_at >= FLUSH_S or not busy
         if due:
-            self._steps, self._flushed_at = 0, now
+            self._flushed_step, self._flushed_at = self.engine.steps, now
         if due or self.engine.ended:
             flush = self.engine.drain(ended_only=not due)
             if flush is not None:
@@ -148,7 +164,8 @@ class EngineService(Actor):
         if self.draining:
             raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
         requests = []
-        stop = tuple(batch.stop)
+        how = batch.sampling
+        stop, stop_text = tuple(how.stop), tuple(how.stop_text)
         ends = np.cumsum(batch.lengths).tolist()
         start = 0
         columns = zip(
@@ -173,6 +190,11 @@ class EngineService(Actor):
                     stop_ids=stop,
                     seed=seed,
                     session=session,
+                    top_p=how.top_p,
+                    top_k=how.top_k,
+                    min_p=how.min_p,
+                    stop_text=stop_text,
+                    unmodified=how.unmodified,
                 )
             )
             start = end
@@ -194,23 +216,64 @@ class EngineService(Actor):
 
     async def swap(self, tensors: dict[str, Any], version: int, manifest: str) -> None:
         """Puts a version's weights in place between two steps; keys and values are kept."""
-        loop = asyncio.get_running_loop()
-        swapped: asyncio.Future[None] = loop.create_future()
-
-        def settle() -> None:
-            if not swapped.done():
-                swapped.set_result(None)
 
         def put() -> None:
-            self.engine.swap(tensors, version)
-            self._deliver(settle)
+            if self.engine.version < 0 or self._woken:
+                self._woken = False
+                self.engine.wake(tensors, version)
+            else:
+                self.engine.swap(tensors, version)
 
-        self.command(put)
-        async with self.mesh.clock.timeout(60.0, "the engine to take new weights"):
-            await swapped
+        await self._between_steps(put, "the engine to take new weights")
         self.manifest = manifest
         for owner in self._owners.values():
             owner.flushes.put_nowait(_cut(EMPTY, [], [], version))
+
+    async def _between_steps(self, action: Callable[[], R], what: str) -> R:
+        """What `action` answers on the driver's side; its error is raised here."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[R] = loop.create_future()
+
+        def run() -> None:
+            try:
+                answer = action()
+            except MeshError as error:
+                failure = error
+                self._deliver(lambda: done.cancelled() or done.set_exception(failure))
+            else:
+                self._deliver(lambda: done.cancelled() or done.set_result(answer))
+
+        self.command(run)
+        async with self.mesh.clock.timeout(60.0, what):
+            return await done
+
+    @call(Engine.score)
+    async def score(self, request: Score) -> Scored:
+        version = self.engine.version
+        found = await self._between_steps(
+            lambda: self.engine.score(request.tokens), "the engine to score"
+        )
+        return Scored(found, version)
+
+    @call(Engine.rest)
+    async def rest(self, request: Rest) -> Rested:
+        """Pauses, sleeps or goes on; what runs loses no token. Waking, it fetches the weights."""
+
+        def settle() -> None:
+            if request.asleep:
+                self.engine.sleep()
+            if request.paused or request.asleep:
+                self.engine.pause()
+            else:
+                self.engine.resume()
+
+        await self._between_steps(settle, "the engine to rest")
+        if self.asleep and not request.asleep:
+            self.manifest = ""  # `follow` loads the current version
+            self._woken = True
+            self.changed.set()
+        self.asleep = request.asleep
+        return Rested(self.engine.version)
 
     @cast(Engine.look)
     def look(self, hint: Look) -> None:
@@ -236,8 +299,16 @@ def _cut(
     """The part of a flush that belongs to one owner, under the owner's request ids."""
     ids = np.array([r[1] for r, m in zip(routes, mine, strict=True) if m and r], np.int64)
     if all(mine):
-        arrays = (flush.counts, flush.tokens, flush.logprobs, flush.versions, flush.finish)
-        return Tokens(ids, *arrays, version=version)
+        return Tokens(
+            ids,
+            flush.counts,
+            flush.tokens,
+            flush.logprobs,
+            flush.unmodified,
+            flush.versions,
+            flush.finish,
+            version,
+        )
     rows = np.array(mine)
     tokens = np.repeat(rows, flush.counts)
     return Tokens(
@@ -245,6 +316,7 @@ def _cut(
         flush.counts[rows],
         flush.tokens[tokens],
         flush.logprobs[tokens],
+        flush.unmodified[tokens] if len(flush.unmodified) else flush.unmodified,
         flush.versions[tokens],
         flush.finish[rows],
         version,

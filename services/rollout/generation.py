@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from common.api.engine import Abort, Attach, Engine, Submit, Tokens
+from common.api.engine import Abort, Attach, Engine, Sampling, Submit, Tokens
 from common.errors import MeshError, ToolFailed
 from common.mesh import Mesh, Ref
 from services.rollout.batching import Batcher
@@ -56,7 +56,7 @@ class EngineLink:
         name: str,
         bound: int,
         sink: TokenSink,
-        stop: list[int],
+        sampling: Sampling,
         on_version: Callable[[], None],
     ) -> None:
         self.name, self.bound = name, bound
@@ -65,7 +65,7 @@ class EngineLink:
         self.ended: list[int] = []  # trajectories whose slots the engine may reuse
         self._unwanted: list[int] = []  # requests to abort before the next is submitted
         self._rests_until = 0.0
-        self._mesh, self._sink, self._stop = mesh, sink, stop
+        self._mesh, self._sink, self._sampling = mesh, sink, sampling
         self._on_version = on_version  # its weights are newer now
         self._ref: Ref = mesh.ref(name)
         self._requests: dict[int, tuple[Trajectory, asyncio.Future[int]]] = {}
@@ -155,7 +155,7 @@ class EngineLink:
                 max_new=np.array([turn.max_new for _, turn in batch], np.int32),
                 temperature=np.array([t.temperature for t in ts], np.float32),
                 seeds=np.array([t.seed for t in ts], np.int64),
-                stop=self._stop,
+                sampling=self._sampling,
                 ended=np.array(ended, np.int64),
             ),
         )
@@ -191,8 +191,8 @@ class EngineLink:
 class Router:
     """Engines of the job as the registry shows them, and the trajectories that wait for one."""
 
-    def __init__(self, mesh: Mesh, sink: TokenSink, stop: list[int], bound: int) -> None:
-        self._mesh, self._sink, self._stop, self._bound = mesh, sink, stop, bound
+    def __init__(self, mesh: Mesh, sink: TokenSink, sampling: Sampling, bound: int) -> None:
+        self._mesh, self._sink, self._sampling, self._bound = mesh, sink, sampling, bound
         self.links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._waiting: list[tuple[int, int, Trajectory, asyncio.Future[EngineLink]]] = []  # a heap
@@ -215,7 +215,9 @@ class Router:
             link.listen()
         self.dispatch()  # one that rested may serve again
         for name in sorted(alive - self.links.keys()):
-            link = EngineLink(self._mesh, name, self._bound, self._sink, self._stop, self.dispatch)
+            link = EngineLink(
+                self._mesh, name, self._bound, self._sink, self._sampling, self.dispatch
+            )
             self.links[name] = link
             task = asyncio.get_running_loop().create_task(link.run(), name=f"link {name}")
             self._tasks[name] = task
@@ -239,7 +241,7 @@ class Router:
         while True:
             request = turn()
             trajectory = request.trajectory
-            if len(trajectory.turn) and int(trajectory.tokens[-1]) in self._stop:
+            if len(trajectory.turn) and int(trajectory.tokens[-1]) in self._sampling.stop:
                 return (
                     STOP  # known from the ledger, or the engine went with its last token delivered
                 )

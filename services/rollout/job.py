@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.api.engine import Tokens
+from common.api.engine import Sampling, Tokens
 from common.api.weights import Group
 from common.blob import pack
 from common.bulk import BulkClient
@@ -57,7 +57,7 @@ class ShardJob:
             logs=logs,
         )
         self.books = Books(mesh, job)
-        self.router = Router(mesh, self, self._stop_ids(), config.rollout.slots)
+        self.router = Router(mesh, self, self._sampling(), config.rollout.slots)
         self.bulk = BulkClient(mesh)
         self.active: dict[int, Trajectory] = {}
         self.tokens_sampled = 0
@@ -66,6 +66,16 @@ class ShardJob:
         self._groups: dict[int, asyncio.Task[None]] = {}
         self.hungry = asyncio.Event()
         self.admitting = False  # the job is in its training phase
+
+    def _sampling(self) -> Sampling:
+        rollout = self.config.rollout
+        return Sampling(
+            stop=self._stop_ids(),
+            stop_text=rollout.stop_text,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+        )
 
     def _stop_ids(self) -> list[int]:
         tokenizer = Tokenizer.load(str(self.job.tokenizer))

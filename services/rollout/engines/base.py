@@ -19,6 +19,7 @@ NO_SESSION = -1  # any negative session: nothing is kept after the request
 
 Ints = NDArray[np.integer]
 Floats = NDArray[np.floating]
+NO_FLOATS = np.zeros(0, np.float32)
 
 
 @dataclass(slots=True)
@@ -36,6 +37,11 @@ class Request:
     stop_ids: tuple[int, ...]
     seed: int
     session: int  # requests of one session follow each other; the next finds what this one computed
+    top_p: float = 1.0  # share of the probability that is kept, likeliest first; 1: all
+    top_k: int = 0  # likeliest tokens that are kept; 0: all
+    min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
+    stop_text: tuple[str, ...] = ()  # the token that completes one of these is the last
+    unmodified: bool = False  # log-probabilities at temperature 1, nothing left out, come too
 
 
 @dataclass(slots=True)
@@ -46,6 +52,7 @@ class Flush:
     counts: NDArray[np.int32]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]  # of the distribution that was sampled from
+    unmodified: NDArray[np.float32]  # at temperature 1; nan where not asked for, empty if nowhere
     versions: NDArray[np.int32]  # of the weights that sampled each token
     finish: NDArray[np.int8]
 
@@ -59,6 +66,7 @@ class Piece:
     logprobs: Floats
     versions: Ints
     finish: int = RUNNING
+    unmodified: Floats | None = None
 
 
 class Engine(Protocol):
@@ -72,6 +80,10 @@ class Engine(Protocol):
     def waiting(self) -> int: ...
     @property
     def tokens_generated(self) -> int: ...
+    @property
+    def steps(self) -> int:
+        """Steps of the batch so far."""
+
     @property
     def busy_s(self) -> float:
         """Seconds spent in steps that computed something."""
@@ -94,7 +106,7 @@ class Engine(Protocol):
         """Nothing more will come of these sessions: their slots are free."""
 
     def step(self) -> bool:
-        """One token more for what runs; False when paused or without work."""
+        """A token more, or a few, for what runs; False when paused, asleep or without work."""
 
     def drain(self, ended_only: bool = False) -> Flush | None:
         """What has come since the last drain, each token once; of ended requests only, or all."""
@@ -104,6 +116,12 @@ class Engine(Protocol):
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
+    def sleep(self) -> None:
+        """Gives back the memory of weights and cache; what runs waits and loses no token."""
+
+    def wake(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Takes weights again, of any version, and goes on."""
+
     def score(self, tokens: Ints) -> NDArray[np.float32]:
         """Log-probability, at temperature 1, of each token after the first: length n - 1."""
 
@@ -111,14 +129,43 @@ class Engine(Protocol):
 def flush_of(pieces: Sequence[Piece]) -> Flush | None:
     if not pieces:
         return None
+    asked = any(p.unmodified is not None for p in pieces)
     return Flush(
         ids=np.array([p.id for p in pieces], np.int64),
         counts=np.array([len(p.tokens) for p in pieces], np.int32),
         tokens=np.concatenate([p.tokens for p in pieces], dtype=np.int32, casting="same_kind"),
         logprobs=np.concatenate([p.logprobs for p in pieces], dtype=np.float32),
+        unmodified=np.concatenate([_unmodified(p) for p in pieces] if asked else [NO_FLOATS]),
         versions=np.concatenate([p.versions for p in pieces], dtype=np.int32, casting="same_kind"),
         finish=np.array([p.finish for p in pieces], np.int8),
     )
+
+
+def joined(first: Flush, second: Flush) -> Flush:
+    """Both, one after the other."""
+    unmodified = NO_FLOATS
+    if len(first.unmodified) or len(second.unmodified):
+        parts = (f.unmodified if len(f.unmodified) else _unasked(f) for f in (first, second))
+        unmodified = np.concatenate(list(parts))
+    return Flush(
+        ids=np.concatenate((first.ids, second.ids)),
+        counts=np.concatenate((first.counts, second.counts)),
+        tokens=np.concatenate((first.tokens, second.tokens)),
+        logprobs=np.concatenate((first.logprobs, second.logprobs)),
+        unmodified=unmodified,
+        versions=np.concatenate((first.versions, second.versions)),
+        finish=np.concatenate((first.finish, second.finish)),
+    )
+
+
+def _unasked(flush: Flush) -> NDArray[np.float32]:
+    return np.full(len(flush.tokens), np.nan, np.float32)
+
+
+def _unmodified(piece: Piece) -> NDArray[np.float32]:
+    if piece.unmodified is None:
+        return np.full(len(piece.tokens), np.nan, np.float32)
+    return piece.unmodified.astype(np.float32)
 
 
 def check(request: Request, vocab_size: int) -> None:
@@ -131,6 +178,14 @@ def check(request: Request, vocab_size: int) -> None:
         reason = f"its tokens are not all in [0, {vocab_size})"
     elif not request.temperature >= 0:
         reason = f"temperature {request.temperature} is not a number >= 0"
+    elif not 0 < request.top_p <= 1:
+        reason = f"top_p {request.top_p} is not in (0, 1]"
+    elif not 0 <= request.min_p <= 1:
+        reason = f"min_p {request.min_p} is not in [0, 1]"
+    elif request.top_k < 0:
+        reason = f"top_k {request.top_k} is negative"
+    elif "" in request.stop_text:
+        reason = "an empty text would stop it before it begins"
     if reason:
         raise Refused(
             f"request {request.id} cannot be served: {reason}",

@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.clock import Clock
+from common.errors import Refused
 from services.rollout.engines.base import (
     ABORTED,
     LENGTH,
     RUNNING,
     STOP,
+    Floats,
     Flush,
     Ints,
     Piece,
@@ -67,6 +69,7 @@ class SimulatedEngine:
     ) -> None:
         self.version = version
         self.tokens_generated = 0
+        self.steps = 0
         self.busy_s = 0.0
         self.vocab_size, self.max_length = vocab_size, max_length
         self._clock, self._slots, self._rate, self._seed = clock, slots, tokens_per_s, seed
@@ -101,6 +104,12 @@ class SimulatedEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             check(request, self.vocab_size)
+            if request.stop_text:
+                raise Refused(
+                    f"request {request.id} has stop texts, and this engine has no tokenizer",
+                    where="engine",
+                    fix="stop at token ids",
+                )
         self._advance()
         known = self._running.keys() | {request.id for request in self._queue}
         for request in requests:
@@ -127,6 +136,7 @@ class SimulatedEngine:
         """Sessions hold nothing here."""
 
     def step(self) -> bool:
+        self.steps += 1
         self._advance()
         return not self._paused and bool(self._running or self._queue)
 
@@ -154,6 +164,13 @@ class SimulatedEngine:
             for running in self._running.values():
                 running.started_s += now - self._now_s
             self._now_s, self._paused = now, False
+
+    def sleep(self) -> None:
+        self.pause()
+
+    def wake(self, state: Mapping[str, Tensor], version: int) -> None:
+        self.swap(state, version)
+        self.resume()
 
     def score(self, tokens: Ints) -> NDArray[np.float32]:
         return np.full(len(tokens) - 1, self._logprob, np.float32)
@@ -207,7 +224,8 @@ class SimulatedEngine:
         self.tokens_generated += count
         logprobs = np.full(count, self._logprob, np.float32)
         versions = np.full(count, self.version, np.int32)
-        self._pieces.append(Piece(request.id, tokens, logprobs, versions))
+        unmodified = logprobs if request.unmodified else None
+        self._pieces.append(Piece(request.id, tokens, logprobs, versions, unmodified=unmodified))
 
     def _tokens(self, request: Request, first: int, count: int) -> NDArray[np.int32]:
         """By hash from (seed, position), out of the vocabulary without the stop ids."""
@@ -229,4 +247,9 @@ def _whole(parts: list[Piece]) -> Piece:
         np.concatenate([p.logprobs for p in parts]),
         np.concatenate([p.versions for p in parts]),
         next((p.finish for p in parts if p.finish != RUNNING), RUNNING),
+        _joined_floats([p.unmodified for p in parts if p.unmodified is not None]),
     )
+
+
+def _joined_floats(parts: list[Floats]) -> Floats | None:
+    return np.concatenate(parts) if parts else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.rollout.engines.base import Engine, Flush, Request
 from services.rollout.engines.simulated import SimulatedEngine
-from services.rollout.engines.torch_engine import TorchEngine
+from services.rollout.engines.torch_engine import TorchEngine, build
 
 VOCAB = 40
 TINY = ModelConfig(
@@ -28,7 +29,7 @@ TINY = ModelConfig(
     head_dim=8,
     ffn_size=48,
     qk_norm=True,
-    max_positions=512,
+    max_positions=1024,
 )
 
 
@@ -64,8 +65,21 @@ def decoder(seed: int = 0) -> Decoder:
     return model
 
 
-def torch_engine(slots: int = 4, max_length: int = 128, seed: int = 0, **more: str) -> TorchEngine:
-    return TorchEngine(decoder(seed), slots, max_length, clock=StandingClock(), **more)  # type: ignore[arg-type]
+BUILT_IN = ("native", "eager")  # paths of the built-in engine; see `built_in`
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """A text in which every token is two letters."""
+    return "".join(chr(97 + t // 26) + chr(97 + t % 26) for t in tokens)
+
+
+def built_in(
+    path: str, slots: int = 4, max_length: int = 128, seed: int = 0, **more: Any
+) -> TorchEngine:
+    more = {"decode": text_of, "clock": StandingClock(), **more}
+    engine = build(TINY, slots, max_length, path=path, **more)
+    engine.wake(decoder(seed).state_dict(), 0)
+    return engine
 
 
 def request(
@@ -77,10 +91,11 @@ def request(
     stop_ids: tuple[int, ...] = (),
     seed: int | None = None,
     session: int = -1,
+    **more: Any,
 ) -> Request:
     context = np.array(list(tokens), np.int32)
     own = id if seed is None else seed
-    return Request(id, context, max_new, temperature, stop_ids, own, session)
+    return Request(id, context, max_new, temperature, stop_ids, own, session, **more)
 
 
 @dataclass
@@ -90,6 +105,7 @@ class Heard:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    unmodified: list[float] = field(default_factory=list)
     finish: list[int] = field(default_factory=list)  # codes other than RUNNING
 
 
@@ -109,7 +125,9 @@ class Listener:
         assert flush.ids.dtype == np.int64 and flush.finish.dtype == np.int8
         assert flush.counts.dtype == flush.tokens.dtype == flush.versions.dtype == np.int32
         assert flush.logprobs.dtype == np.float32
+        assert flush.unmodified.dtype == np.float32
         total = int(flush.counts.sum())
+        assert len(flush.unmodified) in (0, total)
         assert total == len(flush.tokens) == len(flush.logprobs) == len(flush.versions)
         at = 0
         for id, count, finish in zip(flush.ids, flush.counts, flush.finish, strict=True):
@@ -119,6 +137,7 @@ class Listener:
             heard.tokens += flush.tokens[part].tolist()
             heard.logprobs += flush.logprobs[part].tolist()
             heard.versions += flush.versions[part].tolist()
+            heard.unmodified += flush.unmodified[part].tolist()
             assert not heard.finish, "something came after the end"
             if finish:
                 heard.finish.append(int(finish))

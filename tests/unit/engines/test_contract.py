@@ -12,18 +12,22 @@ from services.rollout.engines.base import ABORTED, LENGTH, STOP, Engine
 from tests.unit.engines.engines_under_test import (
     VOCAB,
     Listener,
+    built_in,
     decoder,
     request,
     simulated,
-    torch_engine,
 )
 
-KINDS = ("torch", "simulated")
+KINDS = (
+    pytest.param("native", marks=pytest.mark.needs("compiler")),
+    "eager",
+    "simulated",
+)
 
 
 def build(kind: str, slots: int = 4, max_length: int = 128) -> Listener:
-    if kind == "torch":
-        return Listener(torch_engine(slots, max_length))
+    if kind != "simulated":
+        return Listener(built_in(kind, slots, max_length))
     return simulated(slots, max_length=max_length, median_length=12)[1]
 
 
@@ -177,7 +181,7 @@ def test_whatever_happens_no_token_is_lost_or_doubled(kind: str, script: list) -
     engine: Engine = listener.engine
     wanted: dict[int, tuple[int, list[int]]] = {}
     aborted: set[int] = set()
-    state = decoder(1).state_dict() if kind == "torch" else {}
+    state = decoder(1).state_dict() if kind != "simulated" else {}
     for action, *given_ in script:
         match action:
             case "submit":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.api.engine import Tokens
+from common.api.engine import Sampling, Tokens
 from common.errors import ToolFailed
 from common.mesh import Mesh
 from common.random import Random
@@ -40,7 +40,7 @@ class Bench:
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state = State.simulated(clock)
         self._rollout = self._mesh("rollout/0")
-        self.router = Router(self._rollout, Forgetful(), [], SLOTS)
+        self.router = Router(self._rollout, Forgetful(), Sampling([], []), SLOTS)
         self.engine = EngineService(
             self._mesh("engine/g0"),
             SimulatedEngine(clock, SLOTS, 100.0),

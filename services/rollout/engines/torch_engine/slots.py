@@ -8,7 +8,18 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.rollout.engines.base import NO_SESSION, RUNNING, Flush, Piece, Request, flush_of
+from services.rollout.engines.base import (
+    LENGTH,
+    NO_FLOATS,
+    NO_SESSION,
+    RUNNING,
+    STOP,
+    Flush,
+    Piece,
+    Request,
+    flush_of,
+    joined,
+)
 from services.rollout.engines.counter import key_of
 
 NOBODY = -1  # request id of a slot that runs nothing
@@ -24,19 +35,23 @@ class Slots:
         self.count, self.max_length = count, max_length
         self.tokens = np.zeros((count, max_length), np.int64)
         self.logprobs = np.zeros((count, max_length), np.float32)
+        self.unmodified = np.full((count, max_length), np.nan, np.float32)
         self.versions = np.zeros((count, max_length), np.int32)
         self.known = np.zeros(count, np.int64)
         self.computed = np.zeros(count, np.int64)
         self.limit = np.zeros(count, np.int64)  # known tokens at which LENGTH ends the request
         self.flushed = np.zeros(count, np.int64)
         self.first_sampled = np.zeros(count, np.int64)  # index; max_length: none sampled here
-        self.weights = np.zeros(
-            count, np.int64
-        )  # swap count at which the cache's first entry was made
+        self.weights = np.zeros(count, np.int64)  # swaps before the cache's first entry was made
         self.request = np.full(count, NOBODY, np.int64)
         self.session = np.full(count, NO_SESSION, np.int64)
         self.key = np.zeros(count, np.uint64)
-        self.heat = np.ones(count, np.float32)  # temperature
+        self.temperature = np.ones(count, np.float32)
+        self.top_p = np.ones(count, np.float32)
+        self.min_p = np.zeros(count, np.float32)
+        self.top_k = np.zeros(count, np.int64)
+        self.wants_unmodified = np.zeros(count, bool)
+        self.finish = np.zeros(count, np.int8)  # why the request that ran last is over
         self.stops = np.full((count, 4), -1, np.int64)  # padded with -1
         self._slot_of: dict[int, int] = {}  # request id -> slot
         self._idle: dict[int, int] = {}  # session -> slot, longest idle first
@@ -83,23 +98,29 @@ class Slots:
         self.computed[slot] = kept
         self.limit[slot] = min(n + request.max_new, self.max_length)
         self.request[slot], self.session[slot] = request.id, request.session
-        self.key[slot], self.heat[slot] = key_of(request.seed), request.temperature
+        self.key[slot], self.temperature[slot] = key_of(request.seed), request.temperature
+        self.top_p[slot], self.min_p[slot] = request.top_p, request.min_p
+        self.top_k[slot], self.wants_unmodified[slot] = request.top_k, request.unmodified
+        self.finish[slot] = RUNNING
         self._set_stops(slot, request.stop_ids)
         self._slot_of[request.id] = slot
         return slot
 
-    def finish(self, slot: int, code: int) -> None:
-        """Ends the slot's request; its session, if it has one, keeps the slot idle."""
+    def end(self, slot: int, code: int) -> list[int]:
+        """Ends the slot's request; its session, if it has one, keeps the slot idle. The slots that
+        this frees."""
         request, session = int(self.request[slot]), int(self.session[slot])
         self._ended.append(self._piece(slot, code))
         del self._slot_of[request]
         self.request[slot] = NOBODY
         if session < 0:
             self._give_back(slot)
-            return
-        if session in self._idle:
-            self._give_back(self._idle.pop(session))
+            return [slot]
+        freed = [self._idle.pop(session)] if session in self._idle else []
+        for other in freed:
+            self._give_back(other)
         self._idle[session] = slot
+        return freed
 
     def finish_unplaced(self, request_id: int, code: int) -> None:
         none = np.zeros(0, np.int64)
@@ -108,11 +129,22 @@ class Slots:
     def slot_of(self, request_id: int) -> int | None:
         return self._slot_of.get(request_id)
 
-    def release(self, sessions: Iterable[int]) -> None:
+    def live(self) -> list[int]:
+        """Slots that run a request."""
+        return list(self._slot_of.values())
+
+    def idle(self) -> list[int]:
+        """Slots that idle sessions keep, the one idle for longest first."""
+        return list(self._idle.values())
+
+    def release(self, sessions: Iterable[int]) -> list[int]:
+        """Ends sessions; the slots that this frees."""
         gone = set(sessions)
-        for session in gone & self._idle.keys():
-            self._give_back(self._idle.pop(session))
+        freed = [self._idle.pop(session) for session in gone & self._idle.keys()]
+        for slot in freed:
+            self._give_back(slot)
         self.session[np.isin(self.session, list(gone))] = NO_SESSION
+        return freed
 
     def donor(self, slot: int, weights: int) -> tuple[int, int]:
         """(slot, n): whose first n cache entries, all made under `weights`, serve this one too."""
@@ -139,18 +171,19 @@ class Slots:
         slots: NDArray[np.int64],
         tokens: NDArray[np.int64],
         logprobs: NDArray[np.float32],
+        unmodified: NDArray[np.float32],
         version: int,
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Appends one sampled token each; (slots whose request is over, whether by a stop id)."""
+    ) -> None:
+        """Appends one sampled token each; `finish` tells whose request that ends."""
         at = self.known[slots]
         self.tokens[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
+        self.unmodified[slots, at] = unmodified
         self.versions[slots, at] = version
-        self.first_sampled[slots] = np.minimum(self.first_sampled[slots], at)
         self.known[slots] = at + 1
         stopped = (self.stops[slots] == tokens[:, None]).any(1)
-        over = stopped | (at + 1 >= self.limit[slots])
-        return slots[over], stopped[over]
+        full = np.where(at + 1 >= self.limit[slots], LENGTH, RUNNING)
+        self.finish[slots] = np.where(stopped, STOP, full)
 
     def drain(self, ended_only: bool = False) -> Flush | None:
         ended, self._ended = flush_of(self._ended), []
@@ -160,7 +193,7 @@ class Slots:
         if not len(live):
             return ended
         growing = self._growth(live)
-        return growing if ended is None else _joined(ended, growing)
+        return growing if ended is None else joined(ended, growing)
 
     def _growth(self, live: NDArray[np.int64]) -> Flush:
         start, end = self.flushed[live], self.known[live]
@@ -174,9 +207,18 @@ class Slots:
             counts=counts.astype(np.int32),
             tokens=self.tokens[rows, columns].astype(np.int32),
             logprobs=self.logprobs[rows, columns],
+            unmodified=self._asked(live, rows, columns),
             versions=self.versions[rows, columns],
             finish=np.full(len(live), RUNNING, np.int8),
         )
+
+    def _asked(
+        self, live: NDArray[np.int64], rows: NDArray[np.int64], columns: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        if not self.wants_unmodified[live].any():
+            return NO_FLOATS
+        asked = self.wants_unmodified[rows]
+        return np.where(asked, self.unmodified[rows, columns], np.float32(np.nan))
 
     def _piece(self, slot: int, code: int) -> Piece:
         new = slice(int(self.flushed[slot]), int(self.known[slot]))
@@ -186,6 +228,7 @@ class Slots:
             self.logprobs[slot, new].copy(),
             self.versions[slot, new].copy(),
             code,
+            self.unmodified[slot, new].copy() if self.wants_unmodified[slot] else None,
         )
 
     def _take(self, session: int) -> int:
@@ -205,12 +248,3 @@ class Slots:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
         self.stops[slot] = -1
         self.stops[slot, : len(ids)] = ids
-
-
-def _joined(first: Flush, second: Flush) -> Flush:
-    def both(a: NDArray[np.generic], b: NDArray[np.generic]) -> NDArray[np.generic]:
-        return np.concatenate((a, b))
-
-    return Flush(
-        *(both(getattr(first, name), getattr(second, name)) for name in Flush.__slots__)  # type: ignore[arg-type]
-    )

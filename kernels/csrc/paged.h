@@ -1,0 +1,230 @@
+// Attention over the paged cache of attention.h, and the writing of it, for rows that lie as tensors.
+//
+// Everything here is contiguous, in float or in bf16; a function answers kDone, or kOutOfRange
+// before it has read or written what does not exist.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "simd.h"
+
+namespace meshrl {
+
+constexpr int kDone = 0, kNoMemory = 1, kOutOfRange = 2;  // as kernels/ops/native.py
+
+inline Vec load_wide(const float* p) { return load(p); }
+inline Vec load_wide(const bf16* p) {
+  typedef uint16_t Narrow __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+  return (Vec)(__builtin_convertvector(*reinterpret_cast<const Narrow*>(p), IntVec) << 16);
+}
+
+inline float widened(float x) { return x; }
+inline float widened(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float wide;
+  memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+inline void put(float* p, float x) { *p = x; }
+inline void put(bf16* p, float x) { *p = to_bf16(x); }
+
+inline bool is_finite(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return (bits & 0x7f800000) != 0x7f800000;
+}
+inline bool is_finite(bf16 x) { return (x & 0x7f80) != 0x7f80; }
+
+// Attention of consecutive rows of one sequence, as many queries of a head at a time as
+// attention.h takes: a group that it has no size for is filled up with copies of its last query.
+template <class T>
+class Attention {
+ public:
+  Attention(int64_t heads, int64_t kv_heads, int64_t width, float scale)
+      : heads_(heads),
+        kv_heads_(kv_heads),
+        width_(width),
+        shared_(heads / kv_heads),
+        scale_(scale) {}
+
+  // queries, out [rows, heads, width]; row r sees the first `seen` + r tokens of the context.
+  void attend(const T* queries, int64_t rows, int64_t seen, const Context<T>& context, T* out) {
+    for (int64_t first = 0; first < rows * shared_; first += kMostQueries) {
+      const int64_t wanted = std::min<int64_t>(kMostQueries, rows * shared_ - first);
+      int64_t count = wanted;
+      while (!is_count(count)) count++;
+      gather(queries, first, wanted, count, seen);
+      attend_any<T>(width_, count, packed_.data(), context, visible_.data(), targets_.data(),
+                    scratch_);
+      for (int64_t h = 0; h < kv_heads_; h++)
+        for (int64_t q = 0; q < wanted; q++) {
+          T* to = out + place(h, first + q);
+          const float* from = targets_[h * count + q];
+          for (int64_t d = 0; d < width_; d++) put(to + d, from[d]);
+        }
+    }
+  }
+
+ private:
+  // Where query `query` of key-value head h lies in [rows, heads, width].
+  int64_t place(int64_t h, int64_t query) const {
+    return (query / shared_ * heads_ + h * shared_ + query % shared_) * width_;
+  }
+
+  void gather(const T* queries, int64_t first, int64_t wanted, int64_t count, int64_t seen) {
+    packed_.resize(kv_heads_ * count * width_), mixed_.resize(kv_heads_ * count * width_);
+    targets_.resize(kv_heads_ * count), visible_.resize(count);
+    for (int64_t i = 0; i < kv_heads_ * count; i++) {
+      const int64_t query = first + std::min(i % count, wanted - 1);
+      const T* from = queries + place(i / count, query);
+      for (int64_t d = 0; d < width_; d += kLanes)
+        store_act(packed_.data() + i * width_ + d, load_wide(from + d) * scale_);
+      targets_[i] = mixed_.data() + i * width_;
+      visible_[i % count] = static_cast<int32_t>(seen + query / shared_);
+    }
+  }
+
+  const int64_t heads_, kv_heads_, width_, shared_;
+  const float scale_;
+  std::vector<Act<T>> packed_;
+  std::vector<float> mixed_;
+  std::vector<int32_t> visible_;
+  std::vector<float*> targets_;
+  Scratch<T> scratch_;
+};
+
+// Blocks of one sequence beside each other, what lies behind its last token zero.
+template <class T>
+struct Blocks {
+  Blocks(int64_t tokens, int64_t kv_heads, int64_t width)
+      : stride(kBlock * kv_heads * width), keys(count(tokens) * stride), values(keys.size()),
+        table(count(tokens)) {
+    for (size_t i = 0; i < table.size(); i++) table[i] = static_cast<int32_t>(i);
+  }
+  static int64_t count(int64_t tokens) { return (tokens + kBlock - 1) / kBlock; }
+  Context<T> context(int64_t kv_heads) const {
+    return {keys.data(), values.data(), table.data(), stride, static_cast<int>(kv_heads)};
+  }
+  const int64_t stride;
+  std::vector<T> keys, values;
+  std::vector<int32_t> table;
+};
+
+// Token `at` of a block of one head, element d: of its keys and of its values.
+template <class T>
+inline int64_t key_place(int64_t at, int64_t d) {
+  return (d / kTogether<T> * kBlock + at) * kTogether<T> + d % kTogether<T>;
+}
+template <class T>
+inline int64_t value_place(int64_t at, int64_t d, int64_t width) {
+  return (at / kTogether<T> * width + d) * kTogether<T> + at % kTogether<T>;
+}
+
+template <class T>
+struct Cache {
+  T *keys, *values;
+  int64_t blocks, kv_heads, width;
+  int64_t head() const { return kBlock * width; }  // elements
+  int64_t stride() const { return kv_heads * head(); }
+};
+
+// Attention over a sequence whose last block holds, behind its last token, something that is no
+// number, which a weight of 0 does not hide: over a clean copy of it.
+template <class T>
+void attend_copy(Attention<T>& attention, const Cache<T>& cache, const int32_t* table,
+                 int64_t length, const T* queries, T* out) {
+  Blocks<T> copy(length, cache.kv_heads, cache.width);
+  for (size_t b = 0; b < copy.table.size(); b++) {
+    const int64_t from = table[b] * cache.stride(), to = b * cache.stride();
+    std::copy_n(cache.keys + from, cache.stride(), copy.keys.data() + to);
+    std::copy_n(cache.values + from, cache.stride(), copy.values.data() + to);
+  }
+  T* last = copy.values.data() + (copy.table.size() - 1) * cache.stride();
+  for (int64_t h = 0; h < cache.kv_heads; h++)
+    for (int64_t at = length % kBlock; at < kBlock; at++)
+      for (int64_t d = 0; d < cache.width; d++)
+        last[h * cache.head() + value_place<T>(at, d, cache.width)] = T{};
+  attention.attend(queries, 1, length, copy.context(cache.kv_heads), out);
+}
+
+template <class T>
+int paged_decode(const T* queries, const Cache<T>& cache, const int32_t* table,
+                 const int32_t* lengths, int64_t n, int64_t heads, int64_t table_width, float scale,
+                 T* out) {
+  Attention<T> attention(heads, cache.kv_heads, cache.width, scale);
+  const int64_t row = heads * cache.width;
+  for (int64_t i = 0; i < n; i++, table += table_width, queries += row, out += row) {
+    const int64_t length = lengths[i], blocks = Blocks<T>::count(length);
+    if (length <= 0) {
+      std::fill_n(out, row, T{});
+      continue;
+    }
+    if (blocks > table_width) return kOutOfRange;
+    for (int64_t b = 0; b < blocks; b++)
+      if (table[b] < 0 || table[b] >= cache.blocks) return kOutOfRange;
+    const T* last = cache.values + table[blocks - 1] * cache.stride();
+    bool clean = true;
+    if (length % kBlock)
+      for (int64_t e = 0; e < cache.stride(); e++) clean &= is_finite(last[e]);
+    const Context<T> context = {cache.keys, cache.values, table, cache.stride(),
+                                static_cast<int>(cache.kv_heads)};
+    if (clean)
+      attention.attend(queries, 1, length, context, out);
+    else
+      attend_copy(attention, cache, table, length, queries, out);
+  }
+  return kDone;
+}
+
+template <class T>
+int paged_write(const Cache<T>& cache, const T* keys, const T* values, const int32_t* table,
+                const int64_t* positions, int64_t n, int64_t table_width) {
+  const int64_t width = cache.width;
+  for (int64_t i = 0; i < n; i++, table += table_width) {
+    const int64_t position = positions[i];
+    if (position < 0) continue;
+    if (position >= table_width * kBlock) return kOutOfRange;
+    const int64_t block = table[position / kBlock], at = position % kBlock;
+    if (block < 0 || block >= cache.blocks) return kOutOfRange;
+    for (int64_t h = 0; h < cache.kv_heads; h++) {
+      const int64_t from = (i * cache.kv_heads + h) * width;
+      const int64_t to = block * cache.stride() + h * cache.head();
+      for (int64_t d = 0; d < width; d++) {
+        cache.keys[to + key_place<T>(at, d)] = keys[from + d];
+        cache.values[to + value_place<T>(at, d, width)] = values[from + d];
+      }
+    }
+  }
+  return kDone;
+}
+
+template <class T>
+int varlen_prefill(const T* queries, const T* keys, const T* values, const int32_t* starts,
+                   int64_t sequences, int64_t tokens, int64_t heads, int64_t kv_heads,
+                   int64_t width, float scale, T* out) {
+  if (starts[0] != 0 || starts[sequences] > tokens) return kOutOfRange;
+  for (int64_t s = 0; s < sequences; s++)
+    if (starts[s + 1] < starts[s]) return kOutOfRange;
+  Attention<T> attention(heads, kv_heads, width, scale);
+  const int64_t row = heads * width;
+  std::fill(out + starts[sequences] * row, out + tokens * row, T{});
+  for (int64_t s = 0; s < sequences; s++) {
+    const int64_t first = starts[s], length = starts[s + 1] - first;
+    Blocks<T> blocks(length, kv_heads, width);
+    for (int64_t t = 0; t < length; t++)
+      for (int64_t h = 0; h < kv_heads; h++) {
+        const int64_t from = ((first + t) * kv_heads + h) * width;
+        const int64_t to = t / kBlock * blocks.stride + h * kBlock * width;
+        for (int64_t d = 0; d < width; d++) {
+          blocks.keys[to + key_place<T>(t % kBlock, d)] = keys[from + d];
+          blocks.values[to + value_place<T>(t % kBlock, d, width)] = values[from + d];
+        }
+      }
+    attention.attend(queries + first * row, length, 1, blocks.context(kv_heads), out + first * row);
+  }
+  return kDone;
+}
+
+}  // namespace meshrl

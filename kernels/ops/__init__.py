@@ -1,0 +1,31 @@
+"""Custom operators of decoding and packing, one PyTorch operator each, in namespace `meshrl`.
+
+| operator | on a CPU | on a GPU |
+|---|---|---|
+| bucket_pack, bucket_scatter | csrc/ops.cpp | csrc/bucket.cu |
+| paged_write | csrc/ops.cpp | csrc/bucket.cu |
+| paged_decode | csrc/ops.cpp | csrc/paged_decode.cu |
+| varlen_prefill, token_logprob | csrc/ops.cpp | triton_kernels.py |
+
+Where that cannot be built (no compiler, no Triton) or does not take a tensor (a head's width, a
+stride), reference.py computes the same in plain PyTorch; what cannot be built is logged once. All
+are for inference: none has a gradient. On a GPU launches depend on shapes alone, so that a CUDA
+graph may hold them, and an index out of range is a device-side assertion instead of an IndexError.
+"""
+
+from kernels.ops.buckets import bucket_pack, bucket_scatter
+from kernels.ops.layout import BLOCK, cache_shapes
+from kernels.ops.logprob import token_logprob
+from kernels.ops.paged import paged_decode, paged_write
+from kernels.ops.prefill import varlen_prefill
+
+__all__ = [
+    "BLOCK",
+    "bucket_pack",
+    "bucket_scatter",
+    "cache_shapes",
+    "paged_decode",
+    "paged_write",
+    "token_logprob",
+    "varlen_prefill",
+]

@@ -1,0 +1,135 @@
+"""The CUDA sources' launchers, called with tensors through ctypes.
+
+What a launch depends on is shapes alone, never what a tensor holds: a CUDA graph may hold it. Each
+method computes what reference.py's function of that name does, or raises Declined.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.ops.declined import Declined
+
+WIDTHS = (32, 64, 128)  # of a head, that paged_decode.cu is compiled for
+WIDEST = 1024  # head that paged_write takes: a thread for each feature
+MOST_QUERIES = 8  # of a head that a thread block takes
+RESIDENT = 4  # thread blocks of paged_decode.cu on a multiprocessor, at its 128 registers
+BLOCKS_LEAST = 16  # cache blocks of a split: 256 tokens, below which joining costs more
+
+POINTER, FLAG, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+SIGNATURES: dict[str, list[type]] = {
+    "bucket_launch": [FLAG, *[POINTER] * 2, *[SIZE] * 3, *[POINTER] * 2],
+    "paged_write_launch": [FLAG, *[POINTER] * 6, SIZE, FLAG, SIZE, *[FLAG] * 2, POINTER],
+    "paged_decode_launch": [
+        *[FLAG, *[POINTER] * 5, *[FLAG] * 3, SIZE, *[FLAG] * 3],
+        *[FLOAT, *[POINTER] * 3],
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Launchers:
+    """The launchers of one library on one device."""
+
+    library: ctypes.CDLL
+    processors: int  # multiprocessors of the device
+    stream: Callable[[], int]  # the stream to launch on
+
+    def bucket_pack(self, rows: Tensor, index: Tensor) -> Tensor:
+        _need_contiguous(rows)
+        packed = rows.new_empty(index.shape[0], *rows.shape[1:])
+        self._move(1, rows, index.contiguous(), rows, packed)
+        return packed
+
+    def bucket_scatter(self, packed: Tensor, index: Tensor, rows: Tensor) -> None:
+        _need_contiguous(rows)
+        self._move(0, packed.contiguous(), index.contiguous(), rows, rows)
+
+    def _move(
+        self, into_bucket: int, source: Tensor, index: Tensor, rows: Tensor, target: Tensor
+    ) -> None:
+        row_bytes = rows.element_size() * rows.shape[1:].numel()
+        if index.shape[0] and row_bytes:
+            sizes = (index.shape[0], rows.shape[0], row_bytes)
+            self._launch("bucket_launch", into_bucket, source, index, *sizes, target)
+
+    def paged_write(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        new_keys: Tensor,
+        new_values: Tensor,
+        table: Tensor,
+        positions: Tensor,
+    ) -> None:
+        n, kv_heads, width = new_keys.shape
+        _need_contiguous(keys, values)
+        if width > WIDEST:
+            raise Declined
+        rows = [tensor.contiguous() for tensor in (new_keys, new_values, table, positions)]
+        sizes = (n, width, keys.shape[0], kv_heads, table.shape[1])
+        if new_keys.numel():
+            self._launch("paged_write_launch", _narrow(keys), keys, values, *rows, *sizes)
+
+    def paged_decode(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        scale: float,
+    ) -> Tensor:
+        n, heads, width = queries.shape
+        kv_heads, table_width = keys.shape[1], table.shape[1]
+        _need_contiguous(keys, values)
+        if width not in WIDTHS or keys.data_ptr() % 16 or values.data_ptr() % 16:
+            raise Declined
+        out = queries.new_empty(queries.shape)
+        if out.numel() == 0:
+            return out
+        groups = n * kv_heads * -(-heads // kv_heads // MOST_QUERIES)
+        count = splits(groups, table_width, self.processors)
+        room = n * heads * count * (width + 2) if count > 1 else 0
+        partial = torch.empty(room, dtype=torch.float32, device=queries.device)
+        tensors = (queries.contiguous(), keys, values, table.contiguous(), lengths.contiguous())
+        sizes = (n, heads, width, keys.shape[0], kv_heads, table_width, count)
+        arguments = (*tensors, *sizes, scale, partial, out)
+        self._launch("paged_decode_launch", _narrow(keys), *arguments)
+        return out
+
+    def _launch(self, name: str, *arguments: Tensor | int | float) -> None:
+        devices = {str(a.device) for a in arguments if isinstance(a, Tensor)}
+        if len(devices) > 1:
+            raise ValueError(f"{name}: tensors on {sorted(devices)}")
+        launcher = getattr(self.library, name)
+        launcher.argtypes = SIGNATURES[name]
+        plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+        status = launcher(*plain, self.stream())
+        if status != 0:
+            raise RuntimeError(f"{name}: CUDA error {status}")
+
+
+def splits(groups: int, table_width: int, processors: int) -> int:
+    """Shares that each sequence's context is cut into.
+
+    As many as fill the GPU's multiprocessors when `groups` thread blocks (sequences times
+    key-value heads) do not, none of less than 256 tokens at the table's full width.
+    """
+    wanted = -(-processors * RESIDENT // groups)
+    return max(1, min(wanted, table_width // BLOCKS_LEAST))
+
+
+def _need_contiguous(*tensors: Tensor) -> None:
+    """For what is written in place, or too large to be copied first."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise Declined
+
+
+def _narrow(tensor: Tensor) -> int:
+    return int(tensor.dtype == torch.bfloat16)

@@ -1,0 +1,77 @@
+"""The built-in engine, by the best path that this host offers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from services.rollout.engines.torch_engine.blocks import BLOCK
+from services.rollout.engines.torch_engine.eager import ContiguousMemory, EagerCompute
+from services.rollout.engines.torch_engine.engine import TorchEngine
+from services.rollout.engines.torch_engine.native import (
+    DTYPES,
+    NativeCompute,
+    native_library,
+)
+from services.rollout.engines.torch_engine.paged import PagedMemory
+from services.rollout.engines.torch_engine.slots import Slots
+
+PATHS = ("auto", "native", "eager")
+
+__all__ = ["PATHS", "TorchEngine", "build"]
+
+
+def build(
+    config: ModelConfig,
+    slots: int,
+    max_length: int,
+    *,
+    path: str = "auto",
+    dtype: str = "float32",
+    kv_tokens: int = 0,
+    **options: Any,
+) -> TorchEngine:
+    """An engine of `slots` sequences of up to `max_length` tokens, asleep until it gets weights.
+
+    `path`: `native` needs a C++ compiler, `eager` only torch; `auto` takes the first that works and
+    logs why it is not the native one. `kv_tokens`: of the paged cache; 0: all slots full. `options`
+    are TorchEngine's.
+    """
+    if max_length > config.max_positions:
+        raise ConfigError(
+            f"slots of {max_length} tokens exceed the model's {config.max_positions} positions",
+            where="rollout.max_tokens",
+            fix="lower it, or raise max_position_embeddings",
+        )
+    if path not in PATHS or dtype not in DTYPES:
+        raise ConfigError(
+            f"there is no path {path!r} in {dtype!r}",
+            where="rollout",
+            fix=f"path: one of {', '.join(PATHS)}; dtype: one of {', '.join(DTYPES)}",
+        )
+    places = Slots(slots, max_length)
+    with torch.device("meta"):
+        state = Decoder(config).state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    reason = "asked for"
+    if path != "eager":
+        found = native_library(config, dtype)
+        if found.path is not None:
+            width = -(-max_length // BLOCK)
+            blocks = max(-(-kv_tokens // BLOCK) or slots * width, width + 1)
+            compute = NativeCompute(found, config, places, blocks)
+            memory = PagedMemory(places, blocks, compute.copy)
+            compute.attach(memory.table)
+            return TorchEngine(places, compute, memory, shapes, path=f"native, {dtype}", **options)
+        if path == "native":
+            raise ConfigError(found.reason, where="rollout.path", fix="install g++, or use eager")
+        reason = found.reason
+        logging.getLogger(__name__).warning("the engine takes its torch path: %s", reason)
+    eager = EagerCompute(config, getattr(torch, dtype), places)
+    slow = f"torch eager, {dtype} ({reason})"
+    return TorchEngine(places, eager, ContiguousMemory(places, eager), shapes, path=slow, **options)

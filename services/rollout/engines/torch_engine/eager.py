@@ -1,0 +1,149 @@
+"""The torch path: the model in eager steps over contiguous slots, for hosts without a compiler.
+
+Known tokens run through the same step as sampled ones, a token at a time beside the others: at
+small size a row more costs almost nothing. Long stretches run at once, and what another slot has
+just computed is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.model.attention import causal_attention
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from services.rollout.engines.base import Ints
+from services.rollout.engines.counter import uniforms
+from services.rollout.engines.torch_engine.cache import Cache
+from services.rollout.engines.torch_engine.parts import Slot
+from services.rollout.engines.torch_engine.sampling import Sampling, sample, unmodified
+from services.rollout.engines.torch_engine.slots import Slots
+
+SHARED = 6  # common tokens from which copying a neighbour's cache is cheaper than computing
+NO_BLOCKS = np.zeros(0, np.int64)
+
+
+class EagerCompute:
+    prefill_from = 32
+
+    model: Decoder
+    cache: Cache
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, slots: Slots) -> None:
+        self.vocab_size = config.vocab_size
+        self._config, self._dtype, self._slots = config, dtype, slots
+
+    @torch.inference_mode()
+    def run(self, slots: Slot, counts: Slot, steps: int, budget_s: float, version: int) -> int:
+        single = counts == 1
+        hidden = [
+            self._prefill(slot, count)
+            for slot, count in zip(slots[~single].tolist(), counts[~single].tolist(), strict=True)
+        ]
+        rows = np.sort(slots[single])
+        if len(rows):
+            hidden.append(self._decode(rows))
+        order = np.concatenate((slots[~single], rows))
+        state = self._slots
+        sampling = np.flatnonzero(state.computed[order] == state.known[order])
+        if not len(sampling):
+            return 0
+        last = torch.cat(hidden)
+        if len(sampling) < len(order):
+            last = last[self._tensor(sampling)]
+        self._sample(order[sampling], last, version)
+        return len(sampling)
+
+    def _sample(self, slots: Slot, hidden: Tensor, version: int) -> None:
+        state = self._slots
+        logits = self.model.logits(hidden).float()
+        how = Sampling(
+            state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
+        )
+        drawn = uniforms(state.key[slots], state.known[slots])
+        tokens, logprobs = sample(logits, how, drawn)
+        asked = state.wants_unmodified[slots]
+        plain = logprobs
+        if asked.any():
+            plain = np.where(asked, unmodified(logits, tokens), np.float32(np.nan))
+        state.record(slots, tokens, logprobs, plain, version)
+
+    def _prefill(self, slot: int, count: int) -> Tensor:
+        """The hidden state of the last of the slot's next `count` tokens, [1, hidden_size]."""
+        start = int(self._slots.computed[slot])
+        tokens = self._tensor(self._slots.tokens[slot, start : start + count])
+        positions = torch.arange(start, start + count, device=tokens.device)
+        hidden: Tensor = self.model(tokens, positions, self.cache.prefill(slot, start, count))
+        self._slots.computed[slot] = start + count
+        return hidden[-1:]
+
+    def _decode(self, rows: Slot) -> Tensor:
+        positions = self._slots.computed[rows]
+        tokens = self._tensor(self._slots.tokens[rows, positions])
+        attention = self.cache.decode(rows, positions)
+        hidden: Tensor = self.model(tokens, self._tensor(positions), attention)
+        self._slots.computed[rows] = positions + 1
+        return hidden
+
+    @torch.inference_mode()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(state[name])
+
+    @torch.inference_mode()
+    def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
+        row = self._tensor(np.asarray(tokens, np.int64)).unsqueeze(0)
+        positions = torch.arange(row.shape[1], device=row.device).unsqueeze(0)
+        logits = self.model.logits(self.model(row, positions, causal_attention)[:, :-1])
+        chosen = logits.float().log_softmax(-1).gather(-1, row[:, 1:, None])
+        scored: NDArray[np.float32] = chosen.flatten().cpu().numpy()
+        return scored
+
+    def sleep(self) -> None:
+        del self.model, self.cache
+
+    def wake(self) -> None:
+        slots = self._slots
+        model = Decoder(self._config, self._dtype, max_positions=slots.max_length)
+        self.model = model.eval().requires_grad_(False)
+        self.cache = Cache(self._config, slots.count, slots.max_length, like=model.embedding)
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.model.embedding.device)
+
+
+class ContiguousMemory:
+    """Each slot has a stretch of the cache of its own, so there is always room."""
+
+    def __init__(self, slots: Slots, compute: EagerCompute) -> None:
+        self._slots, self._compute = slots, compute
+
+    def share(self, slot: int, swaps: int) -> None:
+        if self._slots.computed[slot]:
+            return
+        donor, shared = self._slots.donor(slot, swaps)
+        if shared >= SHARED:
+            self._compute.cache.copy(donor, slot, shared)
+            self._slots.computed[slot] = shared
+
+    def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
+        return True
+
+    def short(self, slots: Slot, tokens: Slot) -> Slot:
+        return slots[:0]
+
+    def free(self, slot: int) -> None:
+        """A freed slot still serves as a donor."""
+
+    def place(self, slot: int) -> None: ...
+    def publish(self, slot: int, swaps: int) -> None: ...
+    def forget(self) -> None: ...
+    def borrow(self, tokens: int) -> NDArray[np.int64] | None:
+        return NO_BLOCKS
+
+    def give_back(self, blocks: NDArray[np.int64]) -> None: ...

@@ -1,0 +1,87 @@
+"""From logits to tokens: inverse transform of one uniform number a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Of n rows."""
+
+    temperature: NDArray[np.float32]  # 0: the likeliest token
+    top_p: NDArray[np.float32]  # 1: all
+    top_k: NDArray[np.int64]  # 0: all
+    min_p: NDArray[np.float32]  # 0: all
+
+    @property
+    def filters(self) -> bool:
+        """Whether any row leaves tokens out."""
+        return bool((self.top_p < 1).any() or self.top_k.any() or self.min_p.any())
+
+
+def sample(
+    logits: Tensor, how: Sampling, uniforms: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """(tokens, log-probabilities) [n] of float32 logits [n, vocab] over their rows' temperatures.
+
+    The token is the first whose cumulative probability exceeds the row's uniform number; rows of
+    temperature 0 take the largest logit instead, with its log-probability at temperature 1.
+    """
+    temperature = how.temperature
+    if (temperature == 1).all() and not how.filters:
+        probabilities = logits.softmax(-1)
+        chosen = _inverse_transform(probabilities, uniforms)
+    else:
+        greedy = temperature == 0
+        divisor = _column(np.where(greedy, np.float32(1), temperature), logits)
+        probabilities = (logits / divisor).softmax(-1)
+        if how.filters:
+            kept = _likely(probabilities, how) | _column(greedy, logits)
+            probabilities = torch.where(kept, probabilities, 0)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        chosen = logits.argmax(-1, keepdim=True)
+        if not greedy.all():
+            drawn = _inverse_transform(probabilities, uniforms)
+            chosen = torch.where(_column(greedy, logits), chosen, drawn)
+    logprobs = probabilities.gather(1, chosen).log()
+    return chosen.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
+
+
+def unmodified(logits: Tensor, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Log-probabilities [n] of `tokens` at temperature 1, nothing left out."""
+    chosen = logits.log_softmax(-1).gather(1, _column(tokens, logits))
+    found: NDArray[np.float32] = chosen.squeeze(1).cpu().numpy()
+    return found
+
+
+def _likely(probabilities: Tensor, how: Sampling) -> Tensor:
+    """Which tokens stay: top-k, then top-p of what is left, then min-p of the likeliest (the order
+    of transformers' warpers). Equal ones go by id."""
+    ordered, order = probabilities.double().sort(-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[1], device=ordered.device)
+    vocab = ordered.shape[1]
+    most = _column(np.where(how.top_k > 0, how.top_k, vocab), ordered)
+    ordered = torch.where(rank < most, ordered, 0)
+    before = ordered.cumsum(-1) - ordered
+    kept = before < _column(how.top_p, ordered).double() * ordered.sum(-1, keepdim=True)
+    kept &= ordered >= _column(how.min_p, ordered).double() * ordered[:, :1]
+    kept &= ordered > 0
+    kept[:, 0] = True
+    return torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def _inverse_transform(probabilities: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
+    # float64: over a large vocabulary a float32 sum would give its last tokens nothing
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    heights = _column(uniforms, probabilities) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, heights, right=True)
+
+
+def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device).unsqueeze(1)
