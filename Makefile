@@ -28,10 +28,13 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m loadtests.rpc
 	$(BIN)/python -m loadtests.overhead
+	$(BIN)/python -m loadtests.engine
+	$(BIN)/python -m loadtests.longtail
 
-# What benchmarks compare with: pyzmq's own asyncio sockets, which our environment holds already.
+# What benchmarks compare with: vLLM in an environment of its own; pyzmq and transformers are in ours.
 peers: $(READY)
-	$(BIN)/python -c "import zmq.asyncio, uvloop; print('pyzmq', zmq.asyncio.zmq.__version__)"
+	loadtests/peers/install.sh .venvs/vllm
+	$(BIN)/python -c "import zmq, transformers as t; print('pyzmq', zmq.__version__, 'transformers', t.__version__)"
 
 # torch goes first and exactly: an open range would pull gigabytes of CUDA packages.
 $(READY): pyproject.toml constraints.txt

@@ -75,9 +75,9 @@ def cache_bytes(model: Path, dtype: str, max_length: int) -> int:
 
 
 class Engine:
-    """vLLM's `LLM`, without prefix caching, log lines and detokenisation."""
+    """vLLM's `LLM`, without log lines and detokenisation."""
 
-    def __init__(self, model: Path, dtype: str, max_length: int) -> None:
+    def __init__(self, model: Path, dtype: str, max_length: int, prefixes: bool) -> None:
         from vllm import LLM
 
         self._llm = LLM(
@@ -86,7 +86,7 @@ class Engine:
             max_model_len=max_length,
             max_num_seqs=SEQUENCES,
             kv_cache_memory_bytes=cache_bytes(model, dtype, max_length),
-            enable_prefix_caching=False,
+            enable_prefix_caching=prefixes,
             skip_tokenizer_init=True,
             disable_log_stats=True,
             enforce_eager=False,
@@ -141,12 +141,13 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", choices=sorted(BYTES_PER_VALUE), default="bfloat16")
     parser.add_argument("--max-length", type=int, default=4352, help="prompt and new tokens")
+    parser.add_argument("--prefixes", action="store_true", help="keep computed prompts")
     args = parser.parse_args()
     enter_environment()
     answers = claim_stdout()
 
     began = time.perf_counter()
-    engine = Engine(args.model, args.dtype, args.max_length)
+    engine = Engine(args.model, args.dtype, args.max_length, args.prefixes)
     engine.warm_up()
     start = {"ready": True, **engine.describe(), "start_s": round(time.perf_counter() - began, 1)}
     print(json.dumps(start), file=answers, flush=True)

@@ -62,6 +62,7 @@ class TorchEngine:
         self.steps = 0
         self.tokens_generated = 0
         self.busy_s = 0.0
+        self.compute_s = 0.0  # of busy_s: in the model
         self.due_s = 0.0
         self.tokens_computed = 0  # sampled or given, by the model; what was shared does not count
         self.preempted = 0  # requests that gave up their cache to older ones
@@ -157,7 +158,9 @@ class TorchEngine:
             counts[len(rows) :] = stretches
             rows = np.concatenate((rows, np.array(joining, np.int64)))
         before, computed = slots.known[rows], slots.computed[rows]
+        began = self._clock.monotonic()
         sampled = self._compute.run(rows, counts, steps, self._budget_s, self.version)
+        self.compute_s += self._clock.monotonic() - began
         self.tokens_generated += sampled
         self.steps += max(1, sampled // len(rows))
         self.tokens_computed += int((slots.computed[rows] - computed).sum())
