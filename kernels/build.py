@@ -62,10 +62,9 @@ def library(name: str, define: str = "") -> Library:
         return Library(None, f"no C++ compiler ({', '.join(COMPILERS)}) on PATH")
     command = [compiler, *FLAGS, *([f"-D{define}"] if define else []), str(SOURCES / f"{name}.cpp")]
     try:
-        folder = _folder()
-        path = folder / f"{name}-{_digest(command)}.so"
+        path = folder() / f"{name}-{_digest(command)}.so"
         if not path.exists():
-            with _alone(path.with_suffix(".lock")):
+            with alone(path.with_suffix(".lock")):
                 if not path.exists():
                     _build(command, path)
     except subprocess.CalledProcessError as error:
@@ -75,20 +74,20 @@ def library(name: str, define: str = "") -> Library:
     return Library(path)
 
 
-def _folder() -> Path:
+def folder() -> Path:
     """Where libraries are kept: the user's cache, else a folder of the user's below /tmp."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    for folder in (
+    for place in (
         Path(home) / "meshrl" / "native",
         Path(tempfile.gettempdir()) / f"meshrl-native-{os.getuid()}",
     ):
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
         # Code is loaded from it: nobody else may have made it.
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
-            return folder
+        if os.access(place, os.W_OK) and place.stat().st_uid == os.getuid():
+            return place
     raise OSError("no folder to keep libraries in; set XDG_CACHE_HOME to one that is yours")
 
 
@@ -134,7 +133,7 @@ def _first_error(stderr: str) -> str:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def alone(lock: Path) -> Iterator[None]:
     """Others who want the same library wait; the kernel frees the lock of whoever dies."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -5,6 +5,7 @@ With MESHRL_REQUIRE_ALL=1 (continuous integration) a missing backend fails the r
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections import Counter
@@ -20,9 +21,11 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "bwrap": lambda: shutil.which("bwrap") is not None,
     "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
     "root": lambda: os.geteuid() == 0,
+    "nvcc": lambda: shutil.which("nvcc") is not None,
+    "triton": lambda: importlib.util.find_spec("triton") is not None,
     "cuda": lambda: shutil.which("nvidia-smi") is not None,
 }
-HARDWARE = {"cuda", "root"}  # not to be installed: their absence never fails a run
+HARDWARE = {"cuda", "nvcc", "root"}  # not to be installed: their absence never fails a run
 
 ABSENT = pytest.StashKey[Counter[str]]()
 

@@ -289,24 +289,26 @@ class Decoder {
     const int64_t width = shape_.head_width, shared = shape_.heads / shape_.kv_heads;
     int64_t rows = 1;
     while ((rows + 1) * shared <= kMostQueries && holds_slot(r + rows, r)) rows++;
-    int64_t part = std::min<int64_t>(rows * shared, kMostQueries);  // of a head, in one call
-    while (!is_count(part) || rows * shared % part != 0) part--;
-    for (int64_t first = 0; first < rows * shared; first += part) {
-      packed_.resize(shape_.kv_heads * part * width);
-      targets_.resize(shape_.kv_heads * part), visible_.resize(part);
-      for (int64_t i = 0; i < shape_.kv_heads * part; i++) {
-        const int64_t query = first + i % part, row = r + query / shared;
-        const int64_t head = i / part * shared + query % shared;
+    const int64_t all = rows * shared;  // queries of a head
+    for (int64_t first = 0; first < all; first += kMostQueries) {
+      const int64_t here = std::min<int64_t>(all - first, kMostQueries);
+      int64_t lanes = here;  // as many as there is a kernel for; the last query fills them
+      while (!is_count(lanes)) lanes++;
+      packed_.resize(shape_.kv_heads * lanes * width), spare_.resize(width);
+      targets_.resize(shape_.kv_heads * lanes), visible_.resize(lanes);
+      for (int64_t i = 0; i < shape_.kv_heads * lanes; i++) {
+        const int64_t lane = i % lanes, query = first + std::min(lane, here - 1);
+        const int64_t row = r + query / shared, head = i / lanes * shared + query % shared;
         const float* from = heads_.at() + row * layer.qkv.outputs + head * width;
         for (int64_t d = 0; d < width; d += kLanes)
           store_act(packed_.data() + i * width + d, load(from + d));
-        visible_[i % part] = static_cast<int32_t>(batch_[row].position + 1);
-        targets_[i] = mixed_.at() + row * queries_ + head * width;
+        visible_[lane] = static_cast<int32_t>(batch_[row].position + 1);
+        targets_[i] = lane < here ? mixed_.at() + row * queries_ + head * width : spare_.data();
       }
       const Context<T> context = {layer.keys.at(), layer.values.at(),
                                   slots.table + batch_[r].slot * slots.table_width, block_,
                                   static_cast<int>(shape_.kv_heads)};
-      attend_any<T>(width, part, packed_.data(), context, visible_.data(), targets_.data(),
+      attend_any<T>(width, lanes, packed_.data(), context, visible_.data(), targets_.data(),
                     scratch_);
     }
     for (int64_t i = r * queries_; i < (r + rows) * queries_; i += kLanes)
@@ -366,6 +368,7 @@ class Decoder {
   std::vector<Act<T>> packed_;
   std::vector<int32_t> visible_;
   std::vector<float*> targets_;
+  std::vector<float> spare_;  // what lanes without a query of their own give
   Scratch<T> scratch_;
   std::vector<float> copy_;
 };

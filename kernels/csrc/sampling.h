@@ -26,8 +26,8 @@ struct Sampling {
 };
 
 struct Sampled {
-  int64_t token;
-  float logprob;  // of the distribution that was sampled from
+  int64_t token;  // 0 if a logit is no number
+  float logprob;  // of the distribution that was sampled from; NaN if a logit is no number
 };
 
 constexpr int kRun = 256;  // logits whose sum is kept, so that a draw need not scan them all
@@ -37,6 +37,7 @@ class Sampler {
   // `logits` [vocab], with room up to a multiple of kLanes behind it; its contents are lost.
   Sampled sample(float* logits, int64_t vocab, const Sampling& how, double uniform) {
     const float most = cover(logits, vocab);
+    if (std::isnan(most)) return {0, most};
     if (how.temperature == 0) {
       const int64_t best = std::find(logits, logits + vocab, most) - logits;
       return {best, static_cast<float>(-std::log(total(logits, vocab, most, 1.0f)))};
@@ -54,11 +55,18 @@ class Sampler {
   }
 
  private:
-  // The largest logit; what lies behind the vocabulary is hidden.
+  // The largest logit, or NaN if any is; what lies behind the vocabulary is hidden.
   static float cover(float* logits, int64_t vocab) {
     for (int64_t i = vocab; i % kLanes; i++) logits[i] = -INFINITY;
     Vec most = load(logits);
-    for (int64_t i = kLanes; i < vocab; i += kLanes) most = larger(most, load(logits + i));
+    IntVec broken = most != most;
+    for (int64_t i = kLanes; i < vocab; i += kLanes) {
+      const Vec here = load(logits + i);
+      most = larger(most, here);
+      broken |= here != here;
+    }
+    for (int i = 0; i < kLanes; i++)
+      if (broken[i]) return NAN;
     return largest(most);
   }
 

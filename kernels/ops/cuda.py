@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kernels.build import SOURCES, _alone, _folder
+from kernels.build import SOURCES, alone, folder
 from kernels.ops.declined import Declined
 from kernels.ops.launch import Launchers
 
@@ -58,14 +58,16 @@ def varlen_prefill(
 ) -> Tensor:
     tensors = [tensor.contiguous() for tensor in (queries, keys, values, starts)]
     with torch.cuda.device(queries.device):
-        return _triton().varlen_prefill(*tensors, scale)
+        out: Tensor = _triton().varlen_prefill(*tensors, scale)
+    return out
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
     if not logits.is_contiguous():
         raise Declined
     with torch.cuda.device(logits.device):
-        return _triton().token_logprob(logits, tokens.contiguous(), temperature.contiguous())
+        out: Tensor = _triton().token_logprob(logits, tokens.contiguous(), temperature.contiguous())
+    return out
 
 
 def _triton() -> ModuleType:
@@ -97,17 +99,17 @@ def built() -> ctypes.CDLL | str:
         seen.update(source.read_bytes())
     name = f"meshrl_cuda_{seen.hexdigest()[:20]}"
     try:
-        folder = _folder() / name
-        folder.mkdir(exist_ok=True)
-        with _alone(folder / "meshrl.lock"):
+        place = folder() / name
+        place.mkdir(exist_ok=True)
+        with alone(place / "meshrl.lock"):
             # torch's own lock outlives whoever dies with it, and would be waited for for ever.
-            (folder / "lock").unlink(missing_ok=True)
+            (place / "lock").unlink(missing_ok=True)
             path = cpp_extension.load(
                 name=name,
                 sources=[str(source) for source in CUDA_SOURCES],
                 extra_cuda_cflags=list(NVCC_FLAGS),
                 extra_ldflags=["-Wl,--as-needed"],  # nothing of torch is called
-                build_directory=str(folder),
+                build_directory=str(place),
                 with_cuda=True,
                 is_python_module=False,
             )

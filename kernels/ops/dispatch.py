@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import structlog
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 from kernels.ops import native, reference
 from kernels.ops.declined import Declined

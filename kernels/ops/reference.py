@@ -62,7 +62,7 @@ def paged_write(
     block = table[live].gather(1, position[:, None] // BLOCK)[:, 0].long()
     at = position % BLOCK
     if keys.dtype == torch.bfloat16:
-        keys[block, :, :, at] = k.unflatten(-1, (-1, 2))
+        keys[block, :, :, at] = k.view(*k.shape[:-1], -1, 2)
         values[block, :, at // 2, :, at % 2] = v
     else:
         keys[block, :, :, at] = k

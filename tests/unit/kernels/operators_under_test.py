@@ -70,11 +70,12 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, first: int, scale: 
     """Float64: query r [rows, heads, width] sees the tokens up to `first` + r."""
     group = queries.shape[1] // keys.shape[1]
     out = torch.zeros(queries.shape, dtype=torch.float64)
-    for row in range(queries.shape[0]):
-        for head in range(queries.shape[1]):
-            seen = slice(0, first + row + 1)
-            scores = keys[seen, head // group].double() @ queries[row, head].double() * scale
-            out[row, head] = scores.softmax(0) @ values[seen, head // group].double()
+    last = first + torch.arange(queries.shape[0])
+    hidden = torch.arange(keys.shape[0]) > last[:, None]
+    for head in range(queries.shape[1]):
+        scores = queries[:, head].double() @ keys[:, head // group].double().T * scale
+        weights = scores.masked_fill(hidden, -math.inf).softmax(1)
+        out[:, head] = weights @ values[:, head // group].double()
     return out
 
 

@@ -1,4 +1,4 @@
-"""The operators as PyTorch sees them: schemas, shapes, what they refuse, and which path they take."""
+"""The operators as PyTorch sees them: schemas, shapes, what they refuse, which path they take."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_cache_holds_float32_or_bfloat16() -> None:
 def test_tensors_may_be_strided() -> None:
     rows = torch.arange(24.0).view(4, 6)
     index = torch.tensor([9, 1, 9, -1])[1::2]
-    assert torch.equal(ops.bucket_pack(rows[:, ::2], index), rows[[1, 1], ::2] * index.ne(-1)[:, None])
+    assert ops.bucket_pack(rows[:, ::2], index).tolist() == [[6, 8, 10], [0, 0, 0]]
     ops.bucket_scatter(torch.zeros(2, 3), index, rows[:, ::2])
     assert rows[1].tolist() == [0, 7, 0, 9, 0, 11]
     queries, keys, values, starts, scale = samples(torch.float32)["varlen_prefill"]

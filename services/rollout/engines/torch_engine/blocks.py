@@ -50,13 +50,13 @@ class BlockPool:
 
 @dataclass(slots=True)
 class _Node:
-    """A block of a prefix. Its parent knows a whole one by its tokens, a tail by its block."""
+    """A block of a prefix; its parent knows it by its tokens once it is whole."""
 
     block: int
     parent: int
     tokens: Tokens
     children: dict[bytes, int] = field(default_factory=dict)
-    tails: dict[int, int] = field(default_factory=dict)
+    tails: dict[int, int] = field(default_factory=dict)  # block -> node, of blocks that were begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,56 +89,75 @@ class PrefixCache:
         self._nodes.clear()
         self._tail_at: dict[int, int] = {}  # block -> its node, while it is a tail
 
+    @property
+    def blocks(self) -> int:
+        """Blocks that the tree holds."""
+        return len(self._nodes)
+
     def match(self, tokens: Tokens) -> Match:
         """The longest known prefix of `tokens`."""
         path = self._path(tokens)
         for node in reversed(path):  # parents count as used after their children
             self._nodes.move_to_end(node)
         blocks = [self._nodes[node].block for node in path]
-        rest = tokens[len(path) * BLOCK :]
-        best, copied = 0, -1
-        for block, node in self._node(path[-1] if path else ROOT).tails.items():
+        tail, copied = self._tail(path[-1] if path else ROOT, tokens[len(path) * BLOCK :])
+        return Match(blocks, tail, copied)
+
+    def insert(self, tokens: Tokens, blocks: NDArray[np.int32], tail: bool) -> None:
+        """Makes `tokens`, which lie in `blocks`, known; `tail`: a last block that is not full, too.
+
+        A tail stays known when its block fills up, as long as the tree holds that.
+        """
+        path = self._path(tokens)
+        whole = len(tokens) // BLOCK
+        parent = path[-1] if path else ROOT
+        for index in range(len(path), whole):
+            part = tokens[index * BLOCK : (index + 1) * BLOCK].copy()
+            block = int(blocks[index])
+            node = self._tail_at.pop(block, 0) or self._add(block, parent, part)
+            self._nodes[node].tokens = part
+            self._node(parent).children[part.tobytes()] = node
+            parent = node
+        rest = tokens[whole * BLOCK :]
+        if not tail or self._tail(parent, rest)[0] == len(rest):
+            return
+        block = int(blocks[whole])
+        self.forget_tail(block)
+        self._tail_at[block] = self._add(block, parent, rest.copy())
+        self._node(parent).tails[block] = self._tail_at[block]
+
+    def forget_tail(self, block: int) -> None:
+        """A block that is not whole yet is going to hold other tokens."""
+        if block in self._tail_at:
+            self._remove(self._tail_at[block])
+
+    def _tail(self, parent: int, rest: Tokens) -> tuple[int, int]:
+        """(n, block): which holds the most of the first tokens of `rest`; (0, -1): none does."""
+        best, found = 0, -1
+        for block, node in self._node(parent).tails.items():
             tail = self._nodes[node].tokens
             n = min(len(tail), len(rest))
             same = tail[:n] == rest[:n]
             common = n if same.all() else int(same.argmin())
             if common > best:
-                best, copied = common, block
-        return Match(blocks, best, copied)
-
-    def insert(self, tokens: Tokens, blocks: NDArray[np.int32]) -> None:
-        """Makes `tokens`, which lie in `blocks`, known; a last block that is not full as a tail."""
-        path = self._path(tokens)
-        whole = len(tokens) // BLOCK
-        parent = path[-1] if path else ROOT
-        for index in range(len(path), whole):
-            self.forget_tail(int(blocks[index]))
-            part = tokens[index * BLOCK : (index + 1) * BLOCK]
-            node = self._add(int(blocks[index]), parent, part)
-            self._node(parent).children[part.tobytes()] = node
-            parent = node
-        if len(tokens) > whole * BLOCK:
-            block = int(blocks[whole])
-            self.forget_tail(block)
-            node = self._add(block, parent, tokens[whole * BLOCK :])
-            self._node(parent).tails[block] = self._tail_at[block] = node
-
-    def forget_tail(self, block: int) -> None:
-        """What the block holds is not, or not only, what was known any more."""
-        if block in self._tail_at:
-            self._remove(self._tail_at[block])
+                best, found = common, block
+        return best, found
 
     def evict(self, count: int) -> None:
         """Lets go of up to `count` blocks that nobody else holds, longest unused first."""
-        gone = []
-        for node, found in self._nodes.items():
-            if len(gone) == count:
-                break
-            leaf = not found.children and not found.tails
-            if leaf and self._pool.holders[found.block] == 1:
-                gone.append(node)
-        for node in gone:
-            self._remove(node)
+        while count > 0:
+            gone = []
+            for node, found in self._nodes.items():
+                if len(gone) == count:
+                    break
+                leaf = not found.children and not found.tails
+                if leaf and self._pool.holders[found.block] == 1:
+                    gone.append(node)
+            if not gone:
+                return
+            for node in gone:
+                self._remove(node)
+            count -= len(gone)  # what is left may be leaves now
 
     def evictable(self) -> int:
         """Blocks that only the tree holds; nobody holds what lies behind such a block."""
@@ -161,14 +180,14 @@ class PrefixCache:
     def _add(self, block: int, parent: int, tokens: Tokens) -> int:
         self._last += 1
         self._pool.hold(block)
-        self._nodes[self._last] = _Node(block, parent, tokens.copy())
+        self._nodes[self._last] = _Node(block, parent, tokens)
         return self._last
 
     def _remove(self, node: int) -> None:
         gone = self._nodes.pop(node)
         parent = self._node(gone.parent)
-        if self._tail_at.pop(gone.block, None) is not None:
-            del parent.tails[gone.block]
-        else:
+        self._tail_at.pop(gone.block, None)
+        parent.tails.pop(gone.block, None)
+        if len(gone.tokens) == BLOCK:
             del parent.children[gone.tokens.tobytes()]
         self._pool.drop(gone.block)

@@ -168,7 +168,7 @@ class TorchEngine:
         first = slots.first_sampled[rows]
         slots.first_sampled[rows] = np.where(grew, np.minimum(first, before), first)
         for slot in joining:
-            self._memory.publish(slot, self._swaps)
+            self._memory.publish(slot, self._swaps, tail=True)
             if slots.known[slot] - slots.computed[slot] < self._compute.prefill_from:
                 self._set_joining(slot, False)
         if self._stop_text:
@@ -278,7 +278,7 @@ class TorchEngine:
         if slot in self._joining:
             self._joining.remove(slot)
         self._stop_text.end(slot)
-        self._memory.publish(slot, self._swaps)
+        self._memory.publish(slot, self._swaps, tail=False)
         for freed in self._slots.end(slot, code):
             self._memory.free(freed)
 

@@ -77,12 +77,12 @@ class PagedMemory:
         slots.weights[slot] = swaps
         self._untouched[slot] = slots.computed[slot]
 
-    def publish(self, slot: int, swaps: int) -> None:
+    def publish(self, slot: int, swaps: int, tail: bool) -> None:
         slots = self._slots
         computed = int(slots.computed[slot])
         if computed and slots.weights[slot] == swaps:
             used = self.table[slot, : -(-computed // BLOCK)]
-            self.prefixes.insert(slots.tokens[slot, :computed], used)
+            self.prefixes.insert(slots.tokens[slot, :computed], used, tail)
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
         wanted = -(-tokens // BLOCK) - int(self.held[slot])

@@ -50,8 +50,10 @@ class Memory(Protocol):
     def share(self, slot: int, swaps: int) -> None:
         """Takes what others have computed of the slot's tokens under the same weights."""
 
-    def publish(self, slot: int, swaps: int) -> None:
-        """Lets others share what the slot has computed, if all of it is of the same weights."""
+    def publish(self, slot: int, swaps: int, tail: bool) -> None:
+        """Lets others share what the slot has computed, if all of it is of the same weights; its
+        last tokens, which do not fill a block, if `tail`.
+        """
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
         """Has room for the slot's first `tokens` tokens, and `spare` blocks beside; or answers

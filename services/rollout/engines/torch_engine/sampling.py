@@ -63,7 +63,7 @@ def unmodified(logits: Tensor, tokens: NDArray[np.int64]) -> NDArray[np.float32]
 def _likely(probabilities: Tensor, how: Sampling) -> Tensor:
     """Which tokens stay: top-k, then top-p of what is left, then min-p of the likeliest (the order
     of transformers' warpers). Equal ones go by id."""
-    ordered, order = probabilities.double().sort(-1, descending=True, stable=True)
+    ordered, order = probabilities.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[1], device=ordered.device)
     vocab = ordered.shape[1]
     most = _column(np.where(how.top_k > 0, how.top_k, vocab), ordered)

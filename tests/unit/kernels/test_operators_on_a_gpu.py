@@ -1,0 +1,78 @@
+"""Every operator on a real GPU, against float64 and within a CUDA graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import ops
+from kernels.ops import cuda
+from tests.unit.kernels.operators_under_test import (
+    DTYPES,
+    Attended,
+    check_buckets,
+    check_paged_decode,
+    check_paged_write,
+    check_token_logprob,
+    check_varlen_prefill,
+)
+
+pytestmark = [pytest.mark.needs("cuda"), pytest.mark.timeout(300)]
+
+
+class OnGpu:
+    """The implementations for CUDA, given tensors of the CPU; what is written in place is brought
+    back. Not the operators: those would take the reference where something is amiss.
+    """
+
+    def __getattr__(self, name: str):
+        def call(*arguments):
+            moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+            found = getattr(cuda, name)(*moved)
+            for here, there in zip(arguments, moved, strict=True):
+                if isinstance(here, torch.Tensor):
+                    here.copy_(there)
+            return None if found is None else found.cpu()
+
+        return call
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 2, 3, 6, 7, 8, 9])
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_attention(group: int, width: int, dtype: torch.dtype) -> None:
+    case = Attended([0, 17, 600, 129], group, 2, width, dtype)
+    check_paged_decode(OnGpu(), case)
+    check_paged_decode(OnGpu(), case, spare_blocks=300)
+    check_paged_write(OnGpu(), case)
+    check_varlen_prefill(OnGpu(), case, padding=40)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_logits(dtype: torch.dtype) -> None:
+    check_buckets(OnGpu(), [-1, 3, 0, -1, 6])
+    for vocab in (1, 4096, 151_936):
+        check_token_logprob(OnGpu(), vocab, dtype, 1)
+
+
+def test_a_graph_holds_a_decode_step_and_replays_it_on_new_contents() -> None:
+    keys_shape, values_shape = ops.cache_shapes(64, 2, 64, torch.bfloat16)
+    keys = torch.zeros(keys_shape, dtype=torch.bfloat16, device="cuda")
+    values = torch.zeros(values_shape, dtype=torch.bfloat16, device="cuda")
+    table = torch.arange(64, dtype=torch.int32, device="cuda").view(2, 32)
+    positions = torch.zeros(2, dtype=torch.int64, device="cuda")
+    new, query = (torch.randn(2, n, 64, device="cuda").bfloat16() for n in (2, 4))
+
+    def step() -> torch.Tensor:
+        ops.paged_write(keys, values, new, new, table, positions)
+        return ops.paged_decode(query, keys, values, table, (positions + 1).int(), 0.125)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for position in range(1, 40):
+        positions.fill_(position)
+        new.copy_(torch.randn_like(new))
+        graph.replay()
+    assert torch.equal(out, step())
