@@ -76,9 +76,27 @@ class Decoder {
         wide_(rounded_up(shape.hidden, 16)),
         block_(kBlock * keys_),
         layers_(shape.layers),
-        rope_(rope, rope + shape.positions * 2 * shape.rotary_width) {}
+        rope_(rope, rope + shape.positions * 2 * shape.rotary_width) {
+    for (Layer& layer : layers_) {
+      layer.qkv.shape(queries_ + 2 * keys_, shape.hidden);
+      layer.output.shape(shape.hidden, queries_);
+      layer.gate_up.shape(2 * rounded_up(shape.ffn, 16), shape.hidden);
+      layer.down.shape(shape.hidden, shape.ffn);
+    }
+    unembedding_.shape(shape.vocab, shape.hidden);
+  }
 
+  // False: no memory.
   bool wake() {
+    const std::vector<Matrix<T>*> all = matrices();
+    int64_t elements = 0;
+    for (const Matrix<T>* matrix : all) elements += matrix->elements();
+    if (!weights_.resize(elements)) return false;
+    T* at = weights_.at();
+    for (Matrix<T>* matrix : all) {
+      matrix->place(at);
+      at += matrix->elements();
+    }
     for (Layer& layer : layers_)
       if (!layer.keys.resize(shape_.blocks * block_) || !layer.values.resize(shape_.blocks * block_))
         return false;
@@ -86,24 +104,19 @@ class Decoder {
   }
 
   void sleep() {
-    for (Layer& layer : layers_) {
-      layer.keys.release(), layer.values.release();
-      for (Matrix<T>* w : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) w->release();
-    }
-    unembedding_.release();
+    for (Layer& layer : layers_) layer.keys.release(), layer.values.release();
+    weights_.release();
     std::vector<float>().swap(embedding_);
     rows_ = 0;
     for (Buffer<float>* b : {&residual_, &heads_, &logits_, &mixed_}) b->release();
     for (Buffer<Act<T>>* b : {&normed_, &attended_, &ffn_}) b->release();
   }
 
-  bool set(Part part, int64_t layer_index, const float* values) {
+  void set(Part part, int64_t layer_index, const float* values) {
     const Shape& s = shape_;
     Layer& layer = layers_[layer_index];
     switch (part) {
-      case kEmbedding:
-        embedding_.assign(values, values + s.vocab * s.hidden);
-        return true;
+      case kEmbedding: return embedding_.assign(values, values + s.vocab * s.hidden);
       case kUnembedding: return unembedding_.pack(values, s.vocab, s.hidden);
       case kFinalNorm: return padded(values, s.hidden, final_norm_);
       case kAttentionNorm: return padded(values, s.hidden, layer.attention_norm);
@@ -117,7 +130,6 @@ class Decoder {
       case kGateUp: return pack_gate_up(layer, values);
       case kDown: return layer.down.pack(values, s.hidden, s.ffn);
     }
-    return false;
   }
 
   int64_t run(const Slots& slots, const int64_t* slot, const int64_t* count, int64_t n,
@@ -177,16 +189,25 @@ class Decoder {
     Buffer<T> keys, values;  // [blocks, kv_heads, 16 * head_width]
   };
 
-  static bool padded(const float* values, int64_t n, std::vector<float>& into) {
+  // In the order in which a step uses them.
+  std::vector<Matrix<T>*> matrices() {
+    std::vector<Matrix<T>*> all;
+    for (Layer& layer : layers_)
+      for (Matrix<T>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+        all.push_back(matrix);
+    all.push_back(&unembedding_);
+    return all;
+  }
+
+  static void padded(const float* values, int64_t n, std::vector<float>& into) {
     into.assign(rounded_up(n, 16), 0.0f);
     std::copy(values, values + n, into.begin());
-    return true;
   }
 
   // Panels of gate and of up alternate, so that their product is taken from registers.
-  bool pack_gate_up(Layer& layer, const float* values) {
-    const int64_t ffn = shape_.ffn, panels = rounded_up(ffn, 16) / kLanes;
-    return layer.gate_up.pack(values, 2 * panels * kLanes, shape_.hidden, [&](int64_t r) {
+  void pack_gate_up(Layer& layer, const float* values) {
+    const int64_t ffn = shape_.ffn;
+    layer.gate_up.pack(values, layer.gate_up.outputs, shape_.hidden, [ffn](int64_t r) {
       const int64_t panel = r / kLanes, feature = panel / 2 * kLanes + r % kLanes;
       return feature >= ffn ? -1 : feature + (panel % 2) * ffn;
     });
@@ -357,6 +378,7 @@ class Decoder {
   std::vector<float> rope_;  // [positions, 2, rotary_width]
   std::vector<float> embedding_, final_norm_;
   Matrix<T> unembedding_;
+  Buffer<T> weights_;  // of all matrices
   Sampler sampler_;
 
   // Of the step that is being computed.
@@ -408,7 +430,8 @@ int decoder_wake(void* d) {
 }
 int decoder_load(void* d, int part, int64_t layer, const float* values) {
   return guarded(-1, [&] {
-    return static_cast<Model*>(d)->set(static_cast<Part>(part), layer, values) ? 0 : -1;
+    static_cast<Model*>(d)->set(static_cast<Part>(part), layer, values);
+    return 0;
   });
 }
 int decoder_score(void* d, const Slots* slots, int64_t slot, int64_t count, float* out) {

@@ -50,54 +50,52 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-// [outputs, inputs] in panels. `inputs` is rounded up to 16, with zeros.
+// [outputs, inputs] in panels, in memory of somebody else. Both are rounded up to 16, with zeros.
+//
+// Matrices that are used one after the other should lie one after the other: what is prefetched
+// behind the end of one is the beginning of the next.
 template <class T>
 class Matrix {
  public:
-  int64_t outputs = 0, inputs = 0;  // rounded up
+  int64_t outputs = 0, inputs = 0;
+
+  void shape(int64_t rows, int64_t columns) {
+    outputs = rounded_up(rows, 16), inputs = rounded_up(columns, 16);
+  }
+  int64_t elements() const { return outputs * inputs; }
+  // Where it lies: `elements()` zeros.
+  void place(T* at) { packed_ = at; }
+  T* panel(int64_t index) const { return packed_ + index * inputs * kLanes; }
 
   // Row r of the matrix is row `source(r)` of `weights` [.., columns]; a negative source is zeros.
   template <class Source>
-  bool pack(const float* weights, int64_t rows, int64_t columns, Source source) {
-    if (!shape(rows, columns)) return false;
+  void pack(const float* weights, int64_t rows, int64_t columns, Source source) {
+    constexpr int together = kTogether<T>;
     for (int64_t r = 0; r < rows; r++) {
       const int64_t from = source(r);
+      T* row = panel(r / kLanes) + r % kLanes * together;
       for (int64_t c = 0; c < columns; c++) {
         const float value = from < 0 ? 0.0f : weights[from * columns + c];
-        T* place = panel(r / kLanes) + c / kTogether<T> * kTogether<T> * kLanes +
-                   r % kLanes * kTogether<T> + c % kTogether<T>;
+        T* place = row + c / together * together * kLanes + c % together;
         if constexpr (std::is_same_v<T, bf16>)
           *place = to_bf16(value);
         else
           *place = value;
       }
     }
-    return true;
   }
-  bool pack(const float* weights, int64_t rows, int64_t columns) {
-    return pack(weights, rows, columns, [](int64_t r) { return r; });
-  }
-  T* panel(int64_t index) const { return packed_.at() + index * inputs * kLanes; }
-  void release() {
-    packed_.release();
-    outputs = inputs = 0;
+  void pack(const float* weights, int64_t rows, int64_t columns) {
+    pack(weights, rows, columns, [](int64_t r) { return r; });
   }
 
  private:
-  bool shape(int64_t rows, int64_t columns) {
-    const int64_t outs = rounded_up(rows, 16), ins = rounded_up(columns, 16);
-    if (outs == outputs && ins == inputs) return true;
-    if (!packed_.resize(outs * ins)) return false;
-    outputs = outs, inputs = ins;
-    return true;
-  }
-  Buffer<T> packed_;
+  T* packed_ = nullptr;
 };
 
 // Panels that a tile of `rows` holds beside each other: sums, weights and activations must fit the
 // register file, of 32 vectors with AVX-512 and 16 elsewhere.
 constexpr int panels_beside(int rows) {
-  const int wide = rows <= 2 ? 8 : rows <= 4 ? 4 : 2;
+  const int wide = rows <= 4 ? 4 : 2;
   return kLanes < 16 ? std::max(wide / 2, 2) : wide;
 }
 
@@ -122,8 +120,6 @@ inline void accumulate(const Act<T>* x, const T* panels, int64_t inputs, int64_t
 // Runs body<Rows, Panels>() for sizes known at run time; panels is a power of 2.
 template <int Rows, class Body>
 inline void with_panels(int panels, Body&& body) {
-  if constexpr (panels_beside(Rows) >= 8)
-    if (panels == 8) return body.template operator()<Rows, 8>();
   if constexpr (panels_beside(Rows) >= 4)
     if (panels == 4) return body.template operator()<Rows, 4>();
   if (panels == 2) return body.template operator()<Rows, 2>();

@@ -71,6 +71,7 @@ class TorchEngine:
         self._clock = clock or SystemClock()
         self._recompute = kv_on_update == "recompute"
         self._steps, self._budget_s = steps, budget_s  # of one call, while nothing joins or ends
+        self._stretch = max(2, compute.prefill_from)  # tokens to compute from which a slot joins
         self._stop_text = StopText(decode)
         self._queue: dict[int, Request] = {}  # waiting for a slot, by id, in order
         self._started = np.zeros(slots.count, np.int64)  # when: the older go first
@@ -169,7 +170,7 @@ class TorchEngine:
         slots.first_sampled[rows] = np.where(grew, np.minimum(first, before), first)
         for slot in joining:
             self._memory.publish(slot, self._swaps, tail=True)
-            if slots.known[slot] - slots.computed[slot] < self._compute.prefill_from:
+            if slots.known[slot] - slots.computed[slot] < self._stretch:
                 self._set_joining(slot, False)
         if self._stop_text:
             self._stop_text.look(slots)
@@ -191,7 +192,7 @@ class TorchEngine:
             if not self._make_room(slot, int(slots.known[slot]), decoding if place else 0):
                 break
             ahead = int(slots.known[slot] - slots.computed[slot])
-            if ahead < self._compute.prefill_from and not self._leads(slot):
+            if ahead < self._stretch and not self._leads(slot):
                 self._set_joining(slot, False)
                 continue
             count = min(ahead, budget)

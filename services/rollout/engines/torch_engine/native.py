@@ -97,6 +97,8 @@ class NativeCompute:
         self._config, self._slots = config, slots
         self._width = next(width for width in WIDTHS if width >= config.head_dim)
         self._table: NDArray[np.int32] | None = None
+        self._described: _Slots | None = None
+        self._stops: NDArray[np.int64] | None = None  # that the description points to
         self._lib = _declared(found.load())
         positions = slots.max_length
         rope = rope_table(config, positions).contiguous()
@@ -120,11 +122,13 @@ class NativeCompute:
         self._lib.decoder_copy_block(self._decoder, source, target)
 
     def run(self, slots: Slot, counts: Slot, steps: int, budget_s: float, version: int) -> int:
-        assert self._table is not None
-        described = _described(self._slots, self._table)
+        if self._described is None or self._stops is not self._slots.stops:
+            assert self._table is not None
+            self._described = _described(self._slots, self._table)
+            self._stops = self._slots.stops  # replaced when a request has more
         sampled = self._lib.decoder_run(
             self._decoder,
-            ctypes.byref(described),
+            ctypes.byref(self._described),
             slots.ctypes.data,
             counts.ctypes.data,
             len(slots),
@@ -191,7 +195,7 @@ class NativeCompute:
 
 
 def _described(slots: Slots, table: NDArray[np.int32]) -> _Slots:
-    """Addresses of the arrays as they are now: `stops` is replaced when a request has more."""
+    """The addresses of the arrays."""
     described = _Slots(
         length=slots.max_length, table_width=table.shape[1], stop_width=slots.stops.shape[1]
     )
