@@ -61,10 +61,11 @@ class PagedMemory:
         for block in match.blocks:
             self.pool.hold(block)
         copied = None
-        if match.tail and self._available():
+        if match.tail:
             self.pool.hold(match.copied)  # making room for the copy must not take it away
-            copied = self._take()
-            self._copy(match.copied, copied)
+            if self._available():
+                copied = self._take()
+                self._copy(match.copied, copied)
             self._drop(match.copied)
         self.free(slot)
         held = len(match.blocks)
