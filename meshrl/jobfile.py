@@ -20,7 +20,7 @@ CHOICES = {
     "mesh.device": ("cpu",),
     "rollout.kv_on_update": ("keep", "recompute"),
     "rollout.engine": ("torch",),
-    "rollout.path": ("auto", "native", "eager"),
+    "rollout.path": ("auto", "native", "eager", "graphs"),
     "rollout.dtype": ("float32", "bfloat16"),
     "algorithm.name": ("grpo",),
 }

@@ -65,7 +65,7 @@ def decoder(seed: int = 0) -> Decoder:
     return model
 
 
-BUILT_IN = ("native", "eager")  # paths of the built-in engine; see `built_in`
+BUILT_IN = ("native", "eager", "graphs")  # paths of the built-in engine; see `built_in`
 
 
 def text_of(tokens: Sequence[int]) -> str:

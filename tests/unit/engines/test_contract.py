@@ -21,6 +21,7 @@ from tests.unit.engines.engines_under_test import (
 KINDS = (
     pytest.param("native", marks=pytest.mark.needs("compiler")),
     "eager",
+    "graphs",
     "simulated",
 )
 

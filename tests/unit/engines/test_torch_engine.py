@@ -14,7 +14,6 @@ from common.model.attention import causal_attention
 from common.model.decoder import Decoder
 from services.rollout.engines.torch_engine import TorchEngine
 from tests.unit.engines.engines_under_test import (
-    BUILT_IN,
     VOCAB,
     Heard,
     Listener,
@@ -41,7 +40,7 @@ Make = Callable[..., TorchEngine]
 
 
 @pytest.fixture(
-    params=[pytest.param(BUILT_IN[0], marks=pytest.mark.needs("compiler")), BUILT_IN[1]]
+    params=[pytest.param("native", marks=pytest.mark.needs("compiler")), "eager", "graphs"]
 )
 def make(request: pytest.FixtureRequest) -> Make:
     return partial(built_in, request.param)

@@ -13,6 +13,7 @@ from common.model.decoder import Decoder
 from services.rollout.engines.torch_engine.blocks import BLOCK
 from services.rollout.engines.torch_engine.eager import ContiguousMemory, EagerCompute
 from services.rollout.engines.torch_engine.engine import TorchEngine
+from services.rollout.engines.torch_engine.graphs import GraphCompute
 from services.rollout.engines.torch_engine.native import (
     DTYPES,
     NativeCompute,
@@ -21,7 +22,7 @@ from services.rollout.engines.torch_engine.native import (
 from services.rollout.engines.torch_engine.paged import PagedMemory
 from services.rollout.engines.torch_engine.slots import Slots
 
-PATHS = ("auto", "native", "eager")
+PATHS = ("auto", "native", "eager", "graphs")
 
 __all__ = ["PATHS", "TorchEngine", "build"]
 
@@ -38,8 +39,8 @@ def build(
 ) -> TorchEngine:
     """An engine of `slots` sequences of up to `max_length` tokens, asleep until it gets weights.
 
-    `path`: `native` needs a C++ compiler, `eager` only torch; `auto` takes the first that works and
-    logs why it is not the native one. `kv_tokens`: of the paged cache; 0: all slots full. `options`
+    `path`: `native` needs a C++ compiler, `eager` only torch, `graphs` is for a GPU; `auto` takes
+    `native`, or `eager` and logs why. `kv_tokens`: of the paged cache; 0: all slots full. `options`
     are TorchEngine's.
     """
     if max_length > config.max_positions:
@@ -58,16 +59,23 @@ def build(
     with torch.device("meta"):
         state = Decoder(config).state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    width = -(-max_length // BLOCK)
+    blocks = max(-(-kv_tokens // BLOCK) or slots * width, width + 1)
+
+    def paged(compute: NativeCompute | GraphCompute, name: str) -> TorchEngine:
+        memory = PagedMemory(places, blocks, compute.copy)
+        compute.attach(memory.table)
+        return TorchEngine(places, compute, memory, shapes, path=name, **options)
+
+    if path == "graphs":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        graphs = GraphCompute(config, getattr(torch, dtype), places, blocks, device)
+        return paged(graphs, f"graphs, {dtype}, {device.type}")
     reason = "asked for"
     if path != "eager":
         found = native_library(config, dtype)
         if found.path is not None:
-            width = -(-max_length // BLOCK)
-            blocks = max(-(-kv_tokens // BLOCK) or slots * width, width + 1)
-            compute = NativeCompute(found, config, places, blocks)
-            memory = PagedMemory(places, blocks, compute.copy)
-            compute.attach(memory.table)
-            return TorchEngine(places, compute, memory, shapes, path=f"native, {dtype}", **options)
+            return paged(NativeCompute(found, config, places, blocks), f"native, {dtype}")
         if path == "native":
             raise ConfigError(found.reason, where="rollout.path", fix="install g++, or use eager")
         reason = found.reason

@@ -28,6 +28,20 @@ SHARED = 6  # common tokens from which copying a neighbour's cache is cheaper th
 NO_BLOCKS = np.zeros(0, np.int64)
 
 
+def draw(state: Slots, slots: Slot, logits: Tensor, version: int) -> None:
+    """Samples the next token of each of `slots` from float32 logits [n, vocab]."""
+    how = Sampling(
+        state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
+    )
+    drawn = uniforms(state.key[slots], state.known[slots])
+    tokens, logprobs = sample(logits, how, drawn)
+    asked = state.wants_unmodified[slots]
+    plain = logprobs
+    if asked.any():
+        plain = np.where(asked, unmodified(logits, tokens), np.float32(np.nan))
+    state.record(slots, tokens, logprobs, plain, version)
+
+
 class EagerCompute:
     prefill_from = 32
 
@@ -56,22 +70,8 @@ class EagerCompute:
         last = torch.cat(hidden)
         if len(sampling) < len(order):
             last = last[self._tensor(sampling)]
-        self._sample(order[sampling], last, version)
+        draw(state, order[sampling], self.model.logits(last).float(), version)
         return len(sampling)
-
-    def _sample(self, slots: Slot, hidden: Tensor, version: int) -> None:
-        state = self._slots
-        logits = self.model.logits(hidden).float()
-        how = Sampling(
-            state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
-        )
-        drawn = uniforms(state.key[slots], state.known[slots])
-        tokens, logprobs = sample(logits, how, drawn)
-        asked = state.wants_unmodified[slots]
-        plain = logprobs
-        if asked.any():
-            plain = np.where(asked, unmodified(logits, tokens), np.float32(np.nan))
-        state.record(slots, tokens, logprobs, plain, version)
 
     def _prefill(self, slot: int, count: int) -> Tensor:
         """The hidden state of the last of the slot's next `count` tokens, [1, hidden_size]."""

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.ops import token_logprob
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -55,8 +57,9 @@ def sample(
 
 def unmodified(logits: Tensor, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
     """Log-probabilities [n] of `tokens` at temperature 1, nothing left out."""
-    chosen = logits.log_softmax(-1).gather(1, _column(tokens, logits))
-    found: NDArray[np.float32] = chosen.squeeze(1).cpu().numpy()
+    chosen = torch.from_numpy(tokens).to(logits.device)
+    heat = torch.ones(len(tokens), device=logits.device)
+    found: NDArray[np.float32] = token_logprob(logits.contiguous(), chosen, heat).cpu().numpy()
     return found
 
 
