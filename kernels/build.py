@@ -35,6 +35,8 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
+NO_COMPILER = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH"
+NOT_YET = "compiled at the first start, in some 10 s"
 BUILD_S = 300.0  # some 10 s on a quiet core
 
 
@@ -57,21 +59,42 @@ def library(name: str, define: str = "") -> Library:
     """The library of `csrc/<name>.cpp`, compiled with `-D<define>` if one is given; built if this
     machine has not built it yet.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        return Library(None, f"no C++ compiler ({', '.join(COMPILERS)}) on PATH")
-    command = [compiler, *FLAGS, *([f"-D{define}"] if define else []), str(SOURCES / f"{name}.cpp")]
+    command = _command(name, define)
+    if not command:
+        return Library(None, NO_COMPILER)
     try:
-        path = folder() / f"{name}-{_digest(command)}.so"
+        path = _place(name, command)
         if not path.exists():
             with alone(path.with_suffix(".lock")):
                 if not path.exists():
                     _build(command, path)
     except subprocess.CalledProcessError as error:
-        return Library(None, f"{compiler} fails on {name}.cpp: {_first_error(error.stderr)}")
+        return Library(None, f"{command[0]} fails on {name}.cpp: {_first_error(error.stderr)}")
     except (OSError, subprocess.TimeoutExpired) as error:
         return Library(None, f"{name}.cpp cannot be built: {error}")
     return Library(path)
+
+
+def found(name: str, define: str = "") -> Library:
+    """As `library`, but builds nothing: a reason where it would have to be built first."""
+    command = _command(name, define)
+    if not command:
+        return Library(None, NO_COMPILER)
+    path = _place(name, command)
+    return Library(path) if path.exists() else Library(None, NOT_YET)
+
+
+def _command(name: str, define: str) -> list[str]:
+    """The compiler's command line without an output; empty without a compiler."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return []
+    defines = [f"-D{define}"] if define else []
+    return [compiler, *FLAGS, *defines, str(SOURCES / f"{name}.cpp")]
+
+
+def _place(name: str, command: list[str]) -> Path:
+    return folder() / f"{name}-{_digest(command)}.so"
 
 
 def folder() -> Path:

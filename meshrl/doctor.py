@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import common
+from kernels import build
 
 OK, NOTE, BAD = "ok", "note", "bad"
 MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3
@@ -53,6 +54,7 @@ def examine() -> Iterator[Line]:
         _redis,
         _kernels,
         _compiler,
+        _engine,
         _bubblewrap,
         _isolation,
         _memory,
@@ -111,7 +113,25 @@ def _compiler() -> Line:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return Line(OK, "compiler", path)
-    return Line(NOTE, "compiler", "none", "apt-get install g++ makes decoding on a CPU faster")
+    return Line(
+        NOTE,
+        "compiler",
+        "none",
+        "apt-get install g++; decoding on a CPU is several times slower without",
+    )
+
+
+def _engine() -> Line:
+    """Which path the built-in engine takes on a CPU, and why."""
+    try:
+        found = build.found("decoder")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Line(NOTE, "engine", f"torch eager: {error}", "the native path is faster")
+    if found.path is not None:
+        return Line(OK, "engine", f"native ({found.path})")
+    if found.reason == build.NOT_YET:
+        return Line(OK, "engine", f"native, {found.reason}")
+    return Line(NOTE, "engine", f"torch eager: {found.reason}", "apt-get install g++")
 
 
 def _bubblewrap() -> Line:

@@ -39,8 +39,8 @@ class Bench:
         self.clock, self.random = clock, random
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state = State.simulated(clock)
-        self._rollout = self._mesh("rollout/0")
-        self.router = Router(self._rollout, Forgetful(), Sampling([], []), SLOTS)
+        self.rollout = self._mesh("rollout/0")
+        self.router = Router(self.rollout, Forgetful(), Sampling([], []), SLOTS)
         self.engine = EngineService(
             self._mesh("engine/g0"),
             SimulatedEngine(clock, SLOTS, 100.0),
@@ -61,7 +61,7 @@ class Bench:
 
     async def start(self) -> None:
         await self.engine.mesh.join(self.engine)
-        await self._rollout.join(None)
+        await self.rollout.join(None)
         self.tasks = [asyncio.create_task(self._drive()), asyncio.create_task(self._look())]
 
     async def _drive(self) -> None:
@@ -73,6 +73,9 @@ class Bench:
         while True:
             self.router.observe({"engine/g0"})
             await self.clock.sleep(LOOK_S)
+
+    def begin(self, member: int) -> asyncio.Task[Trajectory]:
+        return asyncio.create_task(self.generate(member))
 
     async def generate(self, member: int) -> Trajectory:
         t = Trajectory(0, member, 0, 0, seed=member)

@@ -1,0 +1,88 @@
+"""Native code is built once for a machine, and where it cannot be there is a reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from kernels import build
+build.SOURCES = Path(sys.argv[1])
+made = build.library("half", *sys.argv[2:])
+print(made.reason or made.load().half(84), made.path, sep="|")
+"""
+SOURCE = """
+#ifndef DIVISOR
+#define DIVISOR 2
+#endif
+extern "C" int half(int n) { return n / DIVISOR; }
+"""
+
+
+def build(tmp_path: Path, source: str = SOURCE, path: str | None = None, *more: str) -> list[str]:
+    """[answer or reason, path] of a library that a process of its own asks for."""
+    (tmp_path / "half.cpp").write_text(source)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    if path is not None:
+        environment["PATH"] = path
+    asked = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), *more],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+        check=True,
+    )
+    return asked.stdout.strip().split("|")
+
+
+@pytest.mark.needs("compiler")
+def test_a_library_is_built_once_and_again_when_its_source_changes(tmp_path: Path) -> None:
+    answer, first = build(tmp_path)
+    assert answer == "42"
+    made = Path(first).stat().st_mtime_ns
+    assert build(tmp_path) == [answer, first] and Path(first).stat().st_mtime_ns == made
+    answer, second = build(tmp_path, SOURCE.replace("n /", "7 + n /"))
+    assert answer == "49" and second != first
+
+
+@pytest.mark.needs("compiler")
+def test_definitions_make_libraries_of_their_own(tmp_path: Path) -> None:
+    assert build(tmp_path, SOURCE, None, "DIVISOR=4")[0] == "21"
+    assert build(tmp_path)[0] == "42"
+
+
+@pytest.mark.needs("compiler")
+def test_a_source_that_does_not_compile_is_a_reason(tmp_path: Path) -> None:
+    reason, path = build(tmp_path, "int half(")
+    assert "fails on half.cpp" in reason and "error" in reason and path == "None"
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_without_a_compiler_there_is_a_reason(tmp_path: Path) -> None:
+    reason, path = build(tmp_path, SOURCE, str(tmp_path))
+    assert "no C++ compiler" in reason and path == "None"
+
+
+@pytest.mark.needs("compiler")
+def test_processes_that_want_a_library_at_once_build_it_once(tmp_path: Path) -> None:
+    (tmp_path / "half.cpp").write_text(SOURCE)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    asked = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for _ in range(3)
+    ]
+    answers = {process.communicate(timeout=100)[0] for process in asked}
+    assert len(answers) == 1 and answers.pop().startswith("42|")
+    assert len(list((tmp_path / "cache").rglob("*.so"))) == 1

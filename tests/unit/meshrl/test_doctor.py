@@ -1,0 +1,38 @@
+"""`meshrl doctor` names what a mesh would use here, and why it is not something better."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def doctor(tmp_path: Path, path: str) -> str:
+    environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "200"}
+    asked = subprocess.run(
+        [sys.executable, "-m", "meshrl", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        check=False,
+    )
+    return asked.stdout
+
+
+def line_of(output: str, what: str) -> str:
+    return next(line for line in output.splitlines() if line.split()[1:2] == [what])
+
+
+def test_without_a_compiler_the_engine_takes_its_torch_path_and_says_why(tmp_path: Path) -> None:
+    line = line_of(doctor(tmp_path, str(tmp_path)), "engine")
+    assert line.startswith("note") and "torch eager: no C++ compiler" in line
+
+
+@pytest.mark.needs("compiler")
+def test_with_a_compiler_it_takes_the_native_one(tmp_path: Path) -> None:
+    line = line_of(doctor(tmp_path, os.environ["PATH"]), "engine")
+    assert line.startswith("ok") and "native, compiled at the first start" in line

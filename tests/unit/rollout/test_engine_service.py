@@ -1,0 +1,37 @@
+"""An engine over the wire: scoring, pausing and sleeping, with requests in work."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.api.engine import Engine, Rest, Score
+from tests.unit.rollout.test_generation import Bench, on_bench
+
+
+def test_a_sequence_is_scored_under_the_version_that_is_loaded() -> None:
+    async def story(bench: Bench) -> None:
+        scored = await bench.rollout.ref("engine/g0").call(
+            Engine.score, Score(np.array([1, 2, 3], np.int32))
+        )
+        assert scored.logprobs.shape == (2,) and scored.version == 0
+
+    on_bench(story)
+
+
+def test_an_engine_that_rests_keeps_its_requests_and_goes_on() -> None:
+    async def story(bench: Bench) -> None:
+        engine = bench.rollout.ref("engine/g0")
+        for asleep in (False, True):
+            turn = bench.begin(int(asleep))
+            await bench.clock.sleep(0.05)
+            await engine.call(Engine.rest, Rest(paused=not asleep, asleep=asleep))
+            await bench.clock.sleep(5.0)
+            assert not turn.done() and bench.engine.asleep == asleep
+            await engine.call(Engine.rest, Rest(paused=False, asleep=False))
+            if asleep:  # `follow` fetches the weights then
+                assert bench.engine.manifest == "" and bench.engine.changed.is_set()
+                await bench.engine.swap({}, 3, "third")
+                assert bench.engine.engine.version == 3
+            await turn
+
+    on_bench(story)
