@@ -44,6 +44,11 @@ def offer(operator: CustomOpDef, check: Callable[..., None], fake: Callable[...,
     operator.register_kernel("cuda", on(_cuda, "cuda"))
 
 
+def can_be_captured() -> bool:
+    """Whether a CUDA graph may hold a decode step: the plain references wait for the GPU."""
+    return not isinstance(_cuda().built(), str)
+
+
 def _cuda() -> ModuleType:
     from kernels.ops import cuda
 

@@ -24,6 +24,7 @@ from kernels.ops import (
     bucket_pack,
     bucket_scatter,
     cache_shapes,
+    can_be_captured,
     paged_decode,
     paged_write,
     varlen_prefill,
@@ -139,7 +140,7 @@ class GraphCompute:
             ),
             replay=lambda: self._forward(made),
         )
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and can_be_captured():
             made.replay = self._graph(made)
         self._captured[bucket] = made
         return made
