@@ -53,6 +53,7 @@ class Contestant:
 
     def decode_s(self, prompts: Prompts, count: int) -> float:
         """CPU-seconds of all tokens but the first, `count` for each prompt."""
+        self.ask(prompts, [1] * len(prompts))  # from now on what is shared of them is computed
         first = self.ask(prompts, [1] * len(prompts)).cpu_s
         return self.ask(prompts, [1 + count] * len(prompts)).cpu_s - first
 

@@ -77,9 +77,6 @@ def measure(contestants: dict[str, Contestant], rounds: int) -> tuple[Seconds, l
     shares: list[float] = []
     random.seed(0)
     context = prompts(AT_4K, LONG)
-    long = [contestants[name] for name in contestants.keys() - {EAGER, GENERATE}]
-    for contestant in long:
-        contestant.ask(context, [1] * AT_4K)  # prompts are computed once
     for _ in range(rounds):
         for batch in BATCHES:
             short = prompts(batch, SHORT)
