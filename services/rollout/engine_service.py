@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -238,10 +239,9 @@ class EngineService(Actor):
             try:
                 answer = action()
             except MeshError as error:
-                failure = error
-                self._deliver(lambda: done.cancelled() or done.set_exception(failure))
+                self._deliver(partial(_settle, done, error))
             else:
-                self._deliver(lambda: done.cancelled() or done.set_result(answer))
+                self._deliver(partial(_settle, done, answer))
 
         self.command(run)
         async with self.mesh.clock.timeout(60.0, what):
@@ -291,6 +291,15 @@ class EngineService(Actor):
         for owner in self._owners.values():
             owner.flushes.put_nowait(None)
         return Drained(len(ids))
+
+
+def _settle(done: asyncio.Future[R], answer: R | MeshError) -> None:
+    if done.cancelled():
+        return
+    if isinstance(answer, MeshError):
+        done.set_exception(answer)
+    else:
+        done.set_result(answer)
 
 
 def _cut(

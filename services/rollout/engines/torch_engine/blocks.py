@@ -146,7 +146,7 @@ class PrefixCache:
     def evict(self, count: int) -> None:
         """Lets go of up to `count` blocks that nobody else holds, longest unused first."""
         while count > 0:
-            gone = []
+            gone: list[int] = []
             for node, found in self._nodes.items():
                 if len(gone) == count:
                     break

@@ -346,8 +346,8 @@ class TorchEngine:
         self.swap(state, version)
 
     def score(self, tokens: Ints) -> NDArray[np.float32]:
-        tokens = np.asarray(tokens, np.int64)
-        check(Request(-1, tokens, 0, 1.0, (), 0, -1), self._compute.vocab_size)
+        row = np.asarray(tokens, np.int32)
+        check(Request(-1, row, 0, 1.0, (), 0, -1), self._compute.vocab_size)
         if self._asleep:
             raise Refused("the engine sleeps", where="engine", fix="wake it first")
         if len(tokens) > self._slots.max_length:
@@ -368,6 +368,6 @@ class TorchEngine:
             youngest = max(holders, key=lambda i: self._started[i])
             self._drop(idle[0]) if idle else self._preempt(youngest)
         try:
-            return self._compute.score(tokens, blocks)
+            return self._compute.score(row, blocks)
         finally:
             self._memory.give_back(blocks)

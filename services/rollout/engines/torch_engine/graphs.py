@@ -146,7 +146,7 @@ class GraphCompute:
         return made
 
     def _graph(self, made: Captured) -> Callable[[], None]:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self._forward(made)  # kernels are built and loaded before the capture
@@ -162,7 +162,8 @@ class GraphCompute:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             paged_write(keys, values, k, v, made.table, made.positions)
-            return paged_decode(q, keys, values, made.table, lengths, self._scale)
+            mixed: Tensor = paged_decode(q, keys, values, made.table, lengths, self._scale)
+            return mixed
 
         hidden = self.model(made.tokens, made.positions.clamp(min=0), attend)
         made.logits.copy_(self.model.logits(hidden))
@@ -240,7 +241,8 @@ class GraphCompute:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             packed = (x.contiguous() for x in (q, k, v))
-            return varlen_prefill(*packed, borders, self._scale)
+            mixed: Tensor = varlen_prefill(*packed, borders, self._scale)
+            return mixed
 
         hidden = self.model(row, torch.arange(len(row), device=self._device), attend)[:-1]
         return unmodified(self.model.logits(hidden).float(), np.asarray(tokens[1:], np.int64))

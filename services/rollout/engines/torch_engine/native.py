@@ -102,9 +102,20 @@ class NativeCompute:
         self._lib = _declared(found.load())
         positions = slots.max_length
         rope = rope_table(config, positions).contiguous()
-        sizes = (config.vocab_size, config.hidden_size, config.layers, config.heads)
-        sizes += (config.kv_heads, self._width, config.head_dim, config.ffn_size, positions, blocks)
-        shape = _Shape(*sizes, config.norm_eps, config.head_dim**-0.5)
+        shape = _Shape(
+            vocab=config.vocab_size,
+            hidden=config.hidden_size,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_width=self._width,
+            rotary_width=config.head_dim,
+            ffn=config.ffn_size,
+            positions=positions,
+            blocks=blocks,
+            norm_epsilon=config.norm_eps,
+            attention_scale=config.head_dim**-0.5,
+        )
         self._decoder = self._lib.decoder_new(ctypes.byref(shape), rope.data_ptr())
         if not self._decoder:
             raise _out_of_memory()
@@ -161,9 +172,10 @@ class NativeCompute:
         if not more or part not in ("qkv", "qkv_bias", "output"):
             return tensor
         if part == "output":
-            columns = tensor.unflatten(1, (config.heads, config.head_dim))
+            columns = torch.unflatten(tensor, 1, (config.heads, config.head_dim))
             return pad(columns, (0, more)).flatten(1)
-        rows = tensor.unflatten(0, (config.heads + 2 * config.kv_heads, config.head_dim))
+        heads = config.heads + 2 * config.kv_heads
+        rows = torch.unflatten(tensor, 0, (heads, config.head_dim))
         return pad(rows, (0, more) if rows.dim() == 2 else (0, 0, 0, more)).flatten(0, 1)
 
     def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
