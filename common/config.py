@@ -48,7 +48,7 @@ class RewardConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     engine: str = "torch"
-    path: str = "auto"  # of the built-in engine: native (needs a C++ compiler), eager, auto
+    path: str = "auto"  # of the built-in engine: native (C++), eager, graphs (GPU), auto
     dtype: str = "float32"  # of the engine's weights and cache: float32 | bfloat16
     kv_tokens: int = 0  # tokens that the engine's cache holds; 0: all slots full
     shards: int = 1

@@ -28,8 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtests.contestants import VLLM, Contestant, Prompts, generate, make_model, one_core, ours
-from loadtests.contestants import vllm as vllm_contestant
+from loadtests.contestants import Contestant, Prompts, generate, make_model, one_core, ours
 from loadtests.engine import LONG, SHORT, prompts
 
 REQUESTS, SLOTS, MEAN = 512, 64, 64.0
@@ -43,36 +42,29 @@ TABLE_STEPS = 48
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vllm", type=Path, default=VLLM, help="its virtual environment")
     chosen = parser.parse_args()
     one_core()
     lengths = drawn(seed=0)
-    asked = prompts(REQUESTS, SHORT)
+    random.seed(0)
     with tempfile.TemporaryDirectory(prefix="meshrl-longtail-") as folder:
         model = make_model(Path(folder) / "qwen2")
         engine, static = ours(model, "native"), generate(model)
-        peer = vllm_contestant(model, "bfloat16", chosen.vllm)
         times: list[float] = []
         tables: list[Table] = []
         contexts: list[float] = []
-        peer_times: list[float] = []
         for _ in range(chosen.rounds):
             tables.append(Table(engine))
-            times.append(engine.ask(asked, lengths).cpu_s)
+            times.append(engine.ask(prompts(REQUESTS, SHORT), lengths).cpu_s)
             contexts.append(context_cost(engine))
-            if peer is not None:
-                peer_times.append(peer.ask(asked, lengths).cpu_s)
-        in_batches = static_s(static, asked, lengths)
-        for contestant in (engine, static, peer):
-            if contestant is not None:
-                contestant.close()
+        in_batches = static_s(static, prompts(REQUESTS, SHORT), lengths)
+        for contestant in (engine, static):
+            contestant.close()
     bound = median(table.list_schedule_s(lengths) for table in tables)
     spent = median(times)
     result: dict[str, Any] = {
         "ratio_static": round(in_batches / spent, 3),
         "schedule_efficiency": round(bound / spent, 3),
         "context_cost_ratio": round(median(contexts), 3),
-        "ratio_vllm": round(median(peer_times) / spent, 3) if peer_times else None,
         "tokens_per_cpu_s": round(sum(lengths) / spent, 1),
         "tokens": sum(lengths),
         "longest": max(lengths),

@@ -172,6 +172,12 @@ class _Checker:
                 raise self.fail(key, f"{key} = {number} must be at least {least}")
         if config.rollout.temperature <= 0:
             raise self.fail("rollout.temperature", "rollout.temperature must be above 0")
+        if not 0 < config.rollout.top_p <= 1:
+            raise self.fail("rollout.top_p", "rollout.top_p must be above 0 and at most 1")
+        if config.rollout.min_p > 1:
+            raise self.fail("rollout.min_p", "rollout.min_p must be at most 1")
+        if "" in config.rollout.stop_text:
+            raise self.fail("rollout.stop_text", "rollout.stop_text holds an empty text")
         if config.min_group > config.algorithm.group_size:
             raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
         if config.planner.training + config.planner.min_rollout > config.mesh.workers:

@@ -58,6 +58,7 @@ class Submit:
     )
     lengths: Array  # int32 [n]
     tokens: Array  # int32
+    begins: Array  # int32 [n], where the turn begins: the context from there on was generated
     max_new: Array  # int32 [n]
     temperature: Array  # float32 [n], 0: greedy
     seeds: Array  # int64 [n]

@@ -147,7 +147,7 @@ class Decoder {
           last_.push_back(static_cast<int64_t>(batch_.size()) - 1);
       }
       if (!forward(slots)) return -1;
-      if (!project(last_)) return -1;
+      project(last_);
       bool ended = false;
       for (size_t i = 0; i < last_.size(); i++)
         ended |= append(slots, batch_[last_[i]].slot, i, version);
@@ -167,7 +167,8 @@ class Decoder {
       batch_.push_back({tokens[first + i], first + i, slot});
       last_.push_back(i);
     }
-    if (!forward(slots) || !project(last_)) return false;
+    if (!forward(slots)) return false;
+    project(last_);
     for (int64_t i = 0; i < count; i++)
       out[i] = Sampler::unmodified(logits(i), shape_.vocab, tokens[first + i + 1]);
     slots.computed[slot] += count;
@@ -215,12 +216,16 @@ class Decoder {
 
   bool reserve(int64_t rows) {
     if (rows <= rows_) return true;
-    rows_ = rounded_up(rows, 64);
+    rows_ = 0;  // until all is there
+    rows = rounded_up(rows, 64);
     const int64_t ffn = rounded_up(shape_.ffn, 16), qkv = rounded_up(queries_ + 2 * keys_, 16);
-    return residual_.resize(rows_ * wide_) && heads_.resize(rows_ * qkv) &&
-           mixed_.resize(rows_ * queries_) && normed_.resize(rows_ * wide_) &&
-           attended_.resize(rows_ * queries_) && ffn_.resize(rows_ * ffn) &&
-           logits_.resize(rows_ * rounded_up(shape_.vocab, 16));
+    if (!residual_.resize(rows * wide_) || !heads_.resize(rows * qkv) ||
+        !mixed_.resize(rows * queries_) || !normed_.resize(rows * wide_) ||
+        !attended_.resize(rows * queries_) || !ffn_.resize(rows * ffn) ||
+        !logits_.resize(rows * rounded_up(shape_.vocab, 16)))
+      return false;
+    rows_ = rows;
+    return true;
   }
 
   float* logits(int64_t row) { return logits_.at() + row * rounded_up(shape_.vocab, 16); }
@@ -259,9 +264,12 @@ class Decoder {
   bool forward(const Slots& slots) {
     const int64_t n = batch_.size();
     if (!reserve(n)) return false;
-    for (int64_t r = 0; r < n; r++)
-      memcpy(residual_.at() + r * wide_, embedding_.data() + batch_[r].token * shape_.hidden,
+    for (int64_t r = 0; r < n; r++) {
+      float* row = residual_.at() + r * wide_;
+      memcpy(row, embedding_.data() + batch_[r].token * shape_.hidden,
              shape_.hidden * sizeof(float));
+      std::fill(row + shape_.hidden, row + wide_, 0.0f);
+    }
     for (Layer& layer : layers_) {
       for (int64_t r = 0; r < n; r++)
         norm(residual_.at() + r * wide_, layer.attention_norm, normed_.at() + r * wide_);
@@ -342,12 +350,11 @@ class Decoder {
   }
 
   // Logits of the chosen rows.
-  bool project(const std::vector<int64_t>& rows) {
+  void project(const std::vector<int64_t>& rows) {
     for (size_t i = 0; i < rows.size(); i++)
       norm(residual_.at() + rows[i] * wide_, final_norm_, normed_.at() + i * wide_);
     if (!rows.empty())
       multiply(normed_.at(), rows.size(), unembedding_, nullptr, false, logits_.at());
-    return true;
   }
 
   // Samples the slot's next token from logits row i; true if that ends its request.

@@ -26,8 +26,8 @@ struct Sampling {
 };
 
 struct Sampled {
-  int64_t token;  // 0 if a logit is no number
-  float logprob;  // of the distribution that was sampled from; NaN if a logit is no number
+  int64_t token;  // 0 if a logit is no finite number
+  float logprob;  // of the distribution that was sampled from; NaN if a logit is no finite number
 };
 
 constexpr int kRun = 256;  // logits whose sum is kept, so that a draw need not scan them all
@@ -37,7 +37,7 @@ class Sampler {
   // `logits` [vocab], with room up to a multiple of kLanes behind it; its contents are lost.
   Sampled sample(float* logits, int64_t vocab, const Sampling& how, double uniform) {
     const float most = cover(logits, vocab);
-    if (std::isnan(most)) return {0, most};
+    if (!std::isfinite(most)) return {0, NAN};
     if (how.temperature == 0) {
       const int64_t best = std::find(logits, logits + vocab, most) - logits;
       return {best, static_cast<float>(-std::log(total(logits, vocab, most, 1.0f)))};

@@ -70,10 +70,11 @@ inline Vec exponential(Vec x) {
   return p * (Vec)power;
 }
 
-// Rounds to nearest, ties to even.
+// Rounds to nearest, ties to even; what is no number stays none.
 inline bf16 to_bf16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
+  if (x != x) return static_cast<bf16>(bits >> 16 | 0x40);
   return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
@@ -129,13 +130,11 @@ struct Factor<bf16> {
 };
 
 inline void store_act(float* p, Vec v) { store(p, v); }
-inline void store_act(bf16* p, Vec v) {
 #if defined(__AVX512BF16__)
+inline void store_act(bf16* p, Vec v) {
   const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
   memcpy(p, &narrow, sizeof narrow);
-#else
-  for (int i = 0; i < kLanes; i++) p[i] = to_bf16(v[i]);
-#endif
 }
+#endif
 
 }  // namespace meshrl

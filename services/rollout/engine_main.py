@@ -20,8 +20,9 @@ from common.model.transfer import fetch
 from common.patience import patiently
 from common.state import jobs
 from services.rollout.engine_service import FLUSH_S, FLUSH_STEPS, EngineService
-from services.rollout.engines.torch_engine import build
+from services.rollout.engines.torch_engine import TorchEngine, build
 
+BUILD_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
 LOOK_S = 0.3  # how often the job's version is looked at without a hint
 SWITCH_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
@@ -69,19 +70,9 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
     if row is None:
         raise ConfigError(f"no job is called {job_id}", where=mesh.name)
     data = JobData.of(job_id, row.document, row.run_dir)
+    with mesh.loading():
+        engine = await mesh.host.run_blocking(built, data, deadline_s=BUILD_S)
     limits = data.config.rollout
-    engine = build(
-        model_config(data),
-        limits.slots,
-        limits.max_tokens,
-        path=limits.path,
-        dtype=limits.dtype,
-        kv_tokens=limits.kv_tokens,
-        kv_on_update=limits.kv_on_update,
-        steps=FLUSH_STEPS,
-        budget_s=FLUSH_S,
-        decode=Tokenizer.load(str(data.tokenizer)).decode if limits.stop_text else None,
-    )
     mesh.telemetry.log.info("engine", path=engine.path)
     driver = Driver(asyncio.get_running_loop())
     service = EngineService(mesh, engine, limits.slots, driver.deliver)
@@ -109,6 +100,23 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
     finally:
         driver.stop()
         await mesh.leave()
+
+
+def built(data: JobData) -> TorchEngine:
+    """The job's engine, without weights; native code is compiled if this host has none yet."""
+    limits = data.config.rollout
+    return build(
+        model_config(data),
+        limits.slots,
+        limits.max_tokens,
+        path=limits.path,
+        dtype=limits.dtype,
+        kv_tokens=limits.kv_tokens,
+        kv_on_update=limits.kv_on_update,
+        steps=FLUSH_STEPS,
+        budget_s=FLUSH_S,
+        decode=Tokenizer.load(str(data.tokenizer)).decode if limits.stop_text else None,
+    )
 
 
 def model_config(data: JobData) -> ModelConfig:

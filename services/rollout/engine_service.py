@@ -34,7 +34,7 @@ from common.api.hint import Look
 from common.api.role import Drain, Drained
 from common.errors import MeshError, Refused
 from common.mesh import Mesh
-from services.rollout.engines.base import NO_FLOATS, Flush, Request
+from services.rollout.engines.base import ABORTED, NO_FLOATS, Flush, Request
 from services.rollout.engines.base import Engine as TokenEngine
 
 R = TypeVar("R")
@@ -173,12 +173,13 @@ class EngineService(Actor):
             batch.ids.tolist(),
             batch.sessions.tolist(),
             ends,
+            batch.begins.tolist(),
             batch.max_new.tolist(),
             batch.temperature.tolist(),
             batch.seeds.tolist(),
             strict=True,
         )
-        for identity, session, end, most, temperature, seed in columns:
+        for identity, session, end, begin, most, temperature, seed in columns:
             self._next += 1
             self._routes[self._next] = (owner, identity)
             owner.ids[identity] = self._next
@@ -195,6 +196,7 @@ class EngineService(Actor):
                     top_k=how.top_k,
                     min_p=how.min_p,
                     stop_text=stop_text,
+                    begin=begin,
                     unmodified=how.unmodified,
                 )
             )
@@ -206,7 +208,27 @@ class EngineService(Actor):
     def _admit(self, requests: list[Request], ended: list[int]) -> None:
         if ended:
             self.engine.release(ended)
-        self.engine.submit(requests)
+        try:
+            self.engine.submit(requests)
+        except Refused as error:
+            self._deliver(partial(self._refuse, requests, error))
+
+    def _refuse(self, requests: list[Request], error: Refused) -> None:
+        """What the engine cannot serve ends as aborted, and the reason is logged."""
+        self.mesh.telemetry.log.error("requests refused", error=str(error))
+        n = len(requests)
+        none = EMPTY
+        self._route(
+            Flush(
+                ids=np.array([request.id for request in requests], np.int64),
+                counts=np.zeros(n, np.int32),
+                tokens=none.tokens,
+                logprobs=none.logprobs,
+                unmodified=none.unmodified,
+                versions=none.versions,
+                finish=np.full(n, ABORTED, np.int8),
+            )
+        )
 
     @cast(Engine.abort)
     def abort(self, request: Abort) -> None:
@@ -216,12 +238,12 @@ class EngineService(Actor):
             self.command(lambda: self.engine.abort(ids))
 
     async def swap(self, tensors: dict[str, Any], version: int, manifest: str) -> None:
-        """Puts a version's weights in place between two steps; keys and values are kept."""
+        """Puts a version's weights in place between two steps; an engine without any wakes."""
 
         def put() -> None:
             if self.engine.version < 0 or self._woken:
-                self._woken = False
                 self.engine.wake(tensors, version)
+                self._woken = False
             else:
                 self.engine.swap(tensors, version)
 
@@ -249,11 +271,10 @@ class EngineService(Actor):
 
     @call(Engine.score)
     async def score(self, request: Score) -> Scored:
-        version = self.engine.version
-        found = await self._between_steps(
-            lambda: self.engine.score(request.tokens), "the engine to score"
+        return await self._between_steps(
+            lambda: Scored(self.engine.score(request.tokens), self.engine.version),
+            "the engine to score",
         )
-        return Scored(found, version)
 
     @call(Engine.rest)
     async def rest(self, request: Rest) -> Rested:
@@ -261,6 +282,7 @@ class EngineService(Actor):
 
         def settle() -> None:
             if request.asleep:
+                self._woken = False
                 self.engine.sleep()
             if request.paused or request.asleep:
                 self.engine.pause()

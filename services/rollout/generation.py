@@ -152,6 +152,7 @@ class EngineLink:
                 sessions=np.array([t.id for t in ts], np.int64),
                 lengths=np.array([t.length for t in ts], np.int32),
                 tokens=np.concatenate([t.tokens for t in ts]),
+                begins=np.array([t.length - len(t.turn) for t in ts], np.int32),
                 max_new=np.array([turn.max_new for _, turn in batch], np.int32),
                 temperature=np.array([t.temperature for t in ts], np.float32),
                 seeds=np.array([t.seed for t in ts], np.int64),

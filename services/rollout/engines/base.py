@@ -41,6 +41,7 @@ class Request:
     top_k: int = 0  # likeliest tokens that are kept; 0: all
     min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
     stop_text: tuple[str, ...] = ()  # the token that completes one of these is the last
+    begin: int = -1  # of `tokens`, those from here on were generated too; -1: none
     unmodified: bool = False  # log-probabilities at temperature 1, nothing left out, come too
 
 

@@ -80,7 +80,7 @@ class SimulatedEngine:
         self._pieces: list[Piece] = []
         self._ended = False
         self._now_s = clock.monotonic()  # up to which everything has been brought
-        self._paused = False
+        self._paused = self._asleep = False
 
     @property
     def running(self) -> int:
@@ -166,11 +166,14 @@ class SimulatedEngine:
             self._now_s, self._paused = now, False
 
     def sleep(self) -> None:
+        self._asleep = True
         self.pause()
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
         self.swap(state, version)
-        self.resume()
+        if self._asleep:
+            self._asleep = False
+            self.resume()
 
     def score(self, tokens: Ints) -> NDArray[np.float32]:
         return np.full(len(tokens) - 1, self._logprob, np.float32)

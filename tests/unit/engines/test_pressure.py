@@ -39,6 +39,34 @@ def test_under_pressure_the_oldest_request_ends_first() -> None:
 
 
 @pytest.mark.needs("compiler")
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_shares_and_gives_way_every_token_is_right(seed: int) -> None:
+    """Groups with few distinct prompts and equal seeds: blocks are shared, doubled and taken."""
+    random = np.random.default_rng(seed)
+    engine = built_in("native", slots=6, kv_tokens=(10 + seed) * BLOCK, steps=8, budget_s=60.0)
+    listener = Listener(engine)
+    contexts: dict[int, list[int]] = {}
+    for id in range(24):
+        contexts[id] = words(int(random.integers(3)), int(random.choice([5, 16, 33, 50])))
+        engine.submit(
+            [
+                request(
+                    id,
+                    contexts[id],
+                    max_new=int(random.integers(1, 70)),
+                    seed=int(random.integers(3)),
+                    temperature=float(random.choice([0.0, 1.0])),
+                    session=int(random.integers(-1, 4)),
+                )
+            ]
+        )
+        for _ in range(int(random.integers(4))):
+            engine.step()
+    for id, heard in listener.run().items():
+        holds(heard, decoder(), contexts[id])
+
+
+@pytest.mark.needs("compiler")
 def test_idle_sessions_give_way_before_requests_do() -> None:
     engine = built_in("native", slots=4, kv_tokens=9 * BLOCK)
     listener = Listener(engine)

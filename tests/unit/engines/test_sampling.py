@@ -19,7 +19,7 @@ from tests.unit.engines.engines_under_test import (
     simulated,
     text_of,
 )
-from tests.unit.engines.test_torch_engine import Make, expected_logprobs, make, words
+from tests.unit.engines.test_torch_engine import Make, expected_logprobs, holds, make, words
 
 __all__ = ["make"]
 CONTEXT = words(8, 12)
@@ -126,6 +126,28 @@ def test_a_stop_text_without_a_tokenizer_is_refused(kind: str) -> None:
 def test_impossible_sampling_is_refused(make: Make, odd: dict[str, float]) -> None:
     with pytest.raises(Refused, match="request 1"):
         make().submit([request(1, **odd)])
+
+
+def test_a_stop_text_that_another_engine_had_begun_is_found(make: Make) -> None:
+    whole = Listener(make()).run(request(1, CONTEXT, max_new=40))[1].tokens
+    stop = text_of(whole)[8:16]  # tokens 4 to 7
+    listener = Listener(make())
+    begun = request(1, CONTEXT + whole[:6], max_new=34, seed=1, begin=12, stop_text=(stop,))
+    over = request(2, CONTEXT + whole[:8], max_new=32, seed=1, begin=12, stop_text=(stop,))
+    heard = listener.run(begun, over)
+    assert heard[1].tokens == whole[6:8] and heard[1].finish == [STOP]
+    assert heard[2].tokens == [] and heard[2].finish == [STOP]
+
+
+def test_a_model_that_gives_no_numbers_is_told_by_its_logprobs(make: Make) -> None:
+    engine = make()
+    broken = decoder().state_dict()
+    broken["final_norm"] = broken["final_norm"] * float("nan")
+    engine.swap(broken, 1)
+    heard = Listener(engine).run(request(1, max_new=3), request(2, max_new=3, temperature=0))
+    assert np.isnan(heard[1].logprobs + heard[2].logprobs).all()
+    engine.swap(decoder().state_dict(), 2)
+    holds(Listener(engine).run(request(3, CONTEXT))[3], decoder(), CONTEXT)
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from common.api.engine import Engine, Rest, Score
+from services.rollout.engines.base import Request
 from tests.unit.rollout.test_generation import Bench, on_bench
 
 
@@ -16,6 +17,18 @@ def test_a_sequence_is_scored_under_the_version_that_is_loaded() -> None:
         assert scored.logprobs.shape == (2,) and scored.version == 0
 
     on_bench(story)
+
+
+def test_a_request_that_the_engine_cannot_serve_ends_as_aborted() -> None:
+    async def story(bench: Bench) -> None:
+        bench.engine.command(lambda: bench.engine._admit([impossible()], []))
+        await bench.generate(0)
+
+    on_bench(story)
+
+
+def impossible() -> Request:
+    return Request(999, np.array([1], np.int32), 5, 1.0, (), 0, -1, top_p=7.0)
 
 
 def test_an_engine_that_rests_keeps_its_requests_and_goes_on() -> None:

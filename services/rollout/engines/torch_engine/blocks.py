@@ -106,9 +106,17 @@ class PrefixCache:
     def insert(self, tokens: Tokens, blocks: NDArray[np.int32], tail: bool) -> None:
         """Makes `tokens`, which lie in `blocks`, known; `tail`: a last block that is not full, too.
 
-        A tail stays known when its block fills up, as long as the tree holds that.
+        Blocks that the tree has already take the place of their like in `blocks`, so that whoever
+        holds a block of the tree holds all that lie before it. A tail stays known when its block
+        fills up, as long as the tree holds that.
         """
         path = self._path(tokens)
+        for index, node in enumerate(path):
+            ours, theirs = self._nodes[node].block, int(blocks[index])
+            if ours != theirs:
+                self._pool.hold(ours)
+                self._pool.drop(theirs)
+                blocks[index] = ours
         whole = len(tokens) // BLOCK
         parent = path[-1] if path else ROOT
         for index in range(len(path), whole):
@@ -160,7 +168,7 @@ class PrefixCache:
             count -= len(gone)  # what is left may be leaves now
 
     def evictable(self) -> int:
-        """Blocks that only the tree holds; nobody holds what lies behind such a block."""
+        """Blocks that only the tree holds; nobody else holds what lies behind such a block."""
         blocks = [node.block for node in self._nodes.values()]
         return int((self._pool.holders[blocks] == 1).sum()) if blocks else 0
 

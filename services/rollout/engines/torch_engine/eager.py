@@ -20,15 +20,14 @@ from common.model.decoder import Decoder
 from services.rollout.engines.base import Ints
 from services.rollout.engines.counter import uniforms
 from services.rollout.engines.torch_engine.cache import Cache
-from services.rollout.engines.torch_engine.parts import Slot
+from services.rollout.engines.torch_engine.parts import SHARE_FROM, Rows
 from services.rollout.engines.torch_engine.sampling import Sampling, sample, unmodified
 from services.rollout.engines.torch_engine.slots import Slots
 
-SHARED = 6  # common tokens from which copying a neighbour's cache is cheaper than computing
 NO_BLOCKS = np.zeros(0, np.int64)
 
 
-def draw(state: Slots, slots: Slot, logits: Tensor, version: int) -> None:
+def draw(state: Slots, slots: Rows, logits: Tensor, version: int) -> None:
     """Samples the next token of each of `slots` from float32 logits [n, vocab]."""
     how = Sampling(
         state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
@@ -42,6 +41,11 @@ def draw(state: Slots, slots: Slot, logits: Tensor, version: int) -> None:
     state.record(slots, tokens, logprobs, plain, version)
 
 
+def load_into(model: Decoder, state: Mapping[str, Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(state[name])
+
+
 class EagerCompute:
     prefill_from = 32
 
@@ -53,7 +57,7 @@ class EagerCompute:
         self._config, self._dtype, self._slots = config, dtype, slots
 
     @torch.inference_mode()
-    def run(self, slots: Slot, counts: Slot, steps: int, budget_s: float, version: int) -> int:
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
         single = counts == 1
         hidden = [
             self._prefill(slot, count)
@@ -82,7 +86,7 @@ class EagerCompute:
         self._slots.computed[slot] = start + count
         return hidden[-1:]
 
-    def _decode(self, rows: Slot) -> Tensor:
+    def _decode(self, rows: Rows) -> Tensor:
         positions = self._slots.computed[rows]
         tokens = self._tensor(self._slots.tokens[rows, positions])
         attention = self.cache.decode(rows, positions)
@@ -92,8 +96,7 @@ class EagerCompute:
 
     @torch.inference_mode()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.model.state_dict().items():
-            tensor.copy_(state[name])
+        load_into(self.model, state)
 
     @torch.inference_mode()
     def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
@@ -127,14 +130,15 @@ class ContiguousMemory:
         if self._slots.computed[slot]:
             return
         donor, shared = self._slots.donor(slot, swaps)
-        if shared >= SHARED:
+        if shared >= SHARE_FROM:
             self._compute.cache.copy(donor, slot, shared)
             self._slots.computed[slot] = shared
+            self._slots.weights[slot] = swaps
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
         return True
 
-    def short(self, slots: Slot, tokens: Slot) -> Slot:
+    def short(self, slots: Rows, tokens: Rows) -> Rows:
         return slots[:0]
 
     def free(self, slot: int) -> None:

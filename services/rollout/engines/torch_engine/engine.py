@@ -21,17 +21,17 @@ from services.rollout.engines.base import (
     ABORTED,
     LENGTH,
     RUNNING,
+    STOP,
     Flush,
     Ints,
     Request,
     check,
 )
-from services.rollout.engines.torch_engine.parts import Compute, Memory
+from services.rollout.engines.torch_engine.parts import SHARE_FROM, Compute, Memory
 from services.rollout.engines.torch_engine.slots import Slots
 from services.rollout.engines.torch_engine.stoptext import StopText
 
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
-SHARE_FROM = 6  # common tokens for which waiting a step for a neighbour's beats computing them
 
 
 class TorchEngine:
@@ -106,6 +106,8 @@ class TorchEngine:
                 continue
             if request.max_new < 1 or len(request.tokens) >= self._slots.max_length:
                 self._slots.finish_unplaced(request.id, LENGTH)
+            elif self._stop_text.met(request):
+                self._slots.finish_unplaced(request.id, STOP)
             elif self._slots.keeps(request.session):
                 self._start(request)
             else:
@@ -142,6 +144,8 @@ class TorchEngine:
             self._start(self._queue.pop(next(iter(self._queue))))
         steps = 1 if self._joining or self._stop_text else self._steps
         self._hold_room(steps)
+        if self._joining:  # somebody had to give way: room is only sure for one step
+            steps = 1
         joining, counts = self._plan()
         rows = self._decoding_rows()
         if not len(rows) and not joining:
@@ -182,14 +186,14 @@ class TorchEngine:
         slots, budget = self._slots, PREFILL_TOKENS
         chosen: list[int] = []
         counts: list[int] = []
-        decoding = int(self._decoding.sum())
-        for place, slot in enumerate(list(self._joining)):
+        for slot in list(self._joining):
             if budget <= 0:
                 break
             self._memory.share(slot, self._swaps)
             if self._follows(slot, chosen):
                 continue
-            if not self._make_room(slot, int(slots.known[slot]), decoding if place else 0):
+            older = int((self._decoding & (self._started < self._started[slot])).sum())
+            if not self._make_room(slot, int(slots.known[slot]), spare=older):
                 break
             ahead = int(slots.known[slot] - slots.computed[slot])
             if ahead < self._stretch and not self._leads(slot):
@@ -307,6 +311,7 @@ class TorchEngine:
             gone = self._slots.forget(np.arange(self._slots.count), self._swaps)
         else:
             gone = self._slots.forget_unsampled(self._swaps)
+        self._slots.weights[self._slots.computed == 0] = self._swaps
         for slot in gone.tolist():
             self._memory.free(slot)
         for slot in np.flatnonzero(self._decoding & (self._slots.computed == 0)).tolist():

@@ -30,14 +30,15 @@ from kernels.ops import (
     varlen_prefill,
 )
 from kernels.ops.layout import unpacked
-from services.rollout.engines.base import Ints
+from services.rollout.engines.base import NO_FLOATS, Ints
 from services.rollout.engines.torch_engine.buckets import Bucket, Buckets
-from services.rollout.engines.torch_engine.eager import draw
-from services.rollout.engines.torch_engine.parts import Slot
+from services.rollout.engines.torch_engine.eager import draw, load_into
+from services.rollout.engines.torch_engine.parts import Rows
 from services.rollout.engines.torch_engine.sampling import unmodified
 from services.rollout.engines.torch_engine.slots import Slots
 
 EMPTY = -1  # a lane without a row
+SCORED = 512  # tokens whose logits are held at once
 
 
 @dataclass
@@ -69,6 +70,7 @@ class GraphCompute:
         self._buckets = Buckets(slots.count, slots.max_length)
         self._table: NDArray[np.int32] | None = None
         self._captured: dict[Bucket, Captured] = {}
+        self._pool: tuple[int, int] | None = None
 
     def attach(self, table: NDArray[np.int32]) -> None:
         """The block table that steps read."""
@@ -78,7 +80,7 @@ class GraphCompute:
         self._table_there = torch.from_numpy(self._shadow).to(self._device)
 
     @torch.inference_mode()
-    def run(self, slots: Slot, counts: Slot, steps: int, budget_s: float, version: int) -> int:
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
         self._refresh()
         single = counts == 1
         parts = []
@@ -105,7 +107,7 @@ class GraphCompute:
 
     # -- decode ----------------------------------------------------------------------------------
 
-    def _decode(self, rows: Slot) -> Tensor:
+    def _decode(self, rows: Rows) -> Tensor:
         """Logits [n, vocab] behind the next token of each row."""
         slots = self._slots
         logits = torch.empty(len(rows), self.vocab_size, dtype=torch.float32, device=self._device)
@@ -152,8 +154,9 @@ class GraphCompute:
             self._forward(made)  # kernels are built and loaded before the capture
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             self._forward(made)
+        self._pool = graph.pool()  # all graphs take turns with the same memory
         return graph.replay
 
     def _forward(self, made: Captured) -> None:
@@ -170,7 +173,7 @@ class GraphCompute:
 
     # -- prefill ---------------------------------------------------------------------------------
 
-    def _prefill(self, slots: Slot, counts: Slot) -> Tensor:
+    def _prefill(self, slots: Rows, counts: Rows) -> Tensor:
         """Logits [n, vocab] behind the next `counts[i]` tokens of each of `slots`."""
         state = self._slots
         starts = state.computed[slots]
@@ -190,7 +193,13 @@ class GraphCompute:
         return logits
 
     def _prefill_attention(
-        self, slots: Slot, starts: Slot, ends: Slot, fresh: int, rows: Slot, places: Tensor
+        self,
+        slots: Rows,
+        starts: Rows,
+        ends: Rows,
+        fresh: int,
+        rows: Rows,
+        places: Tensor,
     ) -> Attention:
         """Packed rows: the first `fresh` sequences see each other's nothing and start at 0; each of
         the others sees what the cache has of it."""
@@ -231,8 +240,7 @@ class GraphCompute:
 
     @torch.inference_mode()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.model.state_dict().items():
-            tensor.copy_(state[name])
+        load_into(self.model, state)
 
     @torch.inference_mode()
     def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
@@ -245,7 +253,12 @@ class GraphCompute:
             return mixed
 
         hidden = self.model(row, torch.arange(len(row), device=self._device), attend)[:-1]
-        return unmodified(self.model.logits(hidden).float(), np.asarray(tokens[1:], np.int64))
+        targets = np.asarray(tokens[1:], np.int64)
+        parts = [
+            unmodified(self.model.logits(hidden[i : i + SCORED]).float(), targets[i : i + SCORED])
+            for i in range(0, len(targets), SCORED)
+        ]
+        return np.concatenate([NO_FLOATS, *parts])
 
     def copy(self, source: int, target: int) -> None:
         """Keys and values of a block, all layers."""
@@ -255,6 +268,7 @@ class GraphCompute:
     def sleep(self) -> None:
         del self.model, self.keys, self.values
         self._captured.clear()
+        self._pool = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -19,7 +19,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import rope_table
 from kernels.build import Library, library
 from services.rollout.engines.base import Ints
-from services.rollout.engines.torch_engine.parts import Slot
+from services.rollout.engines.torch_engine.parts import Rows
 from services.rollout.engines.torch_engine.slots import Slots
 
 WIDTHS = (32, 64, 128)  # of a head, for which there are kernels; others are padded with zeros
@@ -92,7 +92,8 @@ class NativeCompute:
     prefill_from = 1  # every token is a row of the same step
 
     def __init__(self, found: Library, config: ModelConfig, slots: Slots, blocks: int) -> None:
-        """Raises FileNotFoundError, with the reason, when the library could not be built."""
+        """Raises FileNotFoundError, with the reason, when the library could not be built, and
+        MeshError when memory runs out."""
         self.vocab_size = config.vocab_size
         self._config, self._slots = config, slots
         self._width = next(width for width in WIDTHS if width >= config.head_dim)
@@ -132,7 +133,7 @@ class NativeCompute:
         """Keys and values of a block, all layers."""
         self._lib.decoder_copy_block(self._decoder, source, target)
 
-    def run(self, slots: Slot, counts: Slot, steps: int, budget_s: float, version: int) -> int:
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
         if self._described is None or self._stops is not self._slots.stops:
             assert self._table is not None
             self._described = _described(self._slots, self._table)

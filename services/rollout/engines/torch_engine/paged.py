@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.rollout.engines.torch_engine.blocks import BLOCK, BlockPool, PrefixCache
-from services.rollout.engines.torch_engine.parts import Slot
+from services.rollout.engines.torch_engine.parts import Rows
 from services.rollout.engines.torch_engine.slots import Slots
 
 EVICTED = 16  # blocks at once: each search begins at the front
@@ -96,7 +96,7 @@ class PagedMemory:
             self.held[slot] += 1
         return True
 
-    def short(self, slots: Slot, tokens: Slot) -> Slot:
+    def short(self, slots: Rows, tokens: Rows) -> Rows:
         return slots[self.held[slots] * BLOCK < tokens]
 
     def free(self, slot: int) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from services.rollout.engines.base import Ints
 
-Slot = NDArray[np.int64]  # slot numbers, ascending where they decode
+SHARE_FROM = 6  # common tokens from which taking over a neighbour's beats computing them
+
+Rows = NDArray[np.int64]  # slot numbers, ascending where they decode
 
 
 class Compute(Protocol):
@@ -21,7 +23,7 @@ class Compute(Protocol):
     vocab_size: int
     prefill_from: int  # known tokens from which one run of their own beats a token a step
 
-    def run(self, slots: Slot, counts: Slot, steps: int, budget_s: float, version: int) -> int:
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
         """Computes the next `counts[i]` known tokens of `slots[i]` and samples behind those that
         have no more; the number of tokens sampled. Where all counts are 1 it may go on for up to
         `steps` steps, until a request ends or `budget_s` is spent.
@@ -59,7 +61,7 @@ class Memory(Protocol):
         """Has room for the slot's first `tokens` tokens, and `spare` blocks beside; or answers
         False."""
 
-    def short(self, slots: Slot, tokens: Slot) -> Slot:
+    def short(self, slots: Rows, tokens: Rows) -> Rows:
         """Those of `slots` whose first `tokens[i]` tokens have no room yet."""
 
     def free(self, slot: int) -> None:

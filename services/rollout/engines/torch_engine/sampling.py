@@ -83,7 +83,9 @@ def _inverse_transform(probabilities: Tensor, uniforms: NDArray[np.float64]) -> 
     # float64: over a large vocabulary a float32 sum would give its last tokens nothing
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     heights = _column(uniforms, probabilities) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, heights, right=True)
+    found = torch.searchsorted(cumulative, heights, right=True)
+    # What is no number is larger than all: its token stays in the vocabulary, its logprob is nan.
+    return found.clamp_(max=probabilities.shape[1] - 1)
 
 
 def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:

@@ -11,13 +11,18 @@ from services.rollout.engines.torch_engine.slots import Slots
 MARGIN = 8  # tokens: a character may be spread over several that say nothing by themselves
 
 
+def begin_of(request: Request) -> int:
+    """Where the turn begins that the request generates."""
+    return len(request.tokens) if request.begin < 0 else request.begin
+
+
 class StopText:
     """Looks at a slot after each of its tokens: the one that completes a text is the last."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None) -> None:
         self._decode = decode
         self._texts: dict[int, tuple[str, ...]] = {}  # of the slots that have some
-        self._begin: dict[int, int] = {}  # tokens of theirs that were given
+        self._begin: dict[int, int] = {}  # where their turns begin
 
     def __bool__(self) -> bool:
         return bool(self._texts)
@@ -31,10 +36,17 @@ class StopText:
                 fix="stop at token ids, or start the engine with a tokenizer",
             )
 
+    def met(self, request: Request) -> bool:
+        """Whether what the turn has so far, generated elsewhere, completes a text already."""
+        if not request.stop_text or self._decode is None:
+            return False
+        text = self._decode(request.tokens[begin_of(request) :].tolist())
+        return any(stop in text for stop in request.stop_text)
+
     def place(self, slot: int, request: Request) -> None:
         if request.stop_text:
             self._texts[slot] = request.stop_text
-            self._begin[slot] = len(request.tokens)
+            self._begin[slot] = begin_of(request)
 
     def end(self, slot: int) -> None:
         self._texts.pop(slot, None)
@@ -45,7 +57,8 @@ class StopText:
         assert self._decode is not None
         for slot, texts in self._texts.items():
             end = int(slots.known[slot])
-            start = max(self._begin[slot], end - max(map(len, texts)) - MARGIN)
+            longest = max(len(text.encode()) for text in texts)  # a token is a byte at least
+            start = max(self._begin[slot], end - longest - MARGIN)
             if start == end:
                 continue
             text = self._decode(slots.tokens[slot, start:end].tolist())
