@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -70,7 +71,7 @@ class GraphCompute:
         self._buckets = Buckets(slots.count, slots.max_length)
         self._table: NDArray[np.int32] | None = None
         self._captured: dict[Bucket, Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # of the graphs, once there is one
 
     def attach(self, table: NDArray[np.int32]) -> None:
         """The block table that steps read."""
