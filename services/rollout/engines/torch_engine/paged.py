@@ -33,21 +33,21 @@ class PagedMemory:
         computed = int(self._slots.computed[slot])
         keep = -(-computed // BLOCK)
         for index in range(keep, int(self.held[slot])):
-            self._drop(int(self.table[slot, index]))
+            self.pool.drop(int(self.table[slot, index]))
         self.held[slot] = min(self.held[slot], keep)
         if computed % BLOCK:
             self.prefixes.forget_tail(int(self.table[slot, keep - 1]))  # it is written again
         if computed % BLOCK and self.pool.holders[self.table[slot, keep - 1]] > 1:
             # The last block is shared, and the next token would go into it.
             if self._available() == 0:
-                self._drop(int(self.table[slot, keep - 1]))
+                self.pool.drop(int(self.table[slot, keep - 1]))
                 self.held[slot] = keep - 1
                 self._slots.computed[slot] = (keep - 1) * BLOCK
             else:
                 shared = int(self.table[slot, keep - 1])
                 self.table[slot, keep - 1] = self._take()
                 self._copy(shared, int(self.table[slot, keep - 1]))
-                self._drop(shared)
+                self.pool.drop(shared)
         self._untouched[slot] = self._slots.computed[slot]
 
     def share(self, slot: int, swaps: int) -> None:
@@ -66,7 +66,7 @@ class PagedMemory:
             if self._available():
                 copied = self._take()
                 self._copy(match.copied, copied)
-            self._drop(match.copied)
+            self.pool.drop(match.copied)
         self.free(slot)
         held = len(match.blocks)
         self.table[slot, :held] = match.blocks
@@ -101,7 +101,7 @@ class PagedMemory:
 
     def free(self, slot: int) -> None:
         for index in range(int(self.held[slot])):
-            self._drop(int(self.table[slot, index]))
+            self.pool.drop(int(self.table[slot, index]))
         self.held[slot] = 0
         self._slots.computed[slot] = self._untouched[slot] = 0
 
@@ -116,7 +116,7 @@ class PagedMemory:
 
     def give_back(self, blocks: NDArray[np.int64]) -> None:
         for block in blocks.tolist():
-            self._drop(block)
+            self.pool.drop(block)
 
     def _available(self) -> int:
         return self.pool.free + self.prefixes.evictable()
@@ -125,6 +125,3 @@ class PagedMemory:
         if not self.pool.free:
             self.prefixes.evict(EVICTED)
         return self.pool.take()
-
-    def _drop(self, block: int) -> None:
-        self.pool.drop(block)
