@@ -14,13 +14,11 @@ from common.bulk import BulkClient
 from common.errors import ConfigError, MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh, MeshSettings, run
-from common.model.config import ModelConfig
-from common.model.tokenizer import Tokenizer
 from common.model.transfer import fetch
 from common.patience import patiently
 from common.state import jobs
-from services.rollout.engine_service import FLUSH_S, FLUSH_STEPS, EngineService
-from services.rollout.engines.torch_engine import TorchEngine, build
+from services.rollout.engine_build import built
+from services.rollout.engine_service import EngineService
 
 BUILD_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
@@ -100,33 +98,6 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
     finally:
         driver.stop()
         await mesh.leave()
-
-
-def built(data: JobData) -> TorchEngine:
-    """The job's engine, without weights; native code is compiled if this host has none yet."""
-    limits = data.config.rollout
-    return build(
-        model_config(data),
-        limits.slots,
-        limits.max_tokens,
-        path=limits.path,
-        dtype=limits.dtype,
-        kv_tokens=limits.kv_tokens,
-        kv_on_update=limits.kv_on_update,
-        steps=FLUSH_STEPS,
-        budget_s=FLUSH_S,
-        decode=Tokenizer.load(str(data.tokenizer)).decode if limits.stop_text else None,
-    )
-
-
-def model_config(data: JobData) -> ModelConfig:
-    """The model of a job, before any weights."""
-    if data.config.model.path:
-        import json
-
-        text = (data.bundle / data.config.model.path / "config.json").read_text()
-        return ModelConfig.from_hf(json.loads(text))
-    return ModelConfig.from_hf(data.config.model.config)
 
 
 async def follow(mesh: Mesh, service: EngineService, job: str, look_s: float = LOOK_S) -> None:

@@ -22,10 +22,11 @@ from common.patience import patiently
 from common.state import groups as rows
 from common.state import jobs, registry
 from common.store import put
-from services.rollout.books import Books
 from services.rollout.environments import EnvironmentPool
-from services.rollout.generation import LENGTH, Router, Turn
+from services.rollout.ledger import ShardLedger
+from services.rollout.link import LENGTH, Turn
 from services.rollout.outside import Outside
+from services.rollout.router import Router
 from services.rollout.trajectory import NOT_SAMPLED, Ending, Round, Trajectory
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
@@ -56,7 +57,7 @@ class ShardJob:
             deadline_s=config.environment.step_deadline_s,
             logs=logs,
         )
-        self.books = Books(mesh, job)
+        self.ledger = ShardLedger(mesh, job)
         self.router = Router(mesh, self, self._sampling(), config.rollout.slots)
         self.bulk = BulkClient(mesh)
         self.active: dict[int, Trajectory] = {}
@@ -91,7 +92,7 @@ class ShardJob:
 
     async def take_over(self) -> None:
         """Claims the shard and goes on with what its predecessor left of the open groups."""
-        known = await self.books.take_over(self.seed_of)
+        known = await self.ledger.take_over(self.seed_of)
         for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
             self.start(a.group, a.prompt, a.version, known.get(a.group, []))
 
@@ -99,7 +100,7 @@ class ShardJob:
         self.tokens_sampled += len(flush.tokens)
         keep = [identity in self.active and self.active[identity].recorded for identity in ids]
         if any(keep):
-            await self.books.tokens(ids, counts, flush, keep)
+            await self.ledger.tokens(ids, counts, flush, keep)
 
     # -- engines ---------------------------------------------------------------------------------
 
@@ -204,8 +205,8 @@ class ShardJob:
             fate = "dropped"
             await self._dropped([t.ending.error for t in members if t.ending and t.ending.error])
         self.groups_finished += 1
-        await self.books.log((Kind.CLOSE, [group, fate]))
-        await patiently(self.mesh.clock, lambda: self.books.forget(group))
+        await self.ledger.log((Kind.CLOSE, [group, fate]))
+        await patiently(self.mesh.clock, lambda: self.ledger.forget(group))
 
     async def _dropped(self, errors: list[str]) -> None:
         """Fails the job once all that the gate lets through at a time has failed: its code is
@@ -270,7 +271,7 @@ class ShardJob:
                 t.begin(await self.environments.begin(t.id, row))
                 if t.recorded:
                     head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
-                    await self.books.log((Kind.OPEN, head), groups=(t.group,))
+                    await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
             reason = await self._turns(t, row)
             self.router.release(t)
             reward = await self.outside.reward(row, t.turns())
@@ -285,7 +286,7 @@ class ShardJob:
             self.hungry.set()
         if t.recorded:
             end = [t.id, ending.reason, ending.reward, ending.error]
-            self.books.defer(Kind.END, end, t.group)
+            self.ledger.defer(Kind.END, end, t.group)
         t.ending = ending
 
     async def _turns(self, t: Trajectory, row: dict[str, Any]) -> str:
@@ -307,7 +308,7 @@ class ShardJob:
                 text, action, value = await self.environments.step(t.id, t.turn.tolist(), replay)
                 t.open_round = Round(text, len(t.turn))
                 if t.recorded:
-                    self.books.defer(Kind.TURN, [t.id, text], t.group)
+                    self.ledger.defer(Kind.TURN, [t.id, text], t.group)
                 if action == "tool":
                     name, argument = value
                     answer = await self.outside.tool(name, argument)
@@ -323,12 +324,12 @@ class ShardJob:
             if t.length + len(value) >= config.max_tokens:
                 return "length"
             if t.recorded:
-                self.books.defer(Kind.APPEND, [t.id, value], t.group)
+                self.ledger.defer(Kind.APPEND, [t.id, value], t.group)
             t.appended(value)
 
     async def _answered(self, t: Trajectory, name: str, argument: Any, answer: Any) -> None:
         if t.recorded:
-            await self.books.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
+            await self.ledger.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
         r = t.open_round
         if r is not None:
             r.tool, r.input, r.value, r.answered = name, argument, answer, True
@@ -360,4 +361,4 @@ class ShardJob:
         await self.router.close()
         await self.outside.close()
         await self.environments.close()
-        self.books.close()
+        self.ledger.close()

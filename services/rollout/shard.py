@@ -73,7 +73,7 @@ class RolloutShard(Actor):
         try:
             await patiently(self.mesh.clock, shard.outside.load)
             await patiently(self.mesh.clock, shard.take_over)
-            self._start(shard.books.sync_forever())
+            self._start(shard.ledger.sync_forever())
             self._start(shard.admit_forever())
             while await self._turn(shard):
                 await self._pause()

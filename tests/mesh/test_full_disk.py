@@ -32,7 +32,7 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
         halfway = {t.id: t.tokens.tolist() for t in shard.serving.active.values()}
         await clock.sleep(FULL_S / 2)
         restored = Restored()
-        for record in ledger.read(shard.serving.books.directory):
+        for record in ledger.read(shard.serving.ledger.directory):
             restored.apply(record, shard.serving.seed_of)
         waiting = {t.id: t.tokens.tolist() for t in shard.serving.active.values()}
         entry = await registry.lookup(world.state, "rollout/0")

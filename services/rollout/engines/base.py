@@ -70,6 +70,16 @@ class Piece:
     unmodified: Floats | None = None
 
 
+@dataclass(slots=True)
+class SessionCache:
+    """What an engine has computed of a session, as another engine of the same model can take it."""
+
+    tokens: NDArray[np.int32]  # [n], whose keys and values these are
+    content: NDArray[np.uint8]  # keys and values, in the order that `layout` names
+    layout: str  # shapes, order and dtype; an engine of another layout does not take it
+    version: int  # of all the weights that computed it
+
+
 class Engine(Protocol):
     """Driven by one thread: `step` until it returns False, `drain` when it suits."""
 
@@ -125,6 +135,13 @@ class Engine(Protocol):
 
     def score(self, tokens: Ints) -> NDArray[np.float32]:
         """Log-probability, at temperature 1, of each token after the first: length n - 1."""
+
+    def export(self, session: int) -> SessionCache | None:
+        """A copy of what an idle session has computed; None: nothing that could be taken over."""
+
+    def adopt(self, session: int, cache: SessionCache) -> bool:
+        """Keeps what another engine computed for the session's next request. False: no room, or of
+        other weights or another layout than these."""
 
 
 def flush_of(pieces: Sequence[Piece]) -> Flush | None:

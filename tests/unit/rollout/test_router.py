@@ -17,7 +17,8 @@ from common.transport.memory import MemoryNetwork, MemoryTransport
 from common.virtual import VirtualClock, run_virtual
 from services.rollout.engine_service import EngineService
 from services.rollout.engines.simulated import SimulatedEngine
-from services.rollout.generation import LENGTH, PATIENCE_S, Router, Turn
+from services.rollout.link import LENGTH, Turn
+from services.rollout.router import PATIENCE_S, Router
 from services.rollout.trajectory import Trajectory
 
 SLOTS = 4

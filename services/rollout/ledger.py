@@ -1,4 +1,4 @@
-"""A job's books on a shard: its ledger, on record in Redis, and what a predecessor left."""
+"""A job's ledger on a shard, on record in Redis, and what a predecessor left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
 FULL_RETRY_S = 0.5
 
 
-class Books:
+class ShardLedger:
     """Writes records down before they count; Redis names each segment and where it is sealed."""
 
     def __init__(self, mesh: Mesh, job: JobData) -> None:
