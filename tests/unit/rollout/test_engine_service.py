@@ -6,7 +6,7 @@ import numpy as np
 
 from common.api.engine import Engine, Rest, Score
 from services.rollout.engines.base import Request
-from tests.unit.rollout.test_generation import Bench, on_bench
+from tests.unit.rollout.test_router import Bench, on_bench
 
 
 def test_a_sequence_is_scored_under_the_version_that_is_loaded() -> None:
