@@ -25,8 +25,8 @@ class ModelConfigSection:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    train: str = ""  # JSONL, one row a line
-    held_out: str = ""  # JSONL, never trained on
+    train: str = ""  # JSONL, Parquet or a `datasets` directory
+    held_out: str = ""  # the same, never trained on
     prompt: str = "prompt"  # the row's key that holds the prompt
 
 

@@ -76,7 +76,7 @@ def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
             target = staging / "data" / f"{key}.jsonl"
             target.parent.mkdir(exist_ok=True)
             with target.open("w", encoding="utf-8") as file:
-                file.writelines(line + "\n" for _, line in rows.lines(Path(name)))
+                file.writelines(row.line + "\n" for row in rows.read(Path(name)))
             document["dataset"][key] = f"data/{key}.jsonl"
     tokenizer = config.model.tokenizer or str(Path(config.model.path) / "tokenizer.json")
     _copy(Path(tokenizer), staging / "tokenizer.json")

@@ -197,19 +197,19 @@ class _Checker:
         if not tokenizer.is_file():
             raise self.fail("model.tokenizer", f"there is no tokenizer at {tokenizer}")
         if not config.dataset.train:
-            raise self.fail("dataset", "no dataset", "Set dataset.train to a JSONL file")
+            raise self.fail("dataset", "no dataset", "Set dataset.train to a JSONL or Parquet file")
         prompt = "" if config.environment.use else config.dataset.prompt
-        seen: set[str] = set()
+        seen: set[bytes] = set()
         for key in ("dataset.train", "dataset.held_out"):
             if not (name := at(config, key)):
                 continue
-            if not Path(name).is_file():
+            if not rows.exists(Path(name)):
                 raise self.fail(key, f"there is no file {name}")
             own = set()
-            for number, line in rows.lines(Path(name), prompt):
-                if line in seen:
-                    raise self.fail(key, f"{name}, line {number} is also in dataset.train")
-                own.add(line)
+            for row in rows.read(Path(name), prompt):
+                if row.identity in seen:
+                    raise self.fail(key, f"{row.place} is also in dataset.train")
+                own.add(row.identity)
             if not own:
                 raise self.fail(key, f"{name} holds no rows")
             seen = own

@@ -1,25 +1,87 @@
-"""Dataset files: JSONL, read line by line and checked before a mesh starts on it."""
+"""Dataset files, read row by row and checked before a mesh starts on them.
+
+JSONL; Parquet, one file, a pattern (`train-*.parquet`) or a directory of them; and what Hugging
+Face's `datasets` writes with `save_to_disk`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError
 
+ROLES = ("system", "user", "assistant", "tool")
 
-def lines(path: Path, prompt: str = "") -> Iterator[tuple[int, str]]:
-    """(line number, line) of every row, blank lines left out.
 
-    ConfigError names file and line of one that is no JSON object in UTF-8, or lacks `prompt`.
+@dataclass(frozen=True, slots=True)
+class Row:
+    place: str  # file and line, for messages
+    value: dict[str, Any]
+    line: str  # as JSON, without a line break
+
+    @property
+    def identity(self) -> bytes:
+        """Equal for rows that say the same, however they are written."""
+        text = json.dumps(self.value, sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything at a dataset's path, which may be a pattern."""
+    return path.exists() or bool(_matches(path))
+
+
+def read(path: Path, prompt: str = "", *, chat: bool = False) -> Iterator[Row]:
+    """The rows of a dataset, blank lines left out.
+
+    ConfigError names the place of a row that is no object of plain JSON values, or whose `prompt`
+    is no string (with `chat`: no string and no list of messages).
     """
+    for row in _rows(path):
+        if prompt and not (
+            isinstance(row.value.get(prompt), str) or (chat and is_messages(row.value.get(prompt)))
+        ):
+            kinds = "string, or list of messages," if chat else "string"
+            raise ConfigError(f"{row.place}: the row has no {kinds} {prompt!r}")
+        yield row
+
+
+def is_messages(value: Any) -> bool:
+    """Whether it is a conversation: messages of text, by the system, the user or others."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str)
+            for m in value
+        )
+    )
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    if path.is_dir():
+        return _directory(path)
+    if matches := _matches(path):
+        return _parquet(matches)
+    return _parquet([path]) if path.suffix == ".parquet" else _jsonl(path)
+
+
+def _matches(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(path.name)) if "*" in path.name else []
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             place = f"{path}, line {number}"
             try:
                 line = raw.decode("utf-8").strip()
-                row = json.loads(line) if line else None
+                value = json.loads(line) if line else None
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{place}: not UTF-8 ({error.reason})") from error
             except json.JSONDecodeError as error:
@@ -28,8 +90,93 @@ def lines(path: Path, prompt: str = "") -> Iterator[tuple[int, str]]:
                 ) from error
             if not line:
                 continue
-            if not isinstance(row, dict):
-                raise ConfigError(f"{place}: a row is a JSON object, not {type(row).__name__}")
-            if prompt and not isinstance(row.get(prompt), str):
-                raise ConfigError(f"{place}: the row has no string {prompt!r}")
-            yield number, line
+            if not isinstance(value, dict):
+                raise ConfigError(f"{place}: a row is a JSON object, not {type(value).__name__}")
+            yield Row(place, value, line)
+
+
+def _directory(path: Path) -> Iterator[Row]:
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        raise ConfigError(
+            f"{path} holds several splits: {', '.join(splits)}",
+            fix=f"name one of them, such as {path / splits[0]}",
+        )
+    if (path / "state.json").is_file():
+        return _saved(path)
+    files = sorted(path.glob("*.parquet"))
+    splits = sorted({name.partition("-")[0] for f in files if "-of-" in (name := f.name)})
+    if len(splits) > 1:
+        raise ConfigError(
+            f"{path} holds files of several splits: {', '.join(splits)}",
+            fix=f"name those of one, such as {path / (splits[0] + '-*.parquet')}",
+        )
+    if not files:
+        raise ConfigError(
+            f"{path} is no dataset: it holds neither state.json nor *.parquet",
+            fix="name a JSONL or Parquet file, a directory of Parquet files, or one that "
+            "datasets.Dataset.save_to_disk has written",
+        )
+    return _parquet(files)
+
+
+def _saved(path: Path) -> Iterator[Row]:
+    """What `save_to_disk` writes: Arrow streams, listed in state.json."""
+    arrow = _pyarrow(path)
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if state.get("_indices_data_files"):
+        raise ConfigError(
+            f"{path} holds a selection of rows, not rows", fix="flatten_indices() before saving it"
+        )
+    for name in (entry["filename"] for entry in state["_data_files"]):
+        with arrow.OSFile(str(path / name)) as file, arrow.ipc.open_stream(file) as stream:
+            yield from _plain(path / name, stream)
+
+
+def _parquet(files: list[Path]) -> Iterator[Row]:
+    arrow = _pyarrow(files[0])
+    from pyarrow import parquet
+
+    for path in files:
+        try:
+            file = parquet.ParquetFile(path)
+        except arrow.ArrowInvalid as error:
+            raise ConfigError(f"{path}: not Parquet ({error})") from error
+        with file:
+            yield from _plain(path, file.iter_batches())
+
+
+def _plain(path: Path, batches: Any) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for value in batch.to_pylist():
+            number += 1
+            place = f"{path}, row {number}"
+            try:
+                line = json.dumps(value, allow_nan=False, ensure_ascii=False)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{place}: {_culprit(value)}", fix="keep to text, numbers, lists and tables"
+                ) from error
+            yield Row(place, value, line)
+
+
+def _culprit(value: dict[str, Any]) -> str:
+    for column, cell in value.items():
+        try:
+            json.dumps(cell, allow_nan=False)
+        except TypeError as error:
+            return f"column {column!r} is no plain data ({error})"
+        except ValueError:
+            return f"column {column!r} holds a number that is not finite"
+    return "no plain data"
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading it takes pyarrow", fix="pip install 'meshrl[data]'"
+        ) from error
+    return pyarrow
