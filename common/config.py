@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from common.errors import ConfigError
@@ -46,6 +46,13 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class BucketConfig:
+    max_tokens: int  # still to be sampled by the trajectories that it is for
+    batch: int  # requests that one of its engines decodes together
+    engines: float = 1.0  # share of the rollout engines, beside the other buckets' shares
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     engine: str = "torch"
     path: str = "auto"  # of the built-in engine: native (C++), eager, graphs (GPU), auto
@@ -62,6 +69,8 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)  # tokens that end a turn
     stop_text: list[str] = field(default_factory=list)  # texts that end a turn
     kv_on_update: str = "keep"  # keep | recompute
+    buckets: list[BucketConfig] = field(default_factory=list)  # short ones first; empty: one
+    pace: str = ""  # an accelerator's, which the engine is slowed down to; empty: its own
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,9 @@ def build(cls: type[Any], values: dict[str, Any], prefix: str) -> Any:
     unknown = [prefix + key for key in values if key not in known]
     if unknown:
         raise ConfigError(f"unknown key {unknown[0]}")
+    needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [prefix + key for key in needed if key not in values]:
+        raise ConfigError(f"{missing[0]} is missing")
     return cls(**{key: _value(hints[key], value, prefix + key) for key, value in values.items()})
 
 
@@ -184,6 +196,9 @@ def _value(kind: Any, value: Any, key: str) -> Any:
             raise ConfigError(f"{key} is a table, not {value!r}")
         return build(kind, value, key + ".")  # type: ignore[arg-type]
     origin = getattr(kind, "__origin__", kind)
+    of = next((a for a in getattr(kind, "__args__", ()) if is_dataclass(a)), None)
+    if origin is list and of is not None and isinstance(value, list):
+        return [_value(of, item, f"{key}[{i}]") for i, item in enumerate(value)]
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from common.config import JobConfig
 from common.errors import ConfigError
+from common.pace import profile
 from meshrl import references, rows
 from meshrl.toml_lines import key_lines, line_of
 
@@ -178,6 +179,7 @@ class _Checker:
             raise self.fail("rollout.min_p", "rollout.min_p must be at most 1")
         if "" in config.rollout.stop_text:
             raise self.fail("rollout.stop_text", "rollout.stop_text holds an empty text")
+        self._scheduling(config)
         if config.min_group > config.algorithm.group_size:
             raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
         if config.planner.training + config.planner.min_rollout > config.mesh.workers:
@@ -186,6 +188,23 @@ class _Checker:
                 f"mesh.workers = {config.mesh.workers} are too few for {config.planner.training} "
                 f"that train and {config.planner.min_rollout} that roll out",
             )
+
+    def _scheduling(self, config: JobConfig) -> None:
+        buckets = config.rollout.buckets
+        if [b.max_tokens for b in buckets] != sorted({b.max_tokens for b in buckets}):
+            raise self.fail("rollout.buckets", "rollout.buckets must rise in max_tokens")
+        for bucket in buckets:
+            if not (1 <= bucket.batch <= config.rollout.slots and bucket.engines > 0):
+                raise self.fail(
+                    "rollout.buckets",
+                    f"rollout.buckets: batch = {bucket.batch} must lie in 1 to rollout.slots, and "
+                    f"engines = {bucket.engines} above 0",
+                )
+        if config.rollout.pace:
+            try:
+                profile(config.rollout.pace)
+            except ConfigError as error:
+                raise self.fail("rollout.pace", error.message, error.fix) from error
 
     def _files(self, config: JobConfig) -> None:
         model = config.model

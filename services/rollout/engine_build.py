@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 
+from common.clock import Clock
 from common.jobdata import JobData
 from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
+from common.pace import profile
 from services.rollout.engine_service import FLUSH_S, FLUSH_STEPS
+from services.rollout.engines.base import Engine
+from services.rollout.engines.paced import PacedEngine
 from services.rollout.engines.torch_engine import TorchEngine, build
 
 
-def built(data: JobData) -> TorchEngine:
+def built(data: JobData, clock: Clock) -> Engine:
     """The job's engine, asleep; native code is compiled if this host has none yet."""
+    pace = data.config.rollout.pace
+    return PacedEngine(_torch(data), profile(pace), clock) if pace else _torch(data)
+
+
+def _torch(data: JobData) -> TorchEngine:
     limits = data.config.rollout
     return build(
         model_config(data),
@@ -22,7 +31,7 @@ def built(data: JobData) -> TorchEngine:
         dtype=limits.dtype,
         kv_tokens=limits.kv_tokens,
         kv_on_update=limits.kv_on_update,
-        steps=FLUSH_STEPS,
+        steps=1 if limits.pace else FLUSH_STEPS,
         budget_s=FLUSH_S,
         decode=Tokenizer.load(str(data.tokenizer)).decode if limits.stop_text else None,
     )

@@ -48,8 +48,9 @@ class Driver:
         assert service is not None
         try:
             while not self._stopped:
-                if not service.turn():
-                    service.wake.wait(IDLE_S)
+                wait_s = service.engine.due_s if service.turn() else IDLE_S
+                if wait_s:
+                    service.wake.wait(wait_s)
                     service.wake.clear()
         except BaseException as error:
             self.error = error
@@ -69,7 +70,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
         raise ConfigError(f"no job is called {job_id}", where=mesh.name)
     data = JobData.of(job_id, row.document, row.run_dir)
     with mesh.loading():
-        engine = await mesh.host.run_blocking(built, data, deadline_s=BUILD_S)
+        engine = await mesh.host.run_blocking(built, data, mesh.clock, deadline_s=BUILD_S)
     limits = data.config.rollout
     mesh.telemetry.log.info("engine", path=engine.path)
     driver = Driver(asyncio.get_running_loop())
@@ -87,6 +88,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
             "occupied_s": service.occupied_s,
             "running": engine.running,
             "waiting": engine.waiting,
+            "plateau": service.throughput.plateau,
             "path": engine.path,
             "preempted": engine.preempted,
         }

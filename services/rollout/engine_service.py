@@ -36,6 +36,7 @@ from common.errors import MeshError, Refused
 from common.mesh import Mesh
 from services.rollout.engines.base import ABORTED, NO_FLOATS, Flush, Request
 from services.rollout.engines.base import Engine as TokenEngine
+from services.rollout.throughput import Throughput
 
 R = TypeVar("R")
 
@@ -75,6 +76,7 @@ class EngineService(Actor):
         self._slots = slots
         self._turned_at = mesh.clock.monotonic()
         self.occupied_s = 0.0  # time that all slots together would have needed for what they did
+        self.throughput = Throughput()
         self._deliver = deliver  # runs a function on the loop, from the driver's thread
         self._owners: dict[str, Attached] = {}
         self._routes: dict[int, tuple[Attached, int]] = {}  # the engine's request -> owner and id
@@ -95,9 +97,12 @@ class EngineService(Actor):
         """One turn of the driver's loop; False when there was nothing to do."""
         while self._commands:
             self._commands.popleft()()
-        running = self.engine.running
+        running, before = self.engine.running, self.engine.tokens_generated
+        busy_s = self.engine.busy_s
         busy = self.engine.step()
         now = self.mesh.clock.monotonic()
+        sampled = self.engine.tokens_generated - before
+        self.throughput.stepped(running, sampled, self.engine.busy_s - busy_s)
         self.occupied_s += (now - self._turned_at) * running / self._slots
         self._turned_at = now
         many = self.engine.steps - self._flushed_step >= FLUSH_STEPS

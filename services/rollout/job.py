@@ -22,11 +22,14 @@ from common.patience import patiently
 from common.state import groups as rows
 from common.state import jobs, registry
 from common.store import put
+from services.rollout.cmlfq import Scheduler
 from services.rollout.environments import EnvironmentPool
 from services.rollout.ledger import ShardLedger
+from services.rollout.lengths import Lengths
 from services.rollout.link import LENGTH, Turn
 from services.rollout.outside import Outside
 from services.rollout.router import Router
+from services.rollout.routing import Bucket
 from services.rollout.trajectory import NOT_SAMPLED, Ending, Round, Trajectory
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
@@ -58,7 +61,8 @@ class ShardJob:
             logs=logs,
         )
         self.ledger = ShardLedger(mesh, job)
-        self.router = Router(mesh, self, self._sampling(), config.rollout.slots)
+        scheduler = Scheduler(self._buckets(), len(self.train_rows), Lengths())
+        self.router = Router(mesh, self, self._sampling(), config.rollout.slots, scheduler)
         self.bulk = BulkClient(mesh)
         self.active: dict[int, Trajectory] = {}
         self.tokens_sampled = 0
@@ -77,6 +81,12 @@ class ShardJob:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
         )
+
+    def _buckets(self) -> list[Bucket]:
+        rollout = self.config.rollout
+        if not rollout.buckets:
+            return [Bucket(rollout.max_tokens, rollout.slots)]
+        return [Bucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
 
     def _stop_ids(self) -> list[int]:
         tokenizer = Tokenizer.load(str(self.job.tokenizer))
@@ -107,7 +117,7 @@ class ShardJob:
     async def look(self) -> None:
         """Takes in which engines serve this job now."""
         alive = {
-            e.name
+            e.name: e.stats
             for e in await registry.entries(self.mesh.state, "engine")
             if e.alive and e.stats.get("job") == self.job.id and e.stats.get("ready")
         }
@@ -119,7 +129,8 @@ class ShardJob:
     def wanted(self) -> int:
         """Groups to ask the gate for: enough for every slot, and one group in reserve."""
         size = self.config.algorithm.group_size
-        room = self.router.capacity + size - len(self.active)
+        seats = self.router.capacity - len(self.active)
+        room = min(seats, self.router.idle) + size
         return max(0, -(-room // size)) if self.router.links else 0
 
     async def admit_forever(self) -> None:
@@ -288,6 +299,7 @@ class ShardJob:
             end = [t.id, ending.reason, ending.reward, ending.error]
             self.ledger.defer(Kind.END, end, t.group)
         t.ending = ending
+        self.router.scheduler.ended(t)
 
     async def _turns(self, t: Trajectory, row: dict[str, Any]) -> str:
         config = self.config.rollout
@@ -333,6 +345,7 @@ class ShardJob:
         r = t.open_round
         if r is not None:
             r.tool, r.input, r.value, r.answered = name, argument, answer, True
+            self.router.returned(t)
 
     # -- stats and the end -----------------------------------------------------------------------
 
@@ -348,7 +361,7 @@ class ShardJob:
             "histogram": [int(n) for n in histogram],
             "tokens": self.tokens_sampled,
             "groups": self.groups_finished,
-            "continued": self.router.continued,
+            **self.router.stats,
             "environments": self.environments.pids,
         }
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from common.api.engine import Abort, Attach, Engine, Sampling, Submit, Tokens
+from common.errors import Refused
 from common.mesh import Mesh, Ref
+from services.rollout import balance
 from services.rollout.batching import Batcher
 from services.rollout.routing import EngineLoad
 from services.rollout.trajectory import Trajectory
@@ -19,9 +21,19 @@ from services.rollout.trajectory import Trajectory
 UNKNOWN = -1  # the trajectory of tokens that nobody waits for any more
 NO_VERSION = -1  # of an engine that may serve nobody now
 RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes of common.api.engine.Tokens
+REFUSED = 4  # of a turn that the engine did not take
 REST_S = 0.5  # an engine that failed a turn gets no other for so long: it may be draining
 SILENT_S = 1.0  # an engine with requests flushes every 20 ms
 TURN_S = 600.0  # a turn that takes longer is handed to another engine
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A request that is out."""
+
+    trajectory: Trajectory
+    done: asyncio.Future[int]  # its finish code
+    waits: bool = True  # it has brought no token yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +56,27 @@ class EngineLink:
         self,
         mesh: Mesh,
         name: str,
-        bound: int,
+        seats: int,
         sink: TokenSink,
         sampling: Sampling,
         on_version: Callable[[], None],
     ) -> None:
-        self.name, self.bound = name, bound
+        self.name = name
+        self.seats = self.bound = seats  # trajectories that it holds, requests that it runs
+        self.bucket = 0
         self.version = NO_VERSION
         self.held: set[int] = set()  # trajectories whose slot is here
+        self.out: set[int] = set()  # those of them that are having a turn
         self.ended: list[int] = []  # trajectories whose slots the engine may reuse
         self._unwanted: list[int] = []  # requests to abort before the next is submitted
+        self._others = 0  # requests of other shards
+        self._plateau = 0
         self._rests_until = 0.0
         self._mesh, self._sink, self._sampling = mesh, sink, sampling
         self._on_version = on_version  # its weights are newer now
         self._ref: Ref = mesh.ref(name)
-        self._requests: dict[int, tuple[Trajectory, asyncio.Future[int]]] = {}
+        self._requests: dict[int, Outstanding] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
         self._next = 0
         self._heard = mesh.clock.monotonic()  # of a flush, or of a first request
         self._silence = ExitStack()  # holds the wait that is published while it is silent
@@ -68,8 +86,30 @@ class EngineLink:
     def load(self) -> EngineLoad:
         rests = self._mesh.clock.monotonic() < self._rests_until
         return EngineLoad(
-            self.name, self.bound, len(self.held), NO_VERSION if rests else self.version
+            self.name,
+            self.bound,
+            len(self.out),
+            NO_VERSION if rests else self.version,
+            self.bucket,
+            self.seats,
+            len(self.held),
+            self._others,
         )
+
+    @property
+    def whole(self) -> balance.Engine:
+        """The engine with what all shards have there."""
+        total = len(self.out) + self._others
+        executing = min(total, self.bound)
+        return balance.Engine(
+            self.name, self.bound, executing, total - executing, self._plateau, self.load.version
+        )
+
+    def published(self, stats: Mapping[str, Any]) -> None:
+        """Takes what the engine tells of itself in the registry."""
+        total = int(stats.get("running", 0)) + int(stats.get("waiting", 0))
+        self._others = max(0, total - len(self.out))
+        self._plateau = int(stats.get("plateau", 0))
 
     def rest(self) -> None:
         """Takes no turn for a while."""
@@ -87,11 +127,12 @@ class EngineLink:
             self.version = NO_VERSION
             self._silence.close()
             await self._batcher.close()
-            for _, future in self._requests.values():
-                if not future.done():
-                    future.set_result(ABORTED)
+            for out in self._requests.values():
+                if not out.done.done():
+                    out.done.set_result(ABORTED)
             self._requests.clear()
             self.held.clear()
+            self.out.clear()
 
     def listen(self) -> None:
         """Publishes that this shard waits for the engine once it has been silent for a while."""
@@ -107,7 +148,7 @@ class EngineLink:
         if not self._requests:
             self._heard = self._mesh.clock.monotonic()
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._requests[request] = (turn.trajectory, future)
+        self._requests[request] = Outstanding(turn.trajectory, future)
         submitted = self._batcher.put((request, turn))
         submitted.add_done_callback(lambda f: self._refused(request, f))
         try:
@@ -119,12 +160,32 @@ class EngineLink:
                 await self._ref.cast(Engine.abort, abort)
             raise
 
+    def movable(self, count: int, pending: bool) -> list[Trajectory]:
+        """Up to `count` trajectories whose requests wait here, the latest first, or else run, the
+        shortest first, since those are computed again soonest.
+        """
+        waits = [r.trajectory for r in self._requests.values() if r.waits == pending]
+        if pending:
+            return waits[::-1][:count]
+        return sorted(waits, key=lambda t: t.length)[:count]
+
+    def let_go(self, t: Trajectory) -> None:
+        """Asks the engine to abort the trajectory's request: it ends when its last tokens are
+        here.
+        """
+        ids = [i for i, r in self._requests.items() if r.trajectory is t]
+        abort = Abort(self._mesh.name, np.array(ids, np.int64))
+        task = asyncio.get_running_loop().create_task(self._ref.cast(Engine.abort, abort))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
     def _refused(self, request: int, submitted: asyncio.Future[None]) -> None:
-        if submitted.cancelled() or submitted.exception() is not None:
-            _, future = self._requests.pop(request, (None, None))
+        error = None if submitted.cancelled() else submitted.exception()
+        if submitted.cancelled() or error is not None:
+            out = self._requests.pop(request, None)
             self._unwanted.append(request)  # it may have been taken, its answer lost
-            if future is not None and not future.done():
-                future.set_result(ABORTED)
+            if out is not None and not out.done.done():
+                out.done.set_result(REFUSED if isinstance(error, Refused) else ABORTED)
 
     async def _submit(self, batch: list[tuple[int, Turn]]) -> list[Exception | None]:
         ts = [turn.trajectory for _, turn in batch]
@@ -160,20 +221,20 @@ class EngineLink:
             self._on_version()
         counts = flush.counts.tolist()
         found = [self._requests.get(i) for i in flush.ids.tolist()]
-        known = [pair[0].id if pair else UNKNOWN for pair in found]
+        known = [out.trajectory.id if out else UNKNOWN for out in found]
         await self._sink.tokens(known, counts, flush)
         at = 0
         finishes = flush.finish.tolist()
-        for i, pair in enumerate(found):
+        for i, out in enumerate(found):
             end = at + counts[i]
-            if pair is not None:
-                trajectory, future = pair
+            if out is not None:
                 if end > at:
-                    trajectory.sampled(
+                    out.waits = False
+                    out.trajectory.sampled(
                         flush.tokens[at:end], flush.logprobs[at:end], flush.versions[at:end]
                     )
                 if finishes[i] != RUNNING:
                     del self._requests[int(flush.ids[i])]
-                    if not future.done():
-                        future.set_result(finishes[i])
+                    if not out.done.done():
+                        out.done.set_result(finishes[i])
             at = end

@@ -1,58 +1,109 @@
-"""Turns of the model: each to an engine, and on to another one when that goes."""
+"""Turns of the model: each to an engine, and on to another one when that goes or another is better.
+
+What goes where is decided in `routing.py` (a request's engine), `cmlfq.py` (its bucket of engines)
+and `balance.py` (what changes engine while it waits or runs).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from common.api.engine import Sampling
 from common.errors import MeshError, ToolFailed
 from common.mesh import Mesh
-from services.rollout.link import ABORTED, LENGTH, STOP, EngineLink, TokenSink, Turn
-from services.rollout.routing import choose
+from services.rollout import balance
+from services.rollout.cmlfq import Scheduler
+from services.rollout.lengths import Lengths
+from services.rollout.link import (
+    ABORTED,
+    LENGTH,
+    REFUSED,
+    STOP,
+    EngineLink,
+    TokenSink,
+    Turn,
+)
+from services.rollout.routing import Bucket, EngineLoad, assign, choose
 from services.rollout.trajectory import Trajectory
 
-ATTEMPTS = 5  # engines in a row may fail a trajectory without one new token,
-PATIENCE_S = 120.0  # and for so long: engines are killed, stopped and moved as a matter of course
+ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
+PATIENCE_S = 120.0  # for so long they may refuse it: engines drain and move as a matter of course
 PLACE_S = 24 * 3600.0  # a trajectory may wait so long for an engine: spot capacity can be away
+BALANCE_S = 1.0  # between two looks at what could move (RLBoost's manager polls as often)
 
 
 class Router:
-    """Engines of the job as the registry shows them, and the trajectories that wait for one."""
+    """Engines of the job as the registry shows them, and the trajectories that wait for one.
 
-    def __init__(self, mesh: Mesh, sink: TokenSink, sampling: Sampling, bound: int) -> None:
-        self._mesh, self._sink, self._sampling, self._bound = mesh, sink, sampling, bound
+    `seats`: trajectories whose keys and values an engine holds.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        sink: TokenSink,
+        sampling: Sampling,
+        seats: int,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self._mesh, self._sink, self._sampling, self._seats = mesh, sink, sampling, seats
+        self.scheduler = scheduler or Scheduler([Bucket(1 << 30, seats)], 1, Lengths())
         self.links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._waiting: list[tuple[int, int, Trajectory, asyncio.Future[EngineLink]]] = []  # a heap
+        self._sent: dict[int, str] = {}  # trajectories that the balancer moves -> engine
+        self._balanced_at = mesh.clock.monotonic()
         self.continued = 0  # trajectories that went on elsewhere after their engine failed
+        self.moved = 0  # and those that went because it was better
 
     @property
     def capacity(self) -> int:
         """Trajectories that all engines together may hold."""
-        return sum(link.bound for link in self.links.values())
+        return self._seats * len(self.links)
+
+    @property
+    def idle(self) -> int:
+        """Requests that all engines together could take now, beyond those that wait."""
+        room = sum(max(0, link.bound - len(link.out)) for link in self.links.values())
+        return room - len(self._waiting)
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def observe(self, alive: set[str]) -> None:
-        """Takes the engines that are alive and ready now; an engine tells its version itself."""
-        for name in self.links.keys() - alive:
+    # -- engines ---------------------------------------------------------------------------------
+
+    def observe(self, alive: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes the engines that are alive and ready now, with what they publish; an engine tells
+        its version itself.
+        """
+        for name in self.links.keys() - alive.keys():
             self._tasks[name].cancel()
-        for link in self.links.values():
+        for name in sorted(alive.keys() - self.links.keys()):
+            self._connect(name)
+        buckets = self.scheduler.buckets
+        degrees = {name: int(alive[name].get("tensor_parallel", 1)) for name in alive}
+        for name, bucket in assign(degrees, buckets).items():
+            link = self.links[name]
+            link.bucket, link.bound = bucket, min(buckets[bucket].batch, self._seats)
+            link.published(alive[name])
             link.listen()
         self.dispatch()  # one that rested may serve again
-        for name in sorted(alive - self.links.keys()):
-            link = EngineLink(
-                self._mesh, name, self._bound, self._sink, self._sampling, self.dispatch
-            )
-            self.links[name] = link
-            task = asyncio.get_running_loop().create_task(link.run(), name=f"link {name}")
-            self._tasks[name] = task
-            task.add_done_callback(partial(self._ended, name))
+        now = self._mesh.clock.monotonic()
+        if now - self._balanced_at >= BALANCE_S:
+            self._balanced_at = now
+            self._balance()
+
+    def _connect(self, name: str) -> None:
+        link = EngineLink(self._mesh, name, self._seats, self._sink, self._sampling, self.dispatch)
+        self.links[name] = link
+        task = asyncio.get_running_loop().create_task(link.run(), name=f"link {name}")
+        self._tasks[name] = task
+        task.add_done_callback(partial(self._ended, name))
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(name) is task:
@@ -63,77 +114,142 @@ class Router:
         elif error is not None:
             self._mesh.host.exit(70, f"{self._mesh.name} cannot read from {name}: {error!r}")
 
+    def _loads(self) -> list[EngineLoad]:
+        return [link.load for link in self.links.values()]
+
+    # -- turns -----------------------------------------------------------------------------------
+
     async def generate(self, turn: Callable[[], Turn], floor: int) -> int:
         """Runs a turn to its end on whatever engines there are; STOP or LENGTH.
 
         `turn` is asked again after an engine failed, since the trajectory has grown. ToolFailed
-        after ATTEMPTS failures in a row, over PATIENCE_S at least, without a new token.
+        when ATTEMPTS engines in a row failed it without a new token, or refused it for PATIENCE_S.
         """
         while True:
             request = turn()
-            trajectory = request.trajectory
-            if len(trajectory.turn) and int(trajectory.tokens[-1]) in self._sampling.stop:
-                return (
-                    STOP  # known from the ledger, or the engine went with its last token delivered
-                )
+            t = request.trajectory
+            if len(t.turn) and int(t.tokens[-1]) in self._sampling.stop:
+                return STOP  # in the ledger: the engine went with its last token delivered
             if request.max_new <= 0:
                 return LENGTH
-            link = await self._place(trajectory, floor)
-            length = trajectory.length
+            link = await self._place(t, floor)
+            length = t.length
             finish = await self._attempt(link, request)
+            link.out.discard(t.id)
+            target = self._sent.pop(t.id, "")
             if finish in (STOP, LENGTH):
+                t.attempts, t.failing_since = 0, 0.0
                 return finish
-            link.held.discard(trajectory.id)
-            trajectory.engine = ""
+            self._leave(t, link)
+            if target:
+                self.moved += 1
+                t.engine = target
+                continue
             self.continued += 1
             link.rest()
-            now = self._mesh.clock.monotonic()
-            if trajectory.length > length or not trajectory.attempts:
-                trajectory.attempts, trajectory.failing_since = 0, now
-            trajectory.attempts += 1
-            if trajectory.attempts >= ATTEMPTS and now - trajectory.failing_since > PATIENCE_S:
-                raise ToolFailed(f"{ATTEMPTS} engines in a row failed trajectory {trajectory.id}")
+            self._failed(t, finish, grew=t.length > length)
 
     async def _attempt(self, link: EngineLink, request: Turn) -> int:
+        """The finish code of a request on one engine."""
         try:
             return await link.generate(request)
         except MeshError:
             return ABORTED
 
-    async def _place(self, trajectory: Trajectory, floor: int) -> EngineLink:
-        name = choose((link.load for link in self.links.values()), floor, trajectory.engine)
-        if name is not None and (name == trajectory.engine or not self._waiting):
-            return self._assign(trajectory, name)
+    def _failed(self, t: Trajectory, finish: int, grew: bool) -> None:
+        """Counts an engine that did not finish a turn; ToolFailed when that makes too many."""
+        now = self._mesh.clock.monotonic()
+        if grew or not t.failing_since:
+            t.attempts, t.failing_since = 0, now
+        if finish == REFUSED:
+            if now - t.failing_since > PATIENCE_S:
+                raise ToolFailed(
+                    f"engines have refused trajectory {t.id} for {PATIENCE_S:.0f} s",
+                    fix="see the engines' logs",
+                )
+            return
+        t.attempts += 1
+        if t.attempts >= ATTEMPTS:
+            raise ToolFailed(
+                f"{ATTEMPTS} engines in a row failed trajectory {t.id}",
+                fix="see the engines' logs for the request that they cannot serve",
+            )
+
+    async def _place(self, t: Trajectory, floor: int) -> EngineLink:
+        name = self._choose(t, floor)
+        if name is not None and (name == t.engine or not self._waiting):
+            return self._assign(t, name)
         future: asyncio.Future[EngineLink] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (trajectory.id, floor, trajectory, future))
+        heapq.heappush(self._waiting, (t.id, floor, t, future))
         async with self._mesh.clock.timeout(PLACE_S, "an engine for a trajectory"):
             return await future
 
-    def _assign(self, trajectory: Trajectory, name: str) -> EngineLink:
+    def _choose(self, t: Trajectory, floor: int) -> str | None:
+        return choose(self._loads(), floor, t.engine, self.scheduler.bucket(t))
+
+    def _assign(self, t: Trajectory, name: str) -> EngineLink:
+        if t.engine != name and t.engine in self.links:
+            self._leave(t, self.links[t.engine])
         link = self.links[name]
-        link.held.add(trajectory.id)
-        trajectory.engine = name
+        link.held.add(t.id)
+        link.out.add(t.id)
+        t.engine = name
         return link
+
+    def _leave(self, t: Trajectory, link: EngineLink) -> None:
+        """The trajectory goes on elsewhere: its seat here is free."""
+        if t.id in link.held:
+            link.held.discard(t.id)
+            link.ended.append(t.id)
+        t.engine = ""
 
     def dispatch(self) -> None:
         """Gives room that has opened to those who wait, oldest group first."""
         while self._waiting:
-            _, floor, trajectory, future = self._waiting[0]
+            _, floor, t, future = self._waiting[0]
             if not future.done():
-                name = choose((link.load for link in self.links.values()), floor)
+                name = self._choose(t, floor)
                 if name is None:
                     return
-                future.set_result(self._assign(trajectory, name))
+                future.set_result(self._assign(t, name))
             heapq.heappop(self._waiting)
 
-    def release(self, trajectory: Trajectory) -> None:
-        """The trajectory has ended: its slot goes to the next."""
-        link = self.links.get(trajectory.engine)
-        if link is not None and trajectory.id in link.held:
-            link.held.discard(trajectory.id)
-            link.ended.append(trajectory.id)
-        trajectory.engine = ""
+    # -- what changes engine ---------------------------------------------------------------------
+
+    def returned(self, t: Trajectory) -> None:
+        """A tool has answered the trajectory: it may belong to another bucket now."""
+        decision = self.scheduler.returned(t)
+        if decision.outcome == "causal_signal_agree":
+            self._mesh.telemetry.log.info(
+                "bucket", trajectory=t.id, bucket=decision.bucket, reason=decision.reason
+            )
+
+    def _balance(self) -> None:
+        """Asks engines to let go of requests that are better off elsewhere."""
+        for move in balance.balance([link.whole for link in self.links.values()], floor=0):
+            source = self.links[move.source]
+            for t in source.movable(move.count, move.pending):
+                if self.links[move.target].version >= t.version:
+                    self._sent[t.id] = move.target
+                    source.let_go(t)
+
+    def release(self, t: Trajectory) -> None:
+        """The trajectory has ended: its seat goes to the next."""
+        link = self.links.get(t.engine)
+        if link is not None:
+            self._leave(t, link)
+        t.engine = ""
         self.dispatch()
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the live view shows of routing."""
+        return {
+            "continued": self.continued,
+            "moved": self.moved,
+            "decisions": dict(self.scheduler.outcomes),
+            "buckets": {link.name: link.bucket for link in self.links.values()},
+        }
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())

@@ -1,32 +1,129 @@
-"""Where a trajectory goes: join the shortest queue, with dispatch delayed until an engine has room.
+"""Where a trajectory goes: join the shortest queue of its bucket, and change bucket when its tools'
+answers say that it will be longer or shorter than thought.
 
-A trajectory stays with the engine that holds its keys and values for as long as that engine serves;
-a new or orphaned one goes to the admissible engine with the fewest trajectories, if one is below
-its bound, and waits otherwise (RLBoost, arXiv 2510.19225, Algorithm 2, SelectInstance).
+A trajectory stays with the engine that holds its keys and values while that engine has room in its
+batch; a new or orphaned one goes to the admissible engine with the fewest requests, if one is below
+its bound, and waits otherwise: join-shortest-queue with delayed dispatch (RLBoost, arXiv
+2510.19225, Algorithm 2, SelectInstance).
+
+Engines form buckets by the length they are for (C-MLFQ: Libra, arXiv 2606.03077). Everything starts
+in the first, the short one; `decide` is asked at each tool return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from services.rollout.lengths import Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Engines for trajectories with at most `max_tokens` tokens still to sample."""
+
+    max_tokens: int
+    batch: int  # requests that one of its engines decodes together
+    share: float = 1.0  # of the job's engines, beside the other buckets' shares
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     name: str
-    bound: int  # trajectories it may hold
-    held: int
+    bound: int  # requests that it may have from here
+    running: int  # requests that it has from here
     version: int  # of its weights
+    bucket: int = 0
+    seats: int = 1 << 30  # trajectories whose keys and values it may hold
+    held: int = 0
+    others: int = 0  # requests that it has from elsewhere
+
+    @property
+    def room(self) -> int:
+        """Trajectories that it could take in now."""
+        return max(0, min(self.bound - self.running, self.seats - self.held))
+
+    @property
+    def load(self) -> float:
+        """Share of its batch that is taken, above 1 when requests wait."""
+        return (self.running + self.others) / self.bound
 
 
-def choose(engines: Iterable[EngineLoad], floor: int, home: str = "") -> str | None:
-    """The engine for a trajectory that weights below `floor` may not serve; None: wait.
+def choose(
+    engines: Iterable[EngineLoad], floor: int, home: str = "", bucket: int = 0
+) -> str | None:
+    """The engine for a request that weights below `floor` may not serve; None: wait.
 
-    `home` is the engine that served its last turn; it is kept whatever its load, since its slot is
-    still the trajectory's.
+    `home` holds the trajectory's keys and values: it needs no seat there, and leaves only for an
+    engine of its bucket. Other buckets help out when this one is full.
     """
     admissible = [e for e in engines if e.version >= floor]
-    if any(e.name == home for e in admissible):
+    at_home = next((e for e in admissible if e.name == home and e.running < e.bound), None)
+    if at_home is not None and at_home.bucket == bucket:
         return home
-    free = [e for e in admissible if e.held < e.bound]
-    return min(free, key=lambda e: (e.held / e.bound, e.name)).name if free else None
+    free = [e for e in admissible if e.room]
+    best = min(free, key=lambda e: (e.bucket != bucket, e.load, e.held, e.name), default=None)
+    if at_home is not None and (best is None or best.bucket != bucket):
+        return home
+    return best.name if best else None
+
+
+def assign(engines: Mapping[str, int], buckets: Sequence[Bucket]) -> dict[str, int]:
+    """The bucket of each engine, given its degree of tensor parallelism.
+
+    Small degrees go to short buckets, as short contexts use them best; among equals the names
+    decide, so that all shards agree. Each bucket gets one engine before shares count; with fewer
+    engines than buckets the longest is kept beside the shortest ones.
+    """
+    order = sorted(engines, key=lambda name: (engines[name], name))
+    used = list(range(len(buckets)))
+    if len(order) < len(buckets):
+        used = [*used[: max(1, len(order)) - 1], used[-1]] if len(order) > 1 else used[:1]
+    counts = _apportion(len(order), [buckets[b].share for b in used])
+    places = [b for b, n in zip(used, counts, strict=True) for _ in range(n)]
+    return dict(zip(order, places, strict=True))
+
+
+def _apportion(total: int, shares: Sequence[float]) -> list[int]:
+    """`total` seats by shares: one each, the others to whoever is furthest below its share."""
+    counts = [1 if i < total else 0 for i in range(len(shares))]
+    whole = sum(shares)
+    for _ in range(total - sum(counts)):
+        short = [total * share / whole - n for share, n in zip(shares, counts, strict=True)]
+        counts[short.index(max(short))] += 1
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a tool return led to; `bucket` is where the trajectory belongs from now on."""
+
+    outcome: str
+    bucket: int
+    reason: str
+
+
+def bucket_of(tokens: float, buckets: Sequence[Bucket]) -> int:
+    """The first bucket that is meant for so many tokens; the last takes all longer ones too."""
+    fits = (i for i, bucket in enumerate(buckets) if tokens <= bucket.max_tokens)
+    return next(fits, len(buckets) - 1)
+
+
+def decide(estimate: Estimate | None, current: int, buckets: Sequence[Bucket]) -> Decision:
+    """Whether a trajectory in bucket `current` should move: only where the mean and the 90th
+    percentile of what remains point to the same other bucket.
+    """
+    if estimate is None:
+        return Decision("tree_node_not_found", current, "no such tool returns have been seen often")
+    by_mean = bucket_of(estimate.mean, buckets)
+    by_p90 = bucket_of(estimate.p90, buckets)
+    seen = (
+        f"{estimate.visits} trajectories went on for {estimate.mean:.0f} tokens on average and "
+        f"{estimate.p90:.0f} at the 90th percentile after {estimate.depth} such tool returns "
+        f"({'this prompt' if estimate.tree == 'prompt' else 'all prompts'})"
+    )
+    if by_mean != by_p90:
+        return Decision("mean_p90_disagree", current, f"{seen}: buckets {by_mean} and {by_p90}")
+    if by_mean == current:
+        return Decision("already_in_target", current, f"{seen}: bucket {current} as it is")
+    return Decision("causal_signal_agree", by_mean, f"{seen}: bucket {current} to {by_mean}")

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes, as on the wire
+MIXED = -1  # version of a cache that weights of several versions computed
+WHOLE_BYTES = 1 << 62  # of a cache: all of it
 NO_SESSION = -1  # any negative session: nothing is kept after the request
 
 Ints = NDArray[np.integer]
@@ -72,16 +74,29 @@ class Piece:
 
 @dataclass(slots=True)
 class SessionCache:
-    """What an engine has computed of a session, as another engine of the same model can take it."""
+    """What an engine has computed of a session, or a part of it, as another engine of the same
+    model can take it: keys and values of `tokens[start:end]`."""
 
-    tokens: NDArray[np.int32]  # [n], whose keys and values these are
-    content: NDArray[np.uint8]  # keys and values, in the order that `layout` names
-    layout: str  # shapes, order and dtype; an engine of another layout does not take it
-    version: int  # of all the weights that computed it
+    tokens: NDArray[np.int32]  # [n], all that is computed
+    content: NDArray[np.uint8]  # in the order that `layout` names
+    start: int
+    end: int
+    layout: str  # path, dtype, order, shape; an engine of another layout does not take it
+    version: int  # of all the weights that computed the n tokens; MIXED: of several
+    first_sampled: int  # of `tokens`, the first that the session's engines sampled; n: none
+    first_version: int  # of the weights that sampled that one
 
 
 class Engine(Protocol):
     """Driven by one thread: `step` until it returns False, `drain` when it suits."""
+
+    @property
+    def path(self) -> str:
+        """What computes, for people."""
+
+    @property
+    def preempted(self) -> int:
+        """Requests so far that gave up their cache to older ones."""
 
     @property
     def version(self) -> int: ...
@@ -91,6 +106,10 @@ class Engine(Protocol):
     def waiting(self) -> int: ...
     @property
     def tokens_generated(self) -> int: ...
+    @property
+    def tokens_computed(self) -> int:
+        """Tokens that went through the model, given or sampled; what was cached does not count."""
+
     @property
     def steps(self) -> int:
         """Steps of the batch so far."""
@@ -136,12 +155,26 @@ class Engine(Protocol):
     def score(self, tokens: Ints) -> NDArray[np.float32]:
         """Log-probability, at temperature 1, of each token after the first: length n - 1."""
 
-    def export(self, session: int) -> SessionCache | None:
-        """A copy of what an idle session has computed; None: nothing that could be taken over."""
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Known tokens computed in a second, as measured lately; 0: not yet."""
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Of keys and values; 0: they cannot be moved."""
+
+    def export(
+        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
+    ) -> SessionCache | None:
+        """A copy of what an idle session has computed, from token `start` (where a part ended) on,
+        some `most_bytes` of it; None: nothing that could be taken over.
+        """
 
     def adopt(self, session: int, cache: SessionCache) -> bool:
-        """Keeps what another engine computed for the session's next request. False: no room, or of
-        other weights or another layout than these."""
+        """Keeps what another engine computed for the session's next request; the first part takes
+        the room for all. False: no room beside what runs, or of other weights or another layout
+        than these; parts that were taken stay.
+        """
 
 
 def flush_of(pieces: Sequence[Piece]) -> Flush | None:
@@ -173,6 +206,20 @@ def joined(first: Flush, second: Flush) -> Flush:
         unmodified=unmodified,
         versions=np.concatenate((first.versions, second.versions)),
         finish=np.concatenate((first.finish, second.finish)),
+    )
+
+
+def rows_of(flush: Flush, rows: NDArray[np.bool_]) -> Flush:
+    """The part of a flush that belongs to the requests of `rows`."""
+    tokens = np.repeat(rows, flush.counts)
+    return Flush(
+        ids=flush.ids[rows],
+        counts=flush.counts[rows],
+        tokens=flush.tokens[tokens],
+        logprobs=flush.logprobs[tokens],
+        unmodified=flush.unmodified[tokens] if len(flush.unmodified) else flush.unmodified,
+        versions=flush.versions[tokens],
+        finish=flush.finish[rows],
     )
 
 

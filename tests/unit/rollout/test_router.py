@@ -1,4 +1,4 @@
-"""Turns on an engine that refuses, stops or goes: a trajectory waits, and fails only in the end."""
+"""Turns on engines that refuse, fail, come and go: what waits, what moves, what fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from common.virtual import VirtualClock, run_virtual
 from services.rollout.engine_service import EngineService
 from services.rollout.engines.simulated import SimulatedEngine
 from services.rollout.link import LENGTH, Turn
-from services.rollout.router import PATIENCE_S, Router
+from services.rollout.router import ATTEMPTS, PATIENCE_S, Router
 from services.rollout.trajectory import Trajectory
 
 SLOTS = 4
@@ -34,20 +34,28 @@ class Forgetful:
 
 
 class Bench:
-    """A router and one simulated engine, under virtual time."""
+    """A router and simulated engines, one of them in service, under virtual time."""
 
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock, self.random = clock, random
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state = State.simulated(clock)
-        self.rollout = self._mesh("rollout/0")
-        self.router = Router(self.rollout, Forgetful(), Sampling([], []), SLOTS)
-        self.engine = EngineService(
-            self._mesh("engine/g0"),
-            SimulatedEngine(clock, SLOTS, 100.0),
-            SLOTS,
-            lambda action: action(),
-        )
+        self.routers: list[Router] = []
+        self.router = self.shard("rollout/0")
+        self.engine = self._engine("engine/g0")
+        self.engines = {"engine/g0": self.engine}
+        self.plateau = 0  # that engines publish
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def shard(self, name: str) -> Router:
+        """The router of another rollout shard."""
+        self.rollout = self._mesh(name)
+        self.routers.append(Router(self.rollout, Forgetful(), Sampling([], []), SLOTS))
+        return self.routers[-1]
+
+    def _engine(self, name: str) -> EngineService:
+        engine = SimulatedEngine(self.clock, SLOTS, 100.0)
+        return EngineService(self._mesh(name), engine, SLOTS, lambda action: action())
 
     def _mesh(self, name: str) -> Mesh:
         return Mesh(
@@ -63,27 +71,52 @@ class Bench:
     async def start(self) -> None:
         await self.engine.mesh.join(self.engine)
         await self.rollout.join(None)
-        self.tasks = [asyncio.create_task(self._drive()), asyncio.create_task(self._look())]
+        self.tasks.append(asyncio.create_task(self._drive(self.engine)))
+        self.tasks.append(asyncio.create_task(self._look()))
 
-    async def _drive(self) -> None:
+    async def add(self, name: str) -> EngineService:
+        """Another engine comes into service."""
+        engine = self._engine(name)
+        await engine.mesh.join(engine)
+        self.tasks.append(asyncio.create_task(self._drive(engine)))
+        self.engines[name] = engine
+        return engine
+
+    async def _drive(self, engine: EngineService) -> None:
         while True:
-            self.engine.turn()
+            engine.turn()
             await self.clock.sleep(0.02)
 
     async def _look(self) -> None:
         while True:
-            self.router.observe({"engine/g0"})
+            alive = {
+                name: {
+                    "running": service.engine.running,
+                    "waiting": service.engine.waiting,
+                    "plateau": self.plateau,
+                }
+                for name, service in self.engines.items()
+            }
+            for router in self.routers:
+                router.observe(alive)
             await self.clock.sleep(LOOK_S)
 
     def begin(self, member: int) -> asyncio.Task[Trajectory]:
         return asyncio.create_task(self.generate(member))
 
-    async def generate(self, member: int) -> Trajectory:
+    async def generate(
+        self,
+        member: int,
+        prompt: tuple[int, ...] = (1, 2, 3),
+        new: int = NEW,
+        router: Router | None = None,
+    ) -> Trajectory:
+        router = router or self.router
         t = Trajectory(0, member, 0, 0, seed=member)
-        t.begin([1, 2, 3])
-        finish = await self.router.generate(lambda: Turn(t, 3 + NEW - t.length), 0)
-        self.router.release(t)
-        assert (finish, t.length) == (LENGTH, 3 + NEW)
+        t.begin(list(prompt))
+        finish = await router.generate(lambda: Turn(t, 3 + new - t.length), 0)
+        router.release(t)
+        assert (finish, t.length) == (LENGTH, 3 + new)
         return t
 
 
@@ -114,8 +147,58 @@ def test_a_trajectory_that_no_engine_ever_serves_fails_by_type() -> None:
         await bench.generate(0)
         bench.engine.draining = True
         began = bench.clock.monotonic()
-        with pytest.raises(ToolFailed, match="engines in a row failed trajectory"):
+        with pytest.raises(ToolFailed, match="engines have refused trajectory"):
             await bench.generate(1)
         assert bench.clock.monotonic() - began > PATIENCE_S
+
+    on_bench(story)
+
+
+def test_a_request_that_five_engines_in_a_row_fail_fails_by_type_and_no_later() -> None:
+    async def story(bench: Bench) -> None:
+        began = bench.clock.monotonic()
+        with pytest.raises(ToolFailed, match=f"{ATTEMPTS} engines in a row failed trajectory"):
+            await bench.generate(0, prompt=(1, 9999, 3))  # outside of the vocabulary
+        assert bench.clock.monotonic() - began < PATIENCE_S
+        assert bench.router.continued == ATTEMPTS
+
+    on_bench(story)
+
+
+LONG = 400  # tokens of a turn that outlasts a few looks
+
+
+def test_what_waits_at_a_busy_engine_moves_to_one_that_is_free() -> None:
+    async def story(bench: Bench) -> None:
+        other = bench.shard("rollout/1")
+        await bench.rollout.join(None)
+        await bench.generate(0)
+        await bench.generate(0, router=other)
+        before = bench.engine.engine.tokens_generated
+        first = [bench.generate(member, new=LONG) for member in range(SLOTS)]
+        second = [bench.generate(member, new=LONG, router=other) for member in range(SLOTS)]
+        everything = asyncio.gather(*first, *second)
+        await bench.clock.sleep(0.3)
+        assert bench.engine.engine.waiting == SLOTS
+        added = await bench.add("engine/g1")
+        await everything
+        assert bench.router.moved + other.moved == SLOTS
+        generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
+        assert generated - before == 2 * SLOTS * LONG  # none was generated again
+
+    on_bench(story)
+
+
+def test_an_idle_engine_takes_what_runs_above_the_plateau_and_no_token_is_lost() -> None:
+    async def story(bench: Bench) -> None:
+        bench.plateau = 1
+        everything = asyncio.gather(*(bench.generate(m, new=LONG) for m in range(SLOTS)))
+        await bench.clock.sleep(0.3)
+        added = await bench.add("engine/g1")
+        await everything
+        assert bench.router.moved == SLOTS - 1
+        assert bench.router.continued == 0
+        generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
+        assert generated == SLOTS * LONG
 
     on_bench(story)

@@ -1,0 +1,76 @@
+"""What moves from one engine to another while it waits or runs: the continuous balancer.
+
+Requests that wait at a busy engine go to engines that have none waiting; when nobody waits and an
+engine runs nothing, it takes the requests that the fullest engine runs above its plateau: the batch
+size from which more requests bring hardly more tokens per second, so that giving them away costs
+nothing (RLBoost, arXiv 2510.19225, Algorithm 2, ContinuousLB).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+LEAST_MOVED = 2  # running requests that are worth a move: each is computed again elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine as all shards load it."""
+
+    name: str
+    bound: int  # requests that it runs together
+    executing: int
+    pending: int
+    plateau: int  # batch size from which throughput stays; 0: not measured yet
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    source: str
+    target: str
+    count: int
+    pending: bool  # requests that wait, or ones that run
+
+
+def balance(engines: Sequence[Engine], floor: int) -> list[Move]:
+    """The moves to make now, among engines whose weights are `floor` or newer.
+
+    Waiting requests go one by one from where most wait to an engine with room where none does. An
+    idle engine takes running ones only when none wait anywhere and a plateau has been measured.
+    """
+    state = {e.name: e for e in engines if e.version >= floor}
+    moved: dict[tuple[str, str], int] = {}
+    while step := _pending_step(list(state.values())):
+        source, target = step
+        moved[step] = moved.get(step, 0) + 1
+        state[source] = replace(state[source], pending=state[source].pending - 1)
+        state[target] = replace(state[target], executing=state[target].executing + 1)
+    if moved:
+        return [Move(source, target, n, True) for (source, target), n in moved.items()]
+    return _executing(list(state.values()))
+
+
+def _pending_step(engines: Sequence[Engine]) -> tuple[str, str] | None:
+    """(from, to) of the next waiting request that moves."""
+    free = [e for e in engines if e.pending == 0 and e.executing < e.bound]
+    crowded = [e for e in engines if e.pending > 0]
+    if not free or not crowded:
+        return None
+    source = max(crowded, key=lambda e: (e.pending, e.name))
+    target = min(free, key=lambda e: (e.executing / e.bound, e.name))
+    return source.name, target.name
+
+
+def _executing(engines: Sequence[Engine]) -> list[Move]:
+    if any(e.pending for e in engines):
+        return []
+    idle = sorted((e for e in engines if not e.executing), key=lambda e: (-e.bound, e.name))
+    busy = [e for e in engines if e.executing]
+    if not idle or not busy:
+        return []
+    source = max(busy, key=lambda e: (e.executing, e.name))
+    above = source.executing - source.plateau if source.plateau else 0
+    count = min(above, idle[0].bound)
+    return [Move(source.name, idle[0].name, count, False)] if count >= LEAST_MOVED else []

@@ -1,0 +1,82 @@
+"""C-MLFQ: which bucket of engines a trajectory belongs to, decided again at each tool return.
+
+Everything starts in the short bucket. After a tool has answered, the trees of past trajectories
+(`lengths.py`) estimate what remains, and `routing.decide` says whether that is for another bucket
+(Libra, arXiv 2606.03077). Each decision carries its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.rollout.lengths import Lengths, Past, State, state_of
+from services.rollout.routing import Bucket, Decision, decide
+from services.rollout.trajectory import NOT_SAMPLED, Trajectory
+
+
+@dataclass(slots=True)
+class _Course:
+    """A trajectory as far as it has got: its bucket, and its tool returns with tokens before."""
+
+    bucket: int = 0
+    returns: list[tuple[State, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """The buckets of trajectories in flight; learns from each that ends."""
+
+    def __init__(self, buckets: Sequence[Bucket], prompts: int, lengths: Lengths) -> None:
+        self.buckets = list(buckets)
+        self.lengths = lengths
+        self.outcomes: Counter[str] = Counter()  # of decisions so far
+        self._prompts = max(1, prompts)  # rows of the data set: epochs share their trees
+        self._courses: dict[int, _Course] = {}
+
+    def bucket(self, t: Trajectory) -> int:
+        course = self._courses.get(t.id)
+        return course.bucket if course else 0
+
+    def returned(self, t: Trajectory) -> Decision:
+        """A tool has answered the trajectory's open round: where it goes on."""
+        course = self._courses.setdefault(t.id, _Course())
+        course.returns = returns_of(t, course.returns)
+        if len(self.buckets) == 1:
+            return Decision("already_in_target", 0, "there is one bucket")
+        path = [state for state, _ in course.returns]
+        estimate = self.lengths.estimate(self._prompt(t), path)
+        decision = decide(estimate, course.bucket, self.buckets)
+        course.bucket = decision.bucket
+        self.outcomes[decision.outcome] += 1
+        return decision
+
+    def ended(self, t: Trajectory) -> Past | None:
+        """The trajectory is over; what is to be remembered of it, if it counts.
+
+        One that failed says nothing of lengths, nor does evaluation, which samples otherwise.
+        """
+        course = self._courses.pop(t.id, None)
+        if len(self.buckets) == 1 or not t.recorded or t.ending is None or t.ending.error:
+            return None
+        returns = returns_of(t, course.returns if course else [])
+        sampled = int((t.versions != NOT_SAMPLED).sum())
+        past = Past(t.prompt % self._prompts, tuple(returns), sampled)
+        self.lengths.learn(past)
+        return past
+
+    def _prompt(self, t: Trajectory) -> int | None:
+        return t.prompt % self._prompts if t.recorded else None
+
+
+def returns_of(t: Trajectory, known: Sequence[tuple[State, int]] = ()) -> list[tuple[State, int]]:
+    """A trajectory's tool returns, each with the tokens that it had sampled by then."""
+    rounds = [*t.rounds, *([t.open_round] if t.open_round else [])]
+    found: list[tuple[State, int]] = []
+    sampled = 0
+    for r in rounds:
+        sampled += r.tokens
+        if r.answered:
+            new = len(found) >= len(known)
+            found.append((state_of(r.tool, r.value), sampled) if new else known[len(found)])
+    return found

@@ -1,0 +1,48 @@
+"""Tokens per second by batch size, measured while an engine runs, and where that curve flattens."""
+
+from __future__ import annotations
+
+WEIGHT = 0.1  # of a new step in a size's running mean: contexts grow, so old steps must fade
+ENOUGH = 8  # steps of one size before it counts
+GAIN = 0.1  # a size is on the plateau when no larger one brings more than this on top
+
+
+class Throughput:
+    """A running mean for each class of batch sizes (1, 2, 3, 4, 6, 8, 12, 16, 24, ...)."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}
+        self._steps: dict[int, int] = {}
+
+    def stepped(self, batch: int, tokens: int, seconds: float) -> None:
+        """A step, or a few at once, of `batch` requests brought `tokens` tokens."""
+        if batch <= 0 or tokens <= 0 or seconds <= 0:
+            return
+        size, rate = size_class(batch), tokens / seconds
+        mean = self._means.get(size, rate)
+        self._means[size] = mean + WEIGHT * (rate - mean)
+        self._steps[size] = self._steps.get(size, 0) + 1
+
+    @property
+    def table(self) -> dict[int, float]:
+        """Tokens per second by batch size, of the sizes that were seen often enough."""
+        return {n: self._means[n] for n in sorted(self._means) if self._steps[n] >= ENOUGH}
+
+    @property
+    def plateau(self) -> int:
+        """The smallest batch size that is within GAIN of the best; 0 while too little is known.
+
+        The largest size seen is no plateau: throughput may still grow beyond it.
+        """
+        table = self.table
+        if len(table) < 2:
+            return 0
+        best = max(table.values())
+        smallest = next(n for n, rate in table.items() if rate * (1 + GAIN) >= best)
+        return smallest if smallest < max(table) else 0
+
+
+def size_class(batch: int) -> int:
+    """The largest of 1, 2, 3, 4, 6, 8, 12, ... that is not above `batch`."""
+    power = 1 << (batch.bit_length() - 1)
+    return power * 3 // 2 if power > 1 and batch >= power * 3 // 2 else power
