@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.base import LENGTH, STOP
-from tests.unit.engines.engines_under_test import StandingClock, request, simulated
+from tests.unit.engines.engines_under_test import VOCAB, StandingClock, request, simulated
 
 
 def clock_of(engine: object) -> StandingClock:
@@ -94,3 +94,31 @@ def test_two_runs_with_one_seed_are_the_same() -> None:
 
     assert run(4) == run(4)
     assert run(4) != run(5)
+
+
+def test_tokens_of_two_versions_in_one_flush_say_which_is_which() -> None:
+    engine, listener = simulated(slots=2, rate=10.0)
+    engine.submit([request(1, max_new=6), request(2, max_new=30), request(3, max_new=30)])
+    for version in (1, 2):
+        clock_of(engine).pass_(0.4)
+        engine.swap({}, version)
+    clock_of(engine).pass_(0.4)
+    engine.step()
+    listener.drain()
+    assert listener.heard[1].versions == [0] * 4 + [1] * 2
+    assert listener.heard[2].versions == [0] * 4 + [1] * 4 + [2] * 4
+    assert listener.heard[3].versions == [1] * 2 + [2] * 4, "it took the first one's slot"
+
+
+def test_no_token_but_the_last_is_a_stop_token_whatever_the_vocabulary() -> None:
+    stops = (0, 5, VOCAB - 1)
+    _, listener = simulated(median_length=60.0)
+    heard = listener.run(*(request(i, max_new=500, stop_ids=stops) for i in range(30)))
+    seen = {token for h in heard.values() for token in h.tokens[:-1]}
+    assert seen == set(range(VOCAB)) - set(stops)
+
+
+def test_a_session_leaves_nothing_that_another_engine_could_take() -> None:
+    engine, listener = simulated()
+    listener.run(request(1, session=3))
+    assert engine.export(3) is None
