@@ -183,6 +183,21 @@ class Decoder {
     }
   }
 
+  // Keys, then values, of the blocks in order, a layer after the other.
+  void read_blocks(const int32_t* blocks, int64_t n, char* out) const {
+    for (const Layer& layer : layers_)
+      for (const T* part : {layer.keys.at(), layer.values.at()})
+        for (int64_t i = 0; i < n; i++, out += block_ * sizeof(T))
+          memcpy(out, part + blocks[i] * block_, block_ * sizeof(T));
+  }
+
+  void write_blocks(const int32_t* blocks, int64_t n, const char* in) {
+    for (Layer& layer : layers_)
+      for (T* part : {layer.keys.at(), layer.values.at()})
+        for (int64_t i = 0; i < n; i++, in += block_ * sizeof(T))
+          memcpy(part + blocks[i] * block_, in, block_ * sizeof(T));
+  }
+
  private:
   struct Layer {
     std::vector<float> attention_norm, mlp_norm, query_norm, key_norm, qkv_bias, output_bias;
@@ -447,6 +462,13 @@ int decoder_score(void* d, const Slots* slots, int64_t slot, int64_t count, floa
 void decoder_sleep(void* d) { static_cast<Model*>(d)->sleep(); }
 void decoder_copy_block(void* d, int64_t from, int64_t to) {
   static_cast<Model*>(d)->copy_block(from, to);
+}
+int64_t decoder_item_bytes() { return sizeof(MESHRL_STORAGE); }
+void decoder_read_blocks(void* d, const int32_t* blocks, int64_t n, char* out) {
+  static_cast<const Model*>(d)->read_blocks(blocks, n, out);
+}
+void decoder_write_blocks(void* d, const int32_t* blocks, int64_t n, const char* in) {
+  static_cast<Model*>(d)->write_blocks(blocks, n, in);
 }
 
 // Computes count[i] tokens of slot[i], for n slots, and samples for those that reach the end of what

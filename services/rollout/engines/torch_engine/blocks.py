@@ -20,6 +20,11 @@ ROOT = 0
 Tokens = NDArray[np.int64]
 
 
+def blocks_of(tokens: int) -> int:
+    """Blocks that so many tokens take."""
+    return -(-tokens // BLOCK)
+
+
 class BlockPool:
     """Counts the holders of each block."""
 

@@ -55,6 +55,9 @@ class EagerCompute:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, slots: Slots) -> None:
         self.vocab_size = config.vocab_size
         self._config, self._dtype, self._slots = config, dtype, slots
+        heads, width = config.kv_heads, config.head_dim
+        self.layout = f"eager {dtype} [2, {config.layers}, {heads}, {width} x tokens]"
+        self.cache_bytes_per_token = 2 * config.layers * heads * width * dtype.itemsize
 
     @torch.inference_mode()
     def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
@@ -107,6 +110,33 @@ class EagerCompute:
         scored: NDArray[np.float32] = chosen.flatten().cpu().numpy()
         return scored
 
+    def span_bytes(self, start: int, end: int) -> int:
+        return (end - start) * self.cache_bytes_per_token
+
+    @torch.inference_mode()
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        content = np.empty(self.span_bytes(start, end), np.uint8)
+        for part, there in self._parts(slot, start, end, content):
+            part.copy_(there)
+        return content
+
+    @torch.inference_mode()
+    def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        whole = np.require(
+            content, requirements=("C", "W", "A")
+        )  # a copy, if it may not be written
+        for part, there in self._parts(slot, start, end, whole):
+            there.copy_(part)
+
+    def _parts(
+        self, slot: int, start: int, end: int, content: NDArray[np.uint8]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(in `content`, in the cache) of the keys and of the values of a stretch of a slot."""
+        keys = self.cache.keys[:, slot, :, :, start:end]
+        values = self.cache.values[:, slot, :, start:end]
+        first, second = torch.from_numpy(content).view(self._dtype).chunk(2)
+        return [(first.view(keys.shape), keys), (second.view(values.shape), values)]
+
     def sleep(self) -> None:
         del self.model, self.cache
 
@@ -140,6 +170,9 @@ class ContiguousMemory:
 
     def short(self, slots: Rows, tokens: Rows) -> Rows:
         return slots[:0]
+
+    def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
+        return True
 
     def free(self, slot: int) -> None:
         """A freed slot still serves as a donor."""

@@ -22,14 +22,19 @@ from services.rollout.engines.base import (
     LENGTH,
     RUNNING,
     STOP,
+    WHOLE_BYTES,
     Flush,
     Ints,
     Request,
+    SessionCache,
     check,
 )
+from services.rollout.engines.torch_engine.moves import Moves
 from services.rollout.engines.torch_engine.parts import SHARE_FROM, Compute, Memory
+from services.rollout.engines.torch_engine.rate import PrefillRate
 from services.rollout.engines.torch_engine.slots import Slots
 from services.rollout.engines.torch_engine.stoptext import StopText
+from services.rollout.engines.torch_engine.weights import check_shapes
 
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
 
@@ -70,6 +75,8 @@ class TorchEngine:
         self._shapes = shapes
         self._clock = clock or SystemClock()
         self._recompute = kv_on_update == "recompute"
+        self._moves = Moves(slots, compute, memory, not self._recompute, self._drop)
+        self._prefill_rate = PrefillRate()
         self._steps, self._budget_s = steps, budget_s  # of one call, while nothing joins or ends
         self._stretch = max(2, compute.prefill_from)  # tokens to compute from which a slot joins
         self._stop_text = StopText(decode)
@@ -94,6 +101,14 @@ class TorchEngine:
     @property
     def ended(self) -> bool:
         return self._slots.ended
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._prefill_rate.tokens_per_s
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return self._compute.cache_bytes_per_token
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -165,7 +180,10 @@ class TorchEngine:
         before, computed = slots.known[rows], slots.computed[rows]
         began = self._clock.monotonic()
         sampled = self._compute.run(rows, counts, steps, self._budget_s, self.version)
-        self.compute_s += self._clock.monotonic() - began
+        took = self._clock.monotonic() - began
+        self.compute_s += took
+        if joining:
+            self._prefill_rate.add(sum(stretches), int(counts.sum()), took)
         self.tokens_generated += sampled
         self.steps += max(1, sampled // len(rows))
         self.tokens_computed += int((slots.computed[rows] - computed).sum())
@@ -295,13 +313,28 @@ class TorchEngine:
         elif slot not in self._joining:
             insort(self._joining, slot, key=lambda i: self._started[i])
 
+    # -- sessions that move ----------------------------------------------------------------------
+
+    def export(
+        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
+    ) -> SessionCache | None:
+        if self._asleep:
+            return None
+        return self._moves.export(session, start, most_bytes, self._swaps, self.version)
+
+    def adopt(self, session: int, cache: SessionCache) -> bool:
+        if self._asleep or self._queue:  # who waits for a slot goes first
+            return False
+        spare = int(self._decoding.sum())
+        return self._moves.adopt(session, cache, self._swaps, self.version, spare)
+
     # -- weights ---------------------------------------------------------------------------------
 
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
         """What slots have cached stays, unless the engine was told to recompute; where none of a
         slot's tokens was sampled here yet it goes in any case: see `Slots.forget_unsampled`.
         """
-        self._check(state)
+        check_shapes(state, self._shapes)
         if not self._asleep:
             self._compute.load(state)
         self.version = version
@@ -317,20 +350,6 @@ class TorchEngine:
         for slot in np.flatnonzero(self._decoding & (self._slots.computed == 0)).tolist():
             self._set_joining(slot, True)
 
-    def _check(self, state: Mapping[str, Tensor]) -> None:
-        odd = self._shapes.keys() ^ state.keys()
-        odd |= {
-            name
-            for name in self._shapes.keys() - odd
-            if self._shapes[name] != tuple(state[name].shape)
-        }
-        if odd:
-            raise Refused(
-                f"the weights do not fit the model: {min(odd)} is missing, unknown or misshapen",
-                where="engine",
-                fix="publish all tensors of the model that the engine was started with",
-            )
-
     def sleep(self) -> None:
         """Gives back weights and cache; what is known stays, and is computed again on waking."""
         if self._asleep:
@@ -344,7 +363,7 @@ class TorchEngine:
         self._compute.sleep()
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
-        self._check(state)
+        check_shapes(state, self._shapes)
         if self._asleep:
             self._compute.wake()
             self._asleep = False

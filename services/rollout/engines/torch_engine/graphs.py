@@ -32,6 +32,7 @@ from kernels.ops import (
 )
 from kernels.ops.layout import unpacked
 from services.rollout.engines.base import NO_FLOATS, Ints
+from services.rollout.engines.torch_engine.blocks import blocks_of
 from services.rollout.engines.torch_engine.buckets import Bucket, Buckets
 from services.rollout.engines.torch_engine.eager import draw, load_into
 from services.rollout.engines.torch_engine.parts import Rows
@@ -68,6 +69,9 @@ class GraphCompute:
         self._config, self._dtype, self._slots = config, dtype, slots
         self._blocks, self._device = blocks, device
         self._scale = config.head_dim**-0.5
+        heads, width = config.kv_heads, config.head_dim
+        self.layout = f"graphs {dtype} [2, {config.layers}, blocks, {heads}, {BLOCK} x {width}]"
+        self.cache_bytes_per_token = 2 * config.layers * heads * width * dtype.itemsize
         self._buckets = Buckets(slots.count, slots.max_length)
         self._table: NDArray[np.int32] | None = None
         self._captured: dict[Bucket, Captured] = {}
@@ -265,6 +269,35 @@ class GraphCompute:
         """Keys and values of a block, all layers."""
         self.keys[:, target] = self.keys[:, source]
         self.values[:, target] = self.values[:, source]
+
+    def span_bytes(self, start: int, end: int) -> int:
+        return (blocks_of(end) - start // BLOCK) * BLOCK * self.cache_bytes_per_token
+
+    @torch.inference_mode()
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        content = np.empty(self.span_bytes(start, end), np.uint8)
+        held = self._held(slot, start, end)
+        for part, there in zip(self._halves(content), (self.keys, self.values), strict=True):
+            part.copy_(there[:, held].flatten())
+        return content
+
+    @torch.inference_mode()
+    def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        held = self._held(slot, start, end)
+        whole = np.require(
+            content, requirements=("C", "W", "A")
+        )  # a copy, if it may not be written
+        for part, there in zip(self._halves(whole), (self.keys, self.values), strict=True):
+            shape = (len(there), len(held), *there.shape[2:])
+            there[:, held] = part.view(shape).to(self._device)
+
+    def _halves(self, content: NDArray[np.uint8]) -> tuple[Tensor, ...]:
+        """Keys and values of `content`, flat."""
+        return torch.from_numpy(content).view(self._dtype).chunk(2)
+
+    def _held(self, slot: int, start: int, end: int) -> Tensor:
+        assert self._table is not None
+        return self._tensor(self._table[slot, start // BLOCK : blocks_of(end)].astype(np.int64))
 
     def sleep(self) -> None:
         del self.model, self.keys, self.values

@@ -19,6 +19,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import rope_table
 from kernels.build import Library, library
 from services.rollout.engines.base import Ints
+from services.rollout.engines.torch_engine.blocks import BLOCK, blocks_of
 from services.rollout.engines.torch_engine.parts import Rows
 from services.rollout.engines.torch_engine.slots import Slots
 
@@ -101,9 +102,13 @@ class NativeCompute:
         self._described: _Slots | None = None
         self._stops: NDArray[np.int64] | None = None  # that the description points to
         self._lib = _declared(found.load())
+        heads, item = config.kv_heads, self._lib.decoder_item_bytes()
+        shape = f"{config.layers}, 2, blocks, {heads}, {BLOCK} x {self._width}"
+        self.layout = f"native, {item} bytes an item [{shape}]"
+        self.cache_bytes_per_token = 2 * config.layers * heads * self._width * item
         positions = slots.max_length
         rope = rope_table(config, positions).contiguous()
-        shape = _Shape(
+        described = _Shape(
             vocab=config.vocab_size,
             hidden=config.hidden_size,
             layers=config.layers,
@@ -117,7 +122,7 @@ class NativeCompute:
             norm_epsilon=config.norm_eps,
             attention_scale=config.head_dim**-0.5,
         )
-        self._decoder = self._lib.decoder_new(ctypes.byref(shape), rope.data_ptr())
+        self._decoder = self._lib.decoder_new(ctypes.byref(described), rope.data_ptr())
         if not self._decoder:
             raise _out_of_memory()
 
@@ -132,6 +137,27 @@ class NativeCompute:
     def copy(self, source: int, target: int) -> None:
         """Keys and values of a block, all layers."""
         self._lib.decoder_copy_block(self._decoder, source, target)
+
+    def span_bytes(self, start: int, end: int) -> int:
+        return (blocks_of(end) - start // BLOCK) * BLOCK * self.cache_bytes_per_token
+
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        content = np.empty(self.span_bytes(start, end), np.uint8)
+        blocks = self._held(slot, start, end)
+        self._lib.decoder_read_blocks(
+            self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
+        )
+        return content
+
+    def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        blocks, content = self._held(slot, start, end), np.ascontiguousarray(content)
+        self._lib.decoder_write_blocks(
+            self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
+        )
+
+    def _held(self, slot: int, start: int, end: int) -> NDArray[np.int32]:
+        assert self._table is not None
+        return self._table[slot, start // BLOCK : blocks_of(end)]
 
     def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
         if self._described is None or self._stops is not self._slots.stops:
@@ -227,6 +253,12 @@ def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     lib.decoder_wake.argtypes = (address,)
     lib.decoder_sleep.argtypes = (address,)
     lib.decoder_copy_block.argtypes = (address, number, number)
+    lib.decoder_item_bytes.restype = number
+    lib.decoder_item_bytes.argtypes = ()
+    lib.decoder_read_blocks.argtypes = (address, address, number, address)
+    lib.decoder_read_blocks.restype = None
+    lib.decoder_write_blocks.argtypes = (address, address, number, address)
+    lib.decoder_write_blocks.restype = None
     lib.decoder_load.argtypes = (address, ctypes.c_int, number, address)
     lib.decoder_score.argtypes = (address, address, number, number, address)
     lib.decoder_run.restype = number

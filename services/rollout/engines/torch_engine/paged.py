@@ -7,7 +7,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from services.rollout.engines.torch_engine.blocks import BLOCK, BlockPool, PrefixCache
+from services.rollout.engines.torch_engine.blocks import (
+    BLOCK,
+    BlockPool,
+    PrefixCache,
+    blocks_of,
+)
 from services.rollout.engines.torch_engine.parts import Rows
 from services.rollout.engines.torch_engine.slots import Slots
 
@@ -95,6 +100,11 @@ class PagedMemory:
             self.table[slot, self.held[slot]] = self._take()
             self.held[slot] += 1
         return True
+
+    def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
+        held = [self.table[slot, : self.held[slot]] for slot in beside]
+        taken = len(np.unique(np.concatenate(held))) if held else 0
+        return self.pool.count - taken >= blocks_of(tokens) + spare
 
     def short(self, slots: Rows, tokens: Rows) -> Rows:
         return slots[self.held[slots] * BLOCK < tokens]

@@ -22,6 +22,8 @@ class Compute(Protocol):
 
     vocab_size: int
     prefill_from: int  # known tokens from which one run of their own beats a token a step
+    layout: str  # of what `read` gives: path, type, order and shape
+    cache_bytes_per_token: int
 
     def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
         """Computes the next `counts[i]` known tokens of `slots[i]` and samples behind those that
@@ -35,6 +37,15 @@ class Compute(Protocol):
     def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
         """Log-probabilities at temperature 1 of all tokens but the first; `blocks` of the cache are
         free to use, if there are blocks."""
+
+    def span_bytes(self, start: int, end: int) -> int:
+        """Bytes of the entries of tokens [start, end); `start` begins a block."""
+
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """A copy of a slot's entries for tokens [start, end)."""
+
+    def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        """Puts what `read` gave into a slot that has room for it."""
 
     def sleep(self) -> None:
         """Gives back weights and cache."""
@@ -60,6 +71,10 @@ class Memory(Protocol):
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
         """Has room for the slot's first `tokens` tokens, and `spare` blocks beside; or answers
         False."""
+
+    def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
+        """Whether a slot could have room for so many tokens, and `spare` blocks be left, if only
+        the slots `beside` kept what they have."""
 
     def short(self, slots: Rows, tokens: Rows) -> Rows:
         """Those of `slots` whose first `tokens[i]` tokens have no room yet."""

@@ -86,7 +86,8 @@ class Slots:
         cached = min(int(self.computed[slot]), n)
         same = tokens[:cached] == self.tokens[slot, :cached]
         kept = cached if same.all() else int(same.argmin())
-        if kept < self.computed[slot] and self.weights[slot] != weights:
+        goes_on = kept == self.computed[slot] and self._shows(slot, tokens)
+        if self.weights[slot] != weights and not goes_on:
             kept = 0
         kept = min(kept, n - 1)  # the last token runs again: it is what the next is sampled from
         if kept == 0:
@@ -104,6 +105,30 @@ class Slots:
         self.finish[slot] = RUNNING
         self._set_stops(slot, request.stop_ids)
         self._slot_of[request.id] = slot
+        return slot
+
+    def _shows(self, slot: int, tokens: NDArray[np.int32]) -> bool:
+        """Whether `tokens` hold the first one that was sampled over the slot's cache: it tells of
+        the weights that came before later ones."""
+        first = int(self.first_sampled[slot])
+        return first < len(tokens) and int(tokens[first]) == int(self.tokens[slot, first])
+
+    def reserve(
+        self, session: int, tokens: NDArray[np.int32], first_sampled: int, version: int
+    ) -> int:
+        """An idle slot for a session that comes from elsewhere, nothing of it computed
+        yet; `first_sampled` and its `version` as `SessionCache` has them. The slot was free, or the
+        session's own, or that of the session idle for longest."""
+        slot = self._take(session)
+        n = len(tokens)
+        self.tokens[slot, :n] = tokens
+        self.known[slot] = self.flushed[slot] = n
+        self.computed[slot] = 0
+        self.first_sampled[slot] = first_sampled if first_sampled < n else self.max_length
+        if first_sampled < n:
+            self.versions[slot, first_sampled] = version
+        self.session[slot] = session
+        self._idle[session] = slot
         return slot
 
     def end(self, slot: int, code: int) -> list[int]:
@@ -128,6 +153,13 @@ class Slots:
 
     def slot_of(self, request_id: int) -> int | None:
         return self._slot_of.get(request_id)
+
+    def idle_slot(self, session: int) -> int | None:
+        return self._idle.get(session)
+
+    def runs(self, session: int) -> bool:
+        """Whether a request of the session has a slot."""
+        return bool((self.session[self.live()] == session).any())
 
     def live(self) -> list[int]:
         """Slots that run a request."""

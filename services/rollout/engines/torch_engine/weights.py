@@ -1,0 +1,21 @@
+"""Whether weights are those of the model that an engine was started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from common.errors import Refused
+
+
+def check_shapes(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refused unless `state` has exactly the tensors of `shapes`."""
+    odd = shapes.keys() ^ state.keys()
+    odd |= {name for name in shapes.keys() - odd if shapes[name] != tuple(state[name].shape)}
+    if odd:
+        raise Refused(
+            f"the weights do not fit the model: {min(odd)} is missing, unknown or misshapen",
+            where="engine",
+            fix="publish all tensors of the model that the engine was started with",
+        )
