@@ -17,6 +17,7 @@ from common.clock import Clock
 from common.pace import Pace
 from services.rollout.engines.base import (
     RUNNING,
+    WHOLE_BYTES,
     Engine,
     Flush,
     Ints,
@@ -144,8 +145,18 @@ class PacedEngine:
     def score(self, tokens: Ints) -> NDArray[np.float32]:
         return self.inner.score(tokens)
 
-    def export(self, session: int) -> SessionCache | None:
-        return self.inner.export(session)
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.pace.prefill_tokens_per_s
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return self.inner.cache_bytes_per_token
+
+    def export(
+        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
+    ) -> SessionCache | None:
+        return self.inner.export(session, start, most_bytes)
 
     def adopt(self, session: int, cache: SessionCache) -> bool:
         return self.inner.adopt(session, cache)

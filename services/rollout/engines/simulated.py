@@ -24,6 +24,7 @@ from services.rollout.engines.base import (
     NO_FLOATS,
     RUNNING,
     STOP,
+    WHOLE_BYTES,
     Flush,
     Ints,
     Piece,
@@ -134,6 +135,8 @@ class SimulatedEngine:
         self.tokens_generated = self.tokens_computed = 0
         self.steps = 0
         self.busy_s = 0.0
+        self.prefill_tokens_per_s = 0.0
+        self.cache_bytes_per_token = 0  # there is none
         self.vocab_size, self.max_length = vocab_size, max_length
         self._clock, self._rate, self._seed = clock, tokens_per_s, seed
         self._median, self._sigma = median_length, sigma
@@ -201,7 +204,9 @@ class SimulatedEngine:
     def release(self, sessions: Iterable[int]) -> None:
         """Sessions hold nothing here."""
 
-    def export(self, session: int) -> SessionCache | None:
+    def export(
+        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
+    ) -> SessionCache | None:
         return None
 
     def adopt(self, session: int, cache: SessionCache) -> bool:
