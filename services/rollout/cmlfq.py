@@ -38,6 +38,14 @@ class Scheduler:
         course = self._courses.get(t.id)
         return course.bucket if course else 0
 
+    def order(self, t: Trajectory) -> tuple[int, ...]:
+        """Whose turn it is when several wait, lowest first; then who came first.
+
+        With buckets, the long ones: the step ends with them. All others take turns, which shows
+        soon who is long. With one, the oldest group: it is what a step waits for.
+        """
+        return (-self.bucket(t),) if len(self.buckets) > 1 else (t.id,)
+
     def returned(self, t: Trajectory) -> Decision:
         """A tool has answered the trajectory's open round: where it goes on."""
         course = self._courses.setdefault(t.id, _Course())

@@ -7,8 +7,9 @@ and `balance.py` (what changes engine while it waits or runs).
 from __future__ import annotations
 
 import asyncio
-import heapq
+from bisect import insort
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,13 +28,24 @@ from services.rollout.link import (
     TokenSink,
     Turn,
 )
-from services.rollout.routing import Bucket, EngineLoad, assign, choose
+from services.rollout.routing import Bucket, EngineLoad, Waiting, assign, choose, next_up
 from services.rollout.trajectory import Trajectory
 
 ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
 PATIENCE_S = 120.0  # for so long they may refuse it: engines drain and move as a matter of course
 PLACE_S = 24 * 3600.0  # a trajectory may wait so long for an engine: spot capacity can be away
+LOOK_AHEAD = 64  # of the queue: so many may go before its head when an engine holds what they need
 BALANCE_S = 1.0  # between two looks at what could move (RLBoost's manager polls as often)
+
+
+@dataclass(slots=True)
+class Queued:
+    """A trajectory that waits for an engine."""
+
+    order: tuple[int, ...]
+    trajectory: Trajectory
+    floor: int
+    engine: asyncio.Future[EngineLink]
 
 
 class Router:
@@ -54,7 +66,8 @@ class Router:
         self.scheduler = scheduler or Scheduler([Bucket(1 << 30, seats)], 1, Lengths())
         self.links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._waiting: list[tuple[int, int, Trajectory, asyncio.Future[EngineLink]]] = []  # a heap
+        self._queue: list[Queued] = []  # in the order of their turn
+        self._arrivals = 0
         self._sent: dict[int, str] = {}  # trajectories that the balancer moves -> engine
         self._balanced_at = mesh.clock.monotonic()
         self.continued = 0  # trajectories that went on elsewhere after their engine failed
@@ -69,11 +82,11 @@ class Router:
     def idle(self) -> int:
         """Requests that all engines together could take now, beyond those that wait."""
         room = sum(max(0, link.bound - len(link.out)) for link in self.links.values())
-        return room - len(self._waiting)
+        return room - len(self._queue)
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue)
 
     # -- engines ---------------------------------------------------------------------------------
 
@@ -136,6 +149,7 @@ class Router:
             length = t.length
             finish = await self._attempt(link, request)
             link.out.discard(t.id)
+            self.dispatch()
             target = self._sent.pop(t.id, "")
             if finish in (STOP, LENGTH):
                 t.attempts, t.failing_since = 0, 0.0
@@ -176,16 +190,19 @@ class Router:
             )
 
     async def _place(self, t: Trajectory, floor: int) -> EngineLink:
-        name = self._choose(t, floor)
-        if name is not None and (name == t.engine or not self._waiting):
+        request = self._request(t, floor)
+        name = choose(self._loads(), request)
+        if name is not None and (name == t.engine or not self._queue):
             return self._assign(t, name)
-        future: asyncio.Future[EngineLink] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (t.id, floor, t, future))
+        self._arrivals += 1
+        order = (*self.scheduler.order(t), self._arrivals)
+        queued = Queued(order, t, floor, asyncio.get_running_loop().create_future())
+        insort(self._queue, queued, key=lambda q: q.order)
         async with self._mesh.clock.timeout(PLACE_S, "an engine for a trajectory"):
-            return await future
+            return await queued.engine
 
-    def _choose(self, t: Trajectory, floor: int) -> str | None:
-        return choose(self._loads(), floor, t.engine, self.scheduler.bucket(t))
+    def _request(self, t: Trajectory, floor: int) -> Waiting:
+        return Waiting(floor, t.engine, self.scheduler.bucket(t))
 
     def _assign(self, t: Trajectory, name: str) -> EngineLink:
         if t.engine != name and t.engine in self.links:
@@ -204,15 +221,17 @@ class Router:
         t.engine = ""
 
     def dispatch(self) -> None:
-        """Gives room that has opened to those who wait, oldest group first."""
-        while self._waiting:
-            _, floor, t, future = self._waiting[0]
-            if not future.done():
-                name = self._choose(t, floor)
-                if name is None:
-                    return
-                future.set_result(self._assign(t, name))
-            heapq.heappop(self._waiting)
+        """Gives room that has opened to those who wait."""
+        self._queue = [q for q in self._queue if not q.engine.done()]
+        while self._queue:
+            first = self._queue[:LOOK_AHEAD]
+            requests = [self._request(q.trajectory, q.floor) for q in first]
+            found = next_up(requests, self._loads())
+            if found is None:
+                return
+            index, name = found
+            queued = self._queue.pop(index)
+            queued.engine.set_result(self._assign(queued.trajectory, name))
 
     # -- what changes engine ---------------------------------------------------------------------
 
@@ -220,6 +239,8 @@ class Router:
         """A tool has answered the trajectory: it may belong to another bucket now."""
         decision = self.scheduler.returned(t)
         if decision.outcome == "causal_signal_agree":
+            if t.engine in self.links:
+                self._leave(t, self.links[t.engine])
             self._mesh.telemetry.log.info(
                 "bucket", trajectory=t.id, bucket=decision.bucket, reason=decision.reason
             )

@@ -1,10 +1,10 @@
 """Where a trajectory goes: join the shortest queue of its bucket, and change bucket when its tools'
 answers say that it will be longer or shorter than thought.
 
-A trajectory stays with the engine that holds its keys and values while that engine has room in its
-batch; a new or orphaned one goes to the admissible engine with the fewest requests, if one is below
-its bound, and waits otherwise: join-shortest-queue with delayed dispatch (RLBoost, arXiv
-2510.19225, Algorithm 2, SelectInstance).
+A trajectory stays with the engine that holds its keys and values while that has room in its batch;
+a new or orphaned one goes to the admissible engine with the fewest requests, if one is below its
+bound, and waits otherwise: join-shortest-queue with delayed dispatch (RLBoost, arXiv 2510.19225,
+Algorithm 2, SelectInstance).
 
 Engines form buckets by the length they are for (C-MLFQ: Libra, arXiv 2606.03077). Everything starts
 in the first, the short one; `decide` is asked at each tool return.
@@ -49,23 +49,56 @@ class EngineLoad:
         return (self.running + self.others) / self.bound
 
 
-def choose(
-    engines: Iterable[EngineLoad], floor: int, home: str = "", bucket: int = 0
-) -> str | None:
-    """The engine for a request that weights below `floor` may not serve; None: wait.
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request without an engine; weights below `floor` may not serve it."""
 
-    `home` holds the trajectory's keys and values: it needs no seat there, and leaves only for an
-    engine of its bucket. Other buckets help out when this one is full.
+    floor: int
+    home: str = ""  # the engine that holds its keys and values; empty: none does
+    bucket: int = 0
+
+
+def choose(engines: Iterable[EngineLoad], request: Waiting) -> str | None:
+    """The engine for one request; None: it waits.
+
+    Its home needs no new seat. Other buckets help out when its own is full.
     """
-    admissible = [e for e in engines if e.version >= floor]
-    at_home = next((e for e in admissible if e.name == home and e.running < e.bound), None)
-    if at_home is not None and at_home.bucket == bucket:
-        return home
+    admissible = [e for e in engines if e.version >= request.floor]
+    if any(e.name == request.home and e.running < e.bound for e in admissible):
+        return request.home
     free = [e for e in admissible if e.room]
-    best = min(free, key=lambda e: (e.bucket != bucket, e.load, e.held, e.name), default=None)
-    if at_home is not None and (best is None or best.bucket != bucket):
-        return home
+    best = min(free, key=lambda e: (e.bucket != request.bucket, *_order(e)), default=None)
     return best.name if best else None
+
+
+def next_up(queue: Sequence[Waiting], engines: Sequence[EngineLoad]) -> tuple[int, str] | None:
+    """Who of the queue, in the order of their turn, goes where now; None: all wait.
+
+    The first that finds room where it belongs goes first: at home, or in its bucket when it has no
+    home. Sending the head of the queue anywhere would have it computed again, while the engine that
+    has room mostly holds what somebody just behind it needs. Room that nobody belongs to goes to
+    the first that may have it.
+    """
+    versions = {e.name: e.version for e in engines}
+    for index, request in enumerate(queue):
+        at_home = versions.get(request.home, -1) >= request.floor
+        fits = [
+            e
+            for e in engines
+            if (e.name == request.home and e.running < e.bound)
+            or (not at_home and e.bucket == request.bucket and e.room)
+        ]
+        free = [e for e in fits if e.version >= request.floor]
+        if free:
+            return index, min(free, key=_order).name
+    for index, request in enumerate(queue):
+        if (name := choose(engines, request)) is not None:
+            return index, name
+    return None
+
+
+def _order(engine: EngineLoad) -> tuple[float, int, str]:
+    return engine.load, engine.held, engine.name
 
 
 def assign(engines: Mapping[str, int], buckets: Sequence[Bucket]) -> dict[str, int]:

@@ -4,7 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.lengths import Estimate
-from services.rollout.routing import Bucket, EngineLoad, assign, bucket_of, choose, decide
+from services.rollout.routing import (
+    Bucket,
+    EngineLoad,
+    Waiting,
+    assign,
+    bucket_of,
+    choose,
+    decide,
+    next_up,
+)
 
 loads = st.lists(
     st.builds(
@@ -32,7 +41,7 @@ plans = st.lists(
 def test_the_least_loaded_engine_with_room_is_chosen_in_the_bucket_before_elsewhere(
     engines: list[EngineLoad], floor: int, bucket: int
 ) -> None:
-    name = choose(engines, floor, bucket=bucket)
+    name = choose(engines, Waiting(floor, bucket=bucket))
     fit = {
         e.name: e
         for e in engines
@@ -53,22 +62,64 @@ def test_a_trajectory_stays_where_its_keys_and_values_are_while_that_engine_may_
     engines: list[EngineLoad], floor: int
 ) -> None:
     for engine in engines:
-        chosen = choose(engines, floor, engine.name, engine.bucket)
+        chosen = choose(engines, Waiting(floor, engine.name, engine.bucket))
         if engine.version >= floor and engine.running < engine.bound:
             assert chosen == engine.name
         else:
             assert chosen != engine.name
 
 
-@given(loads, st.integers(0, 4), st.integers(0, 2))
-def test_it_leaves_for_another_bucket_only_when_that_has_room(
-    engines: list[EngineLoad], floor: int, bucket: int
+requests = st.lists(
+    st.builds(
+        Waiting,
+        floor=st.integers(0, 4),
+        home=st.sampled_from(["", *(f"engine/g{i}" for i in range(6))]),
+        bucket=st.integers(0, 2),
+    ),
+    max_size=8,
+)
+
+
+@given(loads, requests)
+def test_room_is_given_while_anybody_waits_who_may_have_it(
+    engines: list[EngineLoad], queue: list[Waiting]
 ) -> None:
-    for engine in engines:
-        if engine.version < floor or engine.running >= engine.bound:
-            continue
-        chosen = next(e for e in engines if e.name == choose(engines, floor, engine.name, bucket))
-        assert chosen is engine or (chosen.bucket == bucket and chosen.room)
+    found = next_up(queue, engines)
+    if found is None:
+        assert all(choose(engines, request) is None for request in queue)
+        return
+    index, name = found
+    engine = next(e for e in engines if e.name == name)
+    request = queue[index]
+    assert engine.version >= request.floor
+    assert engine.running < engine.bound
+    assert engine.held < engine.seats or name == request.home
+
+
+@given(loads, requests)
+def test_nobody_is_overtaken_by_one_who_belongs_no_better(
+    engines: list[EngineLoad], queue: list[Waiting]
+) -> None:
+    """The first goes that finds room where it belongs; if none does, the first that finds any."""
+
+    def belongs(request: Waiting, engine: EngineLoad) -> bool:
+        if engine.version < request.floor or engine.running >= engine.bound:
+            return False
+        homes = [e for e in engines if e.name == request.home and e.version >= request.floor]
+        if homes:
+            return engine.name == request.home
+        return engine.bucket == request.bucket and engine.held < engine.seats
+
+    found = next_up(queue, engines)
+    well = [i for i, request in enumerate(queue) if any(belongs(request, e) for e in engines)]
+    somewhere = [i for i, request in enumerate(queue) if choose(engines, request) is not None]
+    if well:
+        assert found is not None and found[0] == well[0]
+        assert belongs(queue[well[0]], next(e for e in engines if e.name == found[1]))
+    elif somewhere:
+        assert found is not None and found[0] == somewhere[0]
+    else:
+        assert found is None
 
 
 @given(st.dictionaries(st.text("abcdef", min_size=1), st.sampled_from([1, 2, 4, 8])), plans)
