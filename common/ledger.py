@@ -19,13 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import numpy as np
 
-from common.errors import Refused, StorageFull
+from common import tokenrecord
+from common.errors import BadMessage, Refused, StorageFull
 
 if TYPE_CHECKING:
     from common.appendfile import AppendFile
     from common.host import Host
 
+MAGIC = b"MRLEDGR"
+FORMAT = 2  # of segments
+HEADER = MAGIC + bytes([FORMAT])
 FRAME = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
 SEGMENT_BYTES = 8 << 20  # a new segment from here on, so that finished ones can be deleted
 MAX_RECORD = 64 << 20
@@ -33,7 +38,7 @@ MAX_RECORD = 64 << 20
 
 class Kind(IntEnum):
     OPEN = 1  # [group, member, prompt row, version, prompt ids]
-    TOKENS = 2  # [trajectories i64, counts i32, tokens i32, logprobs f32, versions i32] as bytes
+    TOKENS = 2  # TokenRows; see common.tokenrecord
     TOOL = 3  # [trajectory, name, input, value]
     TURN = 4  # [trajectory, text]: the model's turn as the environment saw it
     APPEND = 5  # [trajectory, ids]
@@ -48,11 +53,11 @@ class Record:
 
 
 def trajectory_id(group: int, member: int) -> int:
-    return group << 12 | member
+    return group << tokenrecord.MEMBER_BITS | member
 
 
 def group_of(trajectory: int) -> int:
-    return trajectory >> 12
+    return trajectory >> tokenrecord.MEMBER_BITS
 
 
 def groups_of(record: Record) -> set[int]:
@@ -60,31 +65,48 @@ def groups_of(record: Record) -> set[int]:
     if record.kind in (Kind.OPEN, Kind.CLOSE):
         return {record.payload[0]}
     if record.kind is Kind.TOKENS:
-        count = len(record.payload[0]) // 8
-        return {group_of(t) for t in struct.unpack(f"<{count}q", record.payload[0])}
+        return set(np.unique(record.payload.ids >> tokenrecord.MEMBER_BITS).tolist())
     return {group_of(record.payload[0])}
 
 
 def frame(kind: Kind, payload: Any) -> bytes:
     """One record as it lies in a segment."""
-    body: bytes = msgpack.packb(payload, use_bin_type=True)
+    body: bytes
+    if kind is Kind.TOKENS:
+        body = tokenrecord.pack(payload)
+    else:
+        body = msgpack.packb(payload, use_bin_type=True)
     return FRAME.pack(len(body), zlib.crc32(body, kind), kind) + body
 
 
 def scan(path: Path, sealed: int = -1) -> Iterator[tuple[Record, int]]:
     """Whole records of a segment with the offset after each, up to `sealed` bytes (-1: the file's
-    own end).
+    own end). BadMessage if it was written in another format.
     """
     content = path.read_bytes()
     end = len(content) if sealed < 0 else min(sealed, len(content))
-    offset = 0
+    offset = len(HEADER)
+    if end < offset or not any(content[:offset]):  # torn before its first record
+        return
+    if content[:offset] != HEADER:
+        raise BadMessage(
+            f"a segment that begins with {content[:offset]!r}; this format begins with {HEADER!r}",
+            where=str(path),
+            fix="finish the run with the version of the software that began it",
+        )
     while offset + FRAME.size <= end:
         length, crc, kind = FRAME.unpack_from(content, offset)
         start, stop = offset + FRAME.size, offset + FRAME.size + length
         if length > MAX_RECORD or stop > end or zlib.crc32(content[start:stop], kind) != crc:
             return
-        yield Record(Kind(kind), msgpack.unpackb(content[start:stop], raw=False)), stop
+        yield _record(Kind(kind), content[start:stop]), stop
         offset = stop
+
+
+def _record(kind: Kind, body: bytes) -> Record:
+    if kind is Kind.TOKENS:
+        return Record(kind, tokenrecord.unpack(body))
+    return Record(kind, msgpack.unpackb(body, raw=False))
 
 
 class Ledger:
@@ -147,6 +169,8 @@ class Ledger:
         block = b"".join(frame(kind, payload) for kind, payload in (*self._deferred, *records))
         if not block:
             return
+        if not self._file.tell():
+            block = HEADER + block
         self._file.write(block)
         self._deferred.clear()
         self.bytes_written += len(block)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.api.engine import Sampling, Tokens
+from common.api.engine import Sampling
 from common.api.weights import Group
 from common.blob import pack
 from common.bulk import BulkClient
@@ -23,6 +23,7 @@ from common.state import groups as rows
 from common.state import jobs, registry
 from common.store import put
 from services.rollout.cmlfq import Scheduler
+from services.rollout.commit import GroupCommit
 from services.rollout.environments import EnvironmentPool
 from services.rollout.ledger import ShardLedger
 from services.rollout.lengths import Lengths
@@ -62,10 +63,10 @@ class ShardJob:
         )
         self.ledger = ShardLedger(mesh, job)
         scheduler = Scheduler(self._buckets(), len(self.train_rows), Lengths())
-        self.router = Router(mesh, self, self._sampling(), config.rollout.slots, scheduler)
+        self.commits = GroupCommit(mesh, self.ledger)
+        self.router = Router(mesh, self.commits, self._sampling(), config.rollout.slots, scheduler)
         self.bulk = BulkClient(mesh)
         self.active: dict[int, Trajectory] = {}
-        self.tokens_sampled = 0
         self.groups_finished = 0
         self._dropped_in_a_row = 0
         self._groups: dict[int, asyncio.Task[None]] = {}
@@ -105,12 +106,6 @@ class ShardJob:
         known = await self.ledger.take_over(self.seed_of)
         for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
             self.start(a.group, a.prompt, a.version, known.get(a.group, []))
-
-    async def tokens(self, ids: list[int], counts: list[int], flush: Tokens) -> None:
-        self.tokens_sampled += len(flush.tokens)
-        keep = [identity in self.active and self.active[identity].recorded for identity in ids]
-        if any(keep):
-            await self.ledger.tokens(ids, counts, flush, keep)
 
     # -- engines ---------------------------------------------------------------------------------
 
@@ -359,7 +354,7 @@ class ShardJob:
             "waiting": self.router.waiting,
             "bounds": list(BOUNDS),
             "histogram": [int(n) for n in histogram],
-            "tokens": self.tokens_sampled,
+            "tokens": self.commits.sampled,
             "groups": self.groups_finished,
             **self.router.stats,
             "environments": self.environments.pids,
@@ -372,6 +367,7 @@ class ShardJob:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.router.close()
+        await self.commits.close()
         await self.outside.close()
         await self.environments.close()
         self.ledger.close()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.api.engine import Tokens
 from common.errors import StorageFull
 from common.jobdata import JobData
-from common.ledger import Kind, Ledger, group_of, groups_of, scan, segments
+from common.ledger import Kind, Ledger, groups_of, scan, segments
 from common.mesh import Mesh
 from common.patience import patiently
 from common.state import groups as rows
+from common.tokenrecord import MEMBER_BITS, TokenRows
 from services.rollout.trajectory import Restored, Trajectory
 
 SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
@@ -85,7 +85,7 @@ class ShardLedger:
         """A record that may go with the next one: see `Ledger.defer`."""
         self._ledger.defer(kind, payload, group)
 
-    async def log(self, *records: tuple[Kind, Any], groups: tuple[int, ...] = ()) -> None:
+    async def log(self, *records: tuple[Kind, Any], groups: Iterable[int] = ()) -> None:
         """Writes records down; a full disk makes the trajectory wait, and loses nothing."""
         try:
             return self._ledger.append(records, groups)
@@ -97,19 +97,10 @@ class ShardLedger:
                 with contextlib.suppress(StorageFull):
                     return self._ledger.append(records, groups)
 
-    async def tokens(
-        self, ids: list[int], counts: list[int], flush: Tokens, keep: list[bool]
-    ) -> None:
-        """A flush's tokens, of the trajectories that are kept."""
-        arrays = [flush.tokens, flush.logprobs, flush.versions]
-        if not all(keep):
-            chosen = np.repeat(np.array(keep), counts)
-            arrays = [a[chosen] for a in arrays]
-            ids = [i for i, k in zip(ids, keep, strict=True) if k]
-            counts = [c for c, k in zip(counts, keep, strict=True) if k]
-        head = [np.array(ids, np.int64).tobytes(), np.array(counts, np.int32).tobytes()]
-        payload = head + [np.ascontiguousarray(a).tobytes() for a in arrays]
-        await self.log((Kind.TOKENS, payload), groups=tuple({group_of(i) for i in ids}))
+    async def tokens(self, new: TokenRows) -> None:
+        """New tokens of trajectories."""
+        groups = np.unique(new.ids >> MEMBER_BITS).tolist()
+        await self.log((Kind.TOKENS, new), groups=groups)
 
     async def sync_forever(self) -> None:
         """Brings what was written to the disk, and goes on in a new segment when one is full."""

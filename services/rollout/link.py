@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,29 +11,33 @@ from typing import Any, Protocol
 import numpy as np
 
 from common.api.engine import Abort, Attach, Engine, Sampling, Submit, Tokens
-from common.errors import Refused
+from common.errors import MeshError, Refused
 from common.mesh import Mesh, Ref
 from services.rollout import balance
 from services.rollout.batching import Batcher
 from services.rollout.routing import EngineLoad
 from services.rollout.trajectory import Trajectory
 
-UNKNOWN = -1  # the trajectory of tokens that nobody waits for any more
 NO_VERSION = -1  # of an engine that may serve nobody now
-RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes of common.api.engine.Tokens
+STOP, LENGTH, ABORTED = 1, 2, 3  # finish codes of common.api.engine.Tokens
 REFUSED = 4  # of a turn that the engine did not take
 REST_S = 0.5  # an engine that failed a turn gets no other for so long: it may be draining
 SILENT_S = 1.0  # an engine with requests flushes every 20 ms
 TURN_S = 600.0  # a turn that takes longer is handed to another engine
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outstanding:
     """A request that is out."""
 
     trajectory: Trajectory
     done: asyncio.Future[int]  # its finish code
-    waits: bool = True  # it has brought no token yet
+    length: int  # of the trajectory when it was made
+
+    @property
+    def waits(self) -> bool:
+        """It has brought no token yet."""
+        return self.trajectory.length == self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,13 @@ class Turn:
 
 
 class TokenSink(Protocol):
-    async def tokens(self, ids: list[int], counts: list[int], flush: Tokens) -> None:
-        """Writes model tokens down before they count; returns when they are."""
+    """Numbers requests, and writes their tokens down before they count; see `GroupCommit`."""
+
+    def open(self, trajectory: Trajectory) -> tuple[int, asyncio.Future[int]]: ...
+    def forget(self, request: int) -> bool: ...
+    def abort(self, engine: str, requests: Iterable[int]) -> None: ...
+    async def put(self, engine: str, flush: Tokens) -> None: ...
+    async def settled(self) -> None: ...
 
 
 class EngineLink:
@@ -77,7 +86,6 @@ class EngineLink:
         self._ref: Ref = mesh.ref(name)
         self._requests: dict[int, Outstanding] = {}
         self._aborts: set[asyncio.Task[None]] = set()
-        self._next = 0
         self._heard = mesh.clock.monotonic()  # of a flush, or of a first request
         self._silence = ExitStack()  # holds the wait that is published while it is silent
         self._batcher: Batcher[tuple[int, Turn], None] = Batcher(self._submit, in_flight=2)
@@ -127,9 +135,7 @@ class EngineLink:
             self.version = NO_VERSION
             self._silence.close()
             await self._batcher.close()
-            for out in self._requests.values():
-                if not out.done.done():
-                    out.done.set_result(ABORTED)
+            self._sink.abort(self.name, self._requests)  # after what the engine had flushed
             self._requests.clear()
             self.held.clear()
             self.out.clear()
@@ -143,22 +149,24 @@ class EngineLink:
 
     async def generate(self, turn: Turn) -> int:
         """Submits a turn; returns its finish code once every token of it is written down."""
-        self._next += 1
-        request = self._next
         if not self._requests:
             self._heard = self._mesh.clock.monotonic()
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._requests[request] = Outstanding(turn.trajectory, future)
+        request, future = self._sink.open(turn.trajectory)
+        self._requests[request] = Outstanding(turn.trajectory, future, turn.trajectory.length)
         submitted = self._batcher.put((request, turn))
         submitted.add_done_callback(lambda f: self._refused(request, f))
         try:
             async with self._mesh.clock.timeout(TURN_S, f"a turn on {self.name}"):
                 return await future
-        except BaseException:
-            if self._requests.pop(request, None) is not None:
+        except BaseException as error:
+            if isinstance(error, MeshError):  # it goes on elsewhere, with all that is written down
+                await self._sink.settled()
+            if self._sink.forget(request):
                 abort = Abort(self._mesh.name, np.array([request], np.int64))
                 await self._ref.cast(Engine.abort, abort)
             raise
+        finally:
+            self._requests.pop(request, None)
 
     def movable(self, count: int, pending: bool) -> list[Trajectory]:
         """Up to `count` trajectories whose requests wait here, the latest first, or else run, the
@@ -184,8 +192,11 @@ class EngineLink:
         if submitted.cancelled() or error is not None:
             out = self._requests.pop(request, None)
             self._unwanted.append(request)  # it may have been taken, its answer lost
-            if out is not None and not out.done.done():
-                out.done.set_result(REFUSED if isinstance(error, Refused) else ABORTED)
+            if isinstance(error, Refused) and out is not None and not out.done.done():
+                self._sink.forget(request)
+                out.done.set_result(REFUSED)
+            elif out is not None:
+                self._sink.abort(self.name, [request])
 
     async def _submit(self, batch: list[tuple[int, Turn]]) -> list[Exception | None]:
         ts = [turn.trajectory for _, turn in batch]
@@ -219,22 +230,5 @@ class EngineLink:
         if flush.version > self.version:
             self.version = flush.version
             self._on_version()
-        counts = flush.counts.tolist()
-        found = [self._requests.get(i) for i in flush.ids.tolist()]
-        known = [out.trajectory.id if out else UNKNOWN for out in found]
-        await self._sink.tokens(known, counts, flush)
-        at = 0
-        finishes = flush.finish.tolist()
-        for i, out in enumerate(found):
-            end = at + counts[i]
-            if out is not None:
-                if end > at:
-                    out.waits = False
-                    out.trajectory.sampled(
-                        flush.tokens[at:end], flush.logprobs[at:end], flush.versions[at:end]
-                    )
-                if finishes[i] != RUNNING:
-                    del self._requests[int(flush.ids[i])]
-                    if not out.done.done():
-                        out.done.set_result(finishes[i])
-            at = end
+        if len(flush.ids):
+            await self._sink.put(self.name, flush)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from common.ledger import Kind, Record, group_of, trajectory_id
+from common.tokenrecord import TokenRows
 
 NOT_SAMPLED = -1  # weight version of a token that the model did not sample
 
@@ -40,6 +41,13 @@ class Ending:
     error: str = ""
 
 
+class Stage(Protocol):
+    """Where tokens of a turn that goes on lie until somebody reads them; see `Staging`."""
+
+    def waiting(self, row: int) -> int: ...
+    def settle(self, row: int) -> None: ...
+
+
 class Trajectory:
     """Token ids, log-probabilities and versions side by side, in buffers that grow."""
 
@@ -49,7 +57,6 @@ class Trajectory:
         self.version = (
             version  # of the mesh when its group was admitted: engines below it may not serve it
         )
-        self.length = 0
         self.prompt_length = 0
         self.turn_start = 0  # where this turn's sampled tokens begin
         self.rounds: list[Round] = []
@@ -60,37 +67,58 @@ class Trajectory:
         self.engine = ""  # that holds its keys and values
         self.recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
+        self._stage: Stage | None = None  # while a request is out
+        self._row = 0
+        self._length = 0  # of what is in the buffers
         self._tokens = np.zeros(64, np.int32)
         self._logprobs = np.zeros(64, np.float32)
         self._versions = np.full(64, NOT_SAMPLED, np.int32)
 
     @property
+    def length(self) -> int:
+        """Tokens that count: those of a turn that goes on as soon as they are written down."""
+        if self._stage is None:
+            return self._length
+        return self._length + self._stage.waiting(self._row)
+
+    @property
     def tokens(self) -> np.ndarray:
-        return self._tokens[: self.length]
+        self._settle()
+        return self._tokens[: self._length]
 
     @property
     def logprobs(self) -> np.ndarray:
-        return self._logprobs[: self.length]
+        self._settle()
+        return self._logprobs[: self._length]
 
     @property
     def versions(self) -> np.ndarray:
-        return self._versions[: self.length]
+        self._settle()
+        return self._versions[: self._length]
 
     @property
     def turn(self) -> np.ndarray:
         """Ids sampled in the current turn."""
-        return self._tokens[self.turn_start : self.length]
+        return self.tokens[self.turn_start :]
+
+    def stage(self, stage: Stage | None, row: int) -> None:
+        """Where the tokens of its request are from now on; None: nowhere but here."""
+        self._stage, self._row = stage, row
+
+    def _settle(self) -> None:
+        if self._stage is not None:
+            self._stage.settle(self._row)
 
     def _room(self, n: int) -> slice:
-        end = self.length + n
+        end = self._length + n
         if end > len(self._tokens):
             grown = max(end, 2 * len(self._tokens))
             extra = grown - len(self._tokens)
             self._tokens = np.concatenate([self._tokens, np.zeros(extra, np.int32)])
             self._logprobs = np.concatenate([self._logprobs, np.zeros(extra, np.float32)])
             self._versions = np.concatenate([self._versions, np.full(extra, NOT_SAMPLED, np.int32)])
-        where = slice(self.length, end)
-        self.length = end
+        where = slice(self._length, end)
+        self._length = end
         return where
 
     def sampled(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
@@ -107,14 +135,14 @@ class Trajectory:
         self._tokens[where] = ids
         self._logprobs[where] = 0.0
         self._versions[where] = NOT_SAMPLED
-        self.turn_start = self.length
+        self.turn_start = self._length
         if self.open_round is not None:
             self.rounds.append(self.open_round)
             self.open_round = None
 
     def begin(self, prompt: list[int]) -> None:
         """(Re)starts at the prompt."""
-        self.length = 0
+        self._length = 0
         self.rounds, self.open_round, self.ending = [], None, None
         self.appended(prompt)
         self.prompt_length = len(prompt)
@@ -131,11 +159,12 @@ class Trajectory:
         answer.
         """
         told: list[Any] = []
+        tokens, versions = self.tokens, self.versions
         at = self.prompt_length
         for r in self.rounds + ([self.open_round] if self.open_round else []):
-            sampled = self._versions[at : self.length] != NOT_SAMPLED
+            sampled = versions[at:] != NOT_SAMPLED
             at += int(np.argmax(sampled)) if len(sampled) else 0
-            told.append(["step", self._tokens[at : at + r.tokens].tolist()])
+            told.append(["step", tokens[at : at + r.tokens].tolist()])
             at += r.tokens
             if r.answered and r is not self.open_round:
                 told.append(["result", r.value])
@@ -176,20 +205,14 @@ class Restored:
         elif record.kind is Kind.END:
             t.ending = Ending(p[1], p[2], p[3])
 
-    def _tokens(self, payload: list[bytes]) -> None:
-        ids, counts = np.frombuffer(payload[0], np.int64), np.frombuffer(payload[1], np.int32)
-        tokens, logprobs = (
-            np.frombuffer(payload[2], np.int32),
-            np.frombuffer(payload[3], np.float32),
-        )
-        versions = np.frombuffer(payload[4], np.int32)
+    def _tokens(self, rows: TokenRows) -> None:
         at = 0
-        for identity, count in zip(ids.tolist(), counts.tolist(), strict=True):
-            end = at + count
+        for identity, count in zip(rows.ids.tolist(), rows.counts.tolist(), strict=True):
+            part = slice(at, at + count)
+            at += count
             if identity in self.trajectories:
                 sampled = self.trajectories[identity].sampled
-                sampled(tokens[at:end], logprobs[at:end], versions[at:end])
-            at += count
+                sampled(rows.tokens[part], rows.logprobs[part], rows.versions[part])
 
     def by_group(self) -> dict[int, list[Trajectory]]:
         """Unclosed groups with the members the ledger knows, in member order."""

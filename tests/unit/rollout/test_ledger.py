@@ -1,18 +1,31 @@
 """The ledger: what was appended is read back, whole records only, by whoever comes after."""
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.clock import SystemClock
-from common.errors import Refused, StorageFull
+from common.errors import BadMessage, Refused, StorageFull
 from common.host import SystemHost
-from common.ledger import Kind, Ledger, frame, groups_of, read, scan, trajectory_id
+from common.ledger import (
+    HEADER,
+    Kind,
+    Ledger,
+    Record,
+    frame,
+    groups_of,
+    read,
+    scan,
+    trajectory_id,
+)
 from common.random import Random
 from common.simhost import SimulatedHost
+from common.tokenrecord import TokenRows
 from services.rollout.trajectory import Restored, Trajectory
 
 HOST = SystemHost()
@@ -22,15 +35,15 @@ def opened(group: int, member: int) -> tuple[Kind, list[object]]:
     return Kind.OPEN, [group, member, 7, 0, [1, 2, 3]]
 
 
-def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[Kind, list[bytes]]:
+def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[Kind, TokenRows]:
     n = len(tokens)
-    return Kind.TOKENS, [
-        np.array([trajectory], np.int64).tobytes(),
-        np.array([n], np.int32).tobytes(),
-        np.array(tokens, np.int32).tobytes(),
-        np.full(n, -0.5, np.float32).tobytes(),
-        np.full(n, version, np.int32).tobytes(),
-    ]
+    return Kind.TOKENS, TokenRows(
+        ids=np.array([trajectory], np.int64),
+        counts=np.array([n], np.int32),
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.full(n, -0.5, np.float32),
+        versions=np.full(n, version, np.int32),
+    )
 
 
 def ledger_in(directory: Path, owner: str = "1") -> Ledger:
@@ -44,19 +57,75 @@ def test_an_append_without_a_segment_is_refused(tmp_path: Path) -> None:
         Ledger(HOST, tmp_path, "1").append([opened(0, 0)])
 
 
-@given(st.binary(max_size=60), st.integers(0, 80))
-def test_a_torn_or_corrupt_tail_ends_the_segment_at_its_last_whole_record(
-    tmp_path_factory: pytest.TempPathFactory, garbage: bytes, cut: int
+records = st.lists(
+    st.one_of(
+        st.builds(lambda g: (Kind.CLOSE, [g, "ready"]), st.integers(0, 1 << 40)),
+        st.builds(
+            sampled,
+            st.integers(0, 1 << 50),
+            st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
+            st.integers(0, 9),
+        ),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def same(a: Record, kind: Kind, payload: Any) -> bool:
+    if kind is not Kind.TOKENS:
+        return a.kind is kind and a.payload == payload
+    return a.kind is kind and equal(a.payload, payload)
+
+
+def equal(a: TokenRows, b: TokenRows) -> bool:
+    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(TokenRows)]
+    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
+
+
+@settings(deadline=None, max_examples=40)
+@given(written=records, garbage=st.binary(max_size=40))
+def test_wherever_a_segment_is_cut_its_whole_records_are_read_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, written: list[tuple[Kind, Any]], garbage: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("ledger") / "1-00001.ledger"
-    whole = [frame(Kind.CLOSE, [n, "ready"]) for n in range(5)]
-    content = b"".join(whole)
-    kept = content[: len(content) - min(cut, len(content))]
-    path.write_bytes(kept + garbage)
-    found = [record.payload[0] for record, _ in scan(path)]
-    complete = len(kept) // len(whole[0])
-    assert found[:complete] == list(range(complete))
-    assert len(found) == complete or found == list(range(len(found)))
+    frames = [HEADER, *(frame(kind, payload) for kind, payload in written)]
+    content = b"".join(frames)
+    ends = np.cumsum([len(f) for f in frames]).tolist()
+    for cut in range(len(content) + 1):
+        whole = max(0, sum(end <= cut for end in ends) - 1)
+        path.write_bytes(content[:cut])
+        found = list(scan(path))
+        assert len(found) == whole
+        assert all(same(r, *wrote) for (r, _), wrote in zip(found, written, strict=False))
+        assert [end for _, end in found] == ends[1 : whole + 1]
+    path.write_bytes(content + garbage)
+    found = list(scan(path))
+    assert len(found) >= len(written)
+    assert all(same(r, *wrote) for (r, _), wrote in zip(found, written, strict=False))
+
+
+@given(place=st.integers(len(HEADER), 10_000), flip=st.integers(1, 255))
+def test_a_record_with_a_wrong_byte_is_not_read(
+    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
+) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "1-00001.ledger"
+    one = frame(*sampled(trajectory_id(3, 1), [5, 700, 90_000], 2))
+    content = bytearray(HEADER + 3 * one)
+    place = len(HEADER) + place % (3 * len(one))
+    content[place] ^= flip
+    path.write_bytes(content)
+    assert len(list(scan(path))) == (place - len(HEADER)) // len(one)
+
+
+def test_a_segment_of_another_format_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "1-00001.ledger"
+    path.write_bytes(HEADER[:-1] + bytes([HEADER[-1] + 1]) + frame(Kind.CLOSE, [1, "ready"]))
+    with pytest.raises(BadMessage, match="begins with"):
+        list(scan(path))
+    for content in (b"", HEADER[:5], HEADER, bytes(4096)):
+        path.write_bytes(content)
+        assert list(scan(path)) == []
 
 
 def test_what_a_zombie_writes_after_the_seal_is_not_read(tmp_path: Path) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from common.api.engine import Sampling, Tokens
+from common.api.engine import Sampling
 from common.errors import ToolFailed
 from common.mesh import Mesh
 from common.random import Random
 from common.simhost import SimulatedHost
 from common.state.client import State
+from common.tokenrecord import TokenRows
 from common.transport.memory import MemoryNetwork, MemoryTransport
 from common.virtual import VirtualClock, run_virtual
+from services.rollout.commit import GroupCommit
 from services.rollout.engine_service import EngineService
 from services.rollout.engines.simulated import SimulatedEngine
 from services.rollout.link import LENGTH, Turn
@@ -29,7 +31,7 @@ LOOK_S = 0.5
 class Forgetful:
     """A token sink for what needs no ledger."""
 
-    async def tokens(self, ids: list[int], counts: list[int], flush: Tokens) -> None:
+    async def tokens(self, rows: TokenRows) -> None:
         return None
 
 
@@ -50,8 +52,12 @@ class Bench:
     def shard(self, name: str) -> Router:
         """The router of another rollout shard."""
         self.rollout = self._mesh(name)
-        self.routers.append(Router(self.rollout, Forgetful(), Sampling([], []), SLOTS))
+        self.routers.append(self._router())
         return self.routers[-1]
+
+    def _router(self) -> Router:
+        commits = GroupCommit(self.rollout, Forgetful())
+        return Router(self.rollout, commits, Sampling([], []), SLOTS)
 
     def _engine(self, name: str) -> EngineService:
         engine = SimulatedEngine(self.clock, SLOTS, 100.0)

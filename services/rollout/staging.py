@@ -1,0 +1,159 @@
+"""Tokens that are written down, of requests that are still out: one row of arrays per request, so
+that taking in what many engines flushed costs no Python per request.
+
+A row moves into its trajectory's own buffers when it is full, when its request is over, and when
+somebody reads the trajectory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import Overloaded
+from common.tokenrecord import TokenRows
+from services.rollout.trajectory import Trajectory
+
+ROW_BITS = 20  # of a request's number: where its row is; above them, how many went before it
+ROW_TOKENS = 128  # a row is moved once in so many tokens
+FIRST_ROWS = 64
+NOBODY = -1  # request of a row that is free
+_ROW = (1 << ROW_BITS) - 1
+
+
+class Staging:
+    """Rows of requests that are out. A request's number is used once."""
+
+    def __init__(self) -> None:
+        self._request = np.full(0, NOBODY, np.int64)
+        self._trajectory = np.zeros(0, np.int64)
+        self._recorded = np.zeros(0, bool)
+        self._used = np.zeros(0, np.int64)
+        self._tokens = np.zeros(0, np.int32)  # rows one after the other
+        self._logprobs = np.zeros(0, np.float32)
+        self._versions = np.zeros(0, np.int32)
+        self._of: list[Trajectory | None] = []
+        self._free: list[int] = []
+        self._opened = 0
+        self._grow()
+
+    def open(self, trajectory: Trajectory) -> int:
+        """The number of a new request, whose tokens go to `trajectory`."""
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._opened += 1
+        request = self._opened << ROW_BITS | row
+        self._request[row], self._trajectory[row] = request, trajectory.id
+        self._recorded[row], self._used[row] = trajectory.recorded, 0
+        self._of[row] = trajectory
+        trajectory.stage(self, row)
+        return request
+
+    def close(self, request: int) -> bool:
+        """The request is over: its tokens are the trajectory's; False if it was over already."""
+        row = request & _ROW
+        if row >= len(self._of) or self._request[row] != request:
+            return False
+        self.settle(row)
+        trajectory = self._of[row]
+        assert trajectory is not None
+        trajectory.stage(None, 0)
+        self._of[row] = None
+        self._request[row] = NOBODY
+        self._free.append(row)
+        return True
+
+    def _grow(self) -> None:
+        rows = len(self._of)
+        more = max(FIRST_ROWS, rows)
+        if rows + more > _ROW:
+            raise Overloaded(f"{rows} requests are out", where="rollout shard")
+        self._request = np.append(self._request, np.full(more, NOBODY, np.int64))
+        self._trajectory = np.append(self._trajectory, np.zeros(more, np.int64))
+        self._recorded = np.append(self._recorded, np.zeros(more, bool))
+        self._used = np.append(self._used, np.zeros(more, np.int64))
+        tokens = np.zeros(more * ROW_TOKENS, np.int32)
+        self._tokens = np.append(self._tokens, tokens)
+        self._logprobs = np.append(self._logprobs, tokens.astype(np.float32))
+        self._versions = np.append(self._versions, tokens)
+        self._of += [None] * more
+        self._free += range(rows + more - 1, rows - 1, -1)
+
+    # -- tokens ----------------------------------------------------------------------------------
+
+    def rows_of(self, requests: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each request; NOBODY where it is over."""
+        rows = requests & _ROW
+        known = self._request[np.minimum(rows, len(self._of) - 1)] == requests
+        return rows if known.all() else np.where(known, rows, NOBODY)
+
+    def trajectories(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._trajectory[rows]
+
+    def recorded(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return self._recorded[rows]
+
+    def add(self, rows: NDArray[np.int64], new: TokenRows) -> None:
+        """Takes `new` (row i of it belongs to `rows[i]`; a row that comes twice is taken in
+        order)."""
+        while len(rows):
+            mark = np.arange(len(rows))
+            place = np.zeros(int(rows.max()) + 1, np.int64)
+            place[rows[::-1]] = mark[::-1]  # of repeated rows, the first
+            first = place[rows] == mark
+            if first.all():
+                return self._add(rows, new)
+            self._add(rows[first], some(new, first))
+            rows, new = rows[~first], some(new, ~first)
+
+    def _add(self, rows: NDArray[np.int64], new: TokenRows) -> None:
+        for row in rows[self._used[rows] + new.counts > ROW_TOKENS].tolist():
+            self.settle(row)
+        large = new.counts > ROW_TOKENS
+        if large.any():
+            self._straight(rows, new, large)
+            rows, new = rows[~large], some(new, ~large)
+        counts = new.counts
+        used = self._used[rows]
+        start = rows * ROW_TOKENS + used - (np.cumsum(counts) - counts)
+        at = np.repeat(start, counts) + np.arange(len(new.tokens))
+        self._tokens[at] = new.tokens
+        self._logprobs[at] = new.logprobs
+        self._versions[at] = new.versions
+        self._used[rows] = used + counts
+
+    def _straight(self, rows: NDArray[np.int64], new: TokenRows, large: NDArray[np.bool_]) -> None:
+        """What no row can hold goes to its trajectory at once."""
+        ends = np.cumsum(new.counts)
+        for i in np.flatnonzero(large).tolist():
+            part = slice(int(ends[i] - new.counts[i]), int(ends[i]))
+            trajectory = self._of[int(rows[i])]
+            assert trajectory is not None
+            trajectory.sampled(new.tokens[part], new.logprobs[part], new.versions[part])
+
+    # -- what a trajectory asks ------------------------------------------------------------------
+
+    def waiting(self, row: int) -> int:
+        """Tokens that are here and not yet in the trajectory's own buffers."""
+        return int(self._used[row])
+
+    def settle(self, row: int) -> None:
+        """Moves the row's tokens into its trajectory's own buffers."""
+        used = int(self._used[row])
+        trajectory = self._of[row]
+        if not used or trajectory is None:
+            return
+        part = slice(row * ROW_TOKENS, row * ROW_TOKENS + used)
+        self._used[row] = 0
+        trajectory.sampled(self._tokens[part], self._logprobs[part], self._versions[part])
+
+
+def some(rows: TokenRows, chosen: NDArray[np.bool_]) -> TokenRows:
+    """The chosen rows with their tokens."""
+    if rows.counts[~chosen].any():
+        tokens = np.repeat(chosen, rows.counts)
+        columns = rows.tokens[tokens], rows.logprobs[tokens], rows.versions[tokens]
+    else:
+        columns = rows.tokens, rows.logprobs, rows.versions
+    return TokenRows(rows.ids[chosen], rows.counts[chosen], *columns)
