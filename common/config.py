@@ -32,7 +32,9 @@ class DatasetConfig:
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    use: str = ""  # module:function, a factory; empty: single turn
+    use: str = ""  # module:function, a factory; empty: single turn, and tools in a chat
+    chat: str = ""  # chat format, as `renderers` calls it; auto: the model's; empty: plain text
+    chat_options: dict[str, Any] = field(default_factory=dict)  # such as enable_thinking
     processes: int = 1  # environment processes of a rollout shard
     tools: dict[str, str] = field(default_factory=dict)  # tool name -> module:function
     tool_deadline_s: float = 5.0

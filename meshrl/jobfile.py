@@ -12,6 +12,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from common.config import JobConfig
 from common.errors import ConfigError
+from common.model.chat import Chat, format_of
+from common.model.tokenizer import Tokenizer
 from common.pace import profile
 from meshrl import references, rows
 from meshrl.toml_lines import key_lines, line_of
@@ -128,7 +130,7 @@ class _Checker:
         self._values(config)
         self._files(config)
         self._references(config, base)
-        return config
+        return self._chat(config)
 
     def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
         lines = {k: i for i, k in enumerate(self.places, 1)}
@@ -225,13 +227,35 @@ class _Checker:
             if not rows.exists(Path(name)):
                 raise self.fail(key, f"there is no file {name}")
             own = set()
-            for row in rows.read(Path(name), prompt):
+            for row in rows.read(Path(name), prompt, chat=bool(config.environment.chat)):
                 if row.identity in seen:
                     raise self.fail(key, f"{row.place} is also in dataset.train")
                 own.add(row.identity)
             if not own:
                 raise self.fail(key, f"{name} holds no rows")
             seen = own
+
+    def _chat(self, config: JobConfig) -> JobConfig:
+        """The job with its chat format by name, and the format's stop tokens among its own."""
+        environment, path = config.environment, Path(config.model.path)
+        if not environment.chat:
+            if environment.chat_options:
+                raise self.fail(
+                    "environment.chat_options", "chat_options without environment.chat"
+                )
+            return config
+        tokenizer = Path(config.model.tokenizer or path / "tokenizer.json")
+        try:
+            name = format_of(path) if environment.chat == "auto" else environment.chat
+            chat = Chat.load(name, environment.chat_options, Tokenizer.load(tokenizer))
+        except ConfigError as error:
+            raise self.fail("environment.chat", f"environment.chat: {error}") from error
+        stop = list(dict.fromkeys([*config.rollout.stop, *chat.stop_tokens]))
+        return replace(
+            config,
+            environment=replace(environment, chat=name),
+            rollout=replace(config.rollout, stop=stop),
+        )
 
     def _references(self, config: JobConfig, base: Path) -> None:
         if not config.reward.use:

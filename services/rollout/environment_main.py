@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,10 @@ from typing import Any
 import msgpack
 
 from common.child import Channel
+from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
+from services.rollout.sessions import ChatSession, Session, TextSession
+from services.rollout.tools import Tool
 
 Answer = tuple[str, Any]
 
@@ -25,11 +29,17 @@ class Environments:
     """The open environments of one process, by trajectory."""
 
     def __init__(
-        self, factory: Callable[[], Any] | None, tokenizer: Tokenizer, prompt: str
+        self,
+        factory: Callable[[], Any] | None,
+        tokenizer: Tokenizer,
+        prompt: str,
+        chat: Chat | None = None,
+        tools: dict[str, Tool] | None = None,
     ) -> None:
         self._factory = factory or SingleTurn.factory(prompt)
         self._tokenizer = tokenizer
-        self._open: dict[int, Any] = {}
+        self._chat, self._tools = chat, tools or {}
+        self._open: dict[int, Session] = {}
 
     def perform(self, key: int, operation: str, argument: Any) -> Answer:
         """One operation; what the author's code raises becomes the status `raised`."""
@@ -45,53 +55,48 @@ class Environments:
             return "raised", f"{type(error).__name__}: {error}"
 
     def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
-        environment = self._factory()
-        text = environment.open(row)
-        if not isinstance(text, str):
-            raise TypeError(f"open() returned {type(text).__name__}, not the prompt as str")
-        self._open[key] = environment
-        return self._tokenizer.encode(text)
+        session: Session = (
+            ChatSession(self._factory(), self._chat, self._tools, self._tokenizer)
+            if self._chat
+            else TextSession(self._factory(), self._tokenizer)
+        )
+        ids = session.begin(row)
+        self._open[key] = session
+        return ids
 
-    def _step(self, key: int, ids: list[int]) -> Any:
-        environment = self._open[key]
-        text = self._tokenizer.decode(ids)
-        return [text, *self._action(environment.step(text), tools=True)]
+    def _step(self, key: int, ids: list[int]) -> list[Any]:
+        return self._open[key].step(ids)
 
-    def _result(self, key: int, value: Any) -> Any:
-        return self._action(self._open[key].result(value), tools=False)
+    def _result(self, key: int, value: Any) -> list[Any]:
+        return self._open[key].result(value)
 
     def _text(self, _: int, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
 
+    def _cut(self, _: int, ids: list[int]) -> list[Any]:
+        """The trajectory ends in mid-turn: the turn's text, and the environment has no score."""
+        return [self._tokenizer.decode(ids), None]
+
     def _restore(self, key: int, argument: Any) -> None:
-        row, told = argument
+        row, told, *ids = argument
         self._begin(key, row)
-        environment = self._open[key]
+        session = self._open[key]
         for operation, value in told:
             if operation == "step":
-                environment.step(self._tokenizer.decode(value))
+                session.step(value)
             else:
-                environment.result(value)
+                session.result(value)
+        if ids:
+            session.resume(ids[0])
 
     def _close(self, key: int, _: Any) -> None:
-        environment = self._open.pop(key, None)
-        if environment is not None:
-            environment.close()
-
-    def _action(self, action: Any, tools: bool) -> list[Any]:
-        if isinstance(action, dict):
-            if tools and isinstance(action.get("tool"), str):
-                return ["tool", [action["tool"], action.get("input")]]
-            if isinstance(action.get("append"), str):
-                return ["append", self._tokenizer.encode(action["append"])]
-            if action.get("done") is True:
-                return ["done", None]
-        offered = "{'tool': name, 'input': x}, " if tools else ""
-        raise TypeError(f"an environment answers {offered}{{'append': str}} or {{'done': True}}")
+        session = self._open.pop(key, None)
+        if session is not None:
+            session.close()
 
 
 class SingleTurn:
-    """The environment of a job that names none: the prompt, one turn, done."""
+    """The environment of a job that names none: the prompt, one turn without a call, done."""
 
     def __init__(self, prompt: str) -> None:
         self._prompt = prompt
@@ -100,8 +105,8 @@ class SingleTurn:
     def factory(cls, prompt: str) -> Callable[[], SingleTurn]:
         return lambda: cls(prompt)
 
-    def open(self, row: dict[str, Any]) -> str:
-        return str(row[self._prompt])
+    def open(self, row: dict[str, Any]) -> Any:
+        return row[self._prompt]
 
     def step(self, text: str) -> dict[str, Any]:
         return {"done": True}
@@ -125,10 +130,21 @@ def main() -> None:
     parser.add_argument("--modules", default=".", help="directory of the job's modules")
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--prompt", default="prompt", help="the row's key that holds the prompt")
+    parser.add_argument("--chat", default="", help="chat format; empty: text as it is")
+    parser.add_argument("--chat-options", type=json.loads, default={})
+    parser.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
     arguments = parser.parse_args()
     channel = Channel.from_env()
+    tokenizer = Tokenizer.load(arguments.tokenizer)
+    chat, tools = None, {}
+    if arguments.chat:
+        chat = Chat.load(arguments.chat, arguments.chat_options, tokenizer)
+        tools = {
+            name: Tool(name, resolve(reference, arguments.modules))
+            for name, reference in arguments.tools.items()
+        }
     factory = resolve(arguments.use, arguments.modules) if arguments.use else None
-    served = Environments(factory, Tokenizer.load(arguments.tokenizer), arguments.prompt)
+    served = Environments(factory, tokenizer, arguments.prompt, chat, tools)
     while (block := channel.recv()) is not None:
         answers = [
             [key, *served.perform(key, operation, argument)]

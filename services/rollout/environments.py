@@ -5,6 +5,7 @@ dies.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import msgpack
 
 from common.errors import DeadlineExceeded, MeshError, ToolFailed
+from common.jobdata import JobData
 from common.mesh import Mesh
 from common.process import Child
 from services.rollout.batching import Batcher
@@ -106,6 +108,18 @@ class EnvironmentProcess:
             await self._bury(self._child)
 
 
+def command(job: JobData) -> list[str]:
+    """What runs an environment process of a job."""
+    config = job.config.environment
+    argv = [sys.executable, "-m", "services.rollout.environment_main", "--use", config.use]
+    argv += ["--modules", str(job.modules), "--tokenizer", str(job.tokenizer)]
+    argv += ["--prompt", job.config.dataset.prompt]
+    if config.chat:
+        argv += ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
+        argv += ["--tools", json.dumps(config.tools)]
+    return argv
+
+
 def _answer(status: str, value: Any, name: str) -> Any:
     if status == "ok":
         return value
@@ -122,24 +136,18 @@ class EnvironmentPool:
     repeated alone, so that only the one that hangs by itself, more than once, fails.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        *,
-        use: str,
-        modules: str,
-        tokenizer: str,
-        prompt: str,
-        processes: int,
-        deadline_s: float,
-        logs: Path,
-    ) -> None:
-        argv = [sys.executable, "-m", "services.rollout.environment_main", "--use", use]
-        argv += ["--modules", modules, "--tokenizer", tokenizer, "--prompt", prompt]
+    def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
+        config = job.config.environment
         name = "environment-" + mesh.name.replace("/", "-")
         self._processes = [
-            EnvironmentProcess(mesh, argv, f"{name}-{i}", logs / f"{name}-{i}.log", deadline_s)
-            for i in range(processes)
+            EnvironmentProcess(
+                mesh,
+                command(job),
+                f"{name}-{i}",
+                logs / f"{name}-{i}.log",
+                config.step_deadline_s,
+            )
+            for i in range(config.processes)
         ]
 
     @property
@@ -154,13 +162,26 @@ class EnvironmentPool:
     async def step(
         self, key: int, ids: list[int], replay: Callable[[], Any]
     ) -> tuple[str, str, Any]:
-        """(the turn's text, tool | append | done, what comes with it)."""
+        """(the turn's text, tool | append | done, what comes with it).
+
+        With a tool its name and input, with what is appended its ids, with the end a score or None.
+        """
         text, action, value = await self._perform(key, "step", ids, replay)
         return text, action, value
 
     async def result(self, key: int, value: Any, replay: Callable[[], Any]) -> tuple[str, Any]:
         action, argument = await self._perform(key, "result", value, replay)
         return action, argument
+
+    async def cut(
+        self, key: int, ids: list[int], replay: Callable[[], Any]
+    ) -> tuple[str, float | None]:
+        """The trajectory ends here, in mid-turn or before one.
+
+        Returns what `ids`, its unfinished turn, say, and the score of an environment that has one.
+        """
+        text, score = await self._perform(key, "cut", ids, replay)
+        return text, score
 
     async def text(self, key: int, ids: list[int]) -> str:
         """What ids say; the environment is not told."""

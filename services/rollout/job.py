@@ -51,16 +51,7 @@ class ShardJob:
         self.mesh, self.job, self.config = mesh, job, config
         self.train_rows, self.held_out = job.rows("train"), job.rows("held_out")
         self.outside = Outside(mesh, job)
-        self.environments = EnvironmentPool(
-            mesh,
-            use=config.environment.use,
-            modules=str(job.modules),
-            tokenizer=str(job.tokenizer),
-            prompt=config.dataset.prompt,
-            processes=config.environment.processes,
-            deadline_s=config.environment.step_deadline_s,
-            logs=logs,
-        )
+        self.environments = EnvironmentPool(mesh, job, logs)
         self.ledger = ShardLedger(mesh, job)
         scheduler = Scheduler(self._buckets(), len(self.train_rows), Lengths())
         self.commits = GroupCommit(mesh, self.ledger)

@@ -59,7 +59,11 @@ def warm(data: JobData, learner: Learner, progress: Callable[[int, float], None]
         Tokenizer.load(str(data.tokenizer)),
         config.warm_start,
         seed=config.seed,
-        held_out={row[config.dataset.prompt] for row in data.rows("held_out")},
+        held_out={
+            prompt
+            for row in data.rows("held_out")
+            if isinstance(prompt := row.get(config.dataset.prompt), str)
+        },
         max_tokens=config.rollout.max_tokens,
         bin_tokens=config.training.bin_tokens,
         progress=progress,

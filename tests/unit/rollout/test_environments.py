@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from common.clock import SystemClock
+from common.config import EnvironmentConfig, JobConfig
 from common.errors import ToolFailed
 from common.host import SystemHost
+from common.jobdata import JobData
 from common.mesh import Mesh
 from common.random import Random
 from common.state.client import State
@@ -42,7 +45,11 @@ class Counting:
 
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
-    (tmp_path / "counting.py").write_text(MODULE)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/counting.py").write_text(MODULE)
+    shutil.copyfile(ROOT / "examples/calculator/tokenizer.json", tmp_path / "tokenizer.json")
+    environment = EnvironmentConfig(use="counting:Counting", step_deadline_s=DEADLINE_S)
+    job = JobData("job", JobConfig(environment=environment), tmp_path, tmp_path)
     clock = SystemClock()
     mesh = Mesh(
         name="rollout/0",
@@ -53,16 +60,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
         random=Random(1),
         host=SystemHost(),
     )
-    pool = EnvironmentPool(
-        mesh,
-        use="counting:Counting",
-        modules=str(tmp_path),
-        tokenizer=str(ROOT / "examples/calculator/tokenizer.json"),
-        prompt="prompt",
-        processes=1,
-        deadline_s=DEADLINE_S,
-        logs=tmp_path,
-    )
+    pool = EnvironmentPool(mesh, job, tmp_path)
     yield pool
     await pool.close()
     await mesh.leave()

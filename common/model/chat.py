@@ -1,0 +1,226 @@
+"""Conversations in a model's own chat format, as token ids that only grow.
+
+Templates are those of the `renderers` package (Prime Intellect, Apache-2.0), which knows them as
+functions of token ids: a prompt is rendered once, a turn of the model is parsed from its ids, and
+what follows a turn is appended. Nothing that the model has seen or sampled is encoded again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, MeshError
+from common.model.tokenizer import Tokenizer
+
+Message = dict[str, Any]  # {"role": ..., "content": ...}, as everywhere
+# What parsers raise over turns that nobody would write, such as ten thousand brackets.
+UNREADABLE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class ChatBroken(MeshError):
+    """The format offers no way on from this turn that would leave earlier ids alone."""
+
+    code = "chat_broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call as the model wrote it; `problem` says why it is none that can be made."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A turn of the model, parsed."""
+
+    content: str
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+class Chat:
+    """A chat format over one tokenizer."""
+
+    def __init__(self, renderer: Any, tokenizer: Tokenizer) -> None:
+        self.renderer = renderer
+        self.stop_ids: list[int] = list(renderer.get_stop_token_ids())
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, name: str, options: dict[str, Any], tokenizer: Tokenizer) -> Chat:
+        """The format that `renderers` calls `name`, with options such as `enable_thinking`.
+
+        ConfigError for a name or option it does not know, and for a tokenizer that lacks the
+        format's special tokens.
+        """
+        renderers = _renderers()
+        known = set(renderers.base.MODEL_RENDERER_MAP.values())
+        if name not in known:
+            raise ConfigError(
+                f"there is no chat format {name!r}", fix=f"known are {', '.join(sorted(known))}"
+            )
+        kind = type(renderers.config_from_name(name))
+        try:
+            # Earlier turns stay as they were sampled: reasoning is not cut out of them afterwards.
+            config = kind.model_validate({"name": name, "thinking_retention": "all", **options})
+            renderer = renderers.create_renderer(_Spelling(tokenizer), config)
+        except Exception as error:  # each format checks the tokenizer in its own way
+            raise ConfigError(
+                f"chat format {name!r}: {error}",
+                fix="use the format of the model that the tokenizer belongs to",
+            ) from error
+        return cls(renderer, tokenizer)
+
+    @property
+    def stop_tokens(self) -> list[str]:
+        """The tokens that end a turn."""
+        return [t for i in self.stop_ids if (t := self._tokenizer.id_to_token(i)) is not None]
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
+        """The conversation that begins with `messages`, the model's turn next."""
+        ids = self.renderer.render_ids(
+            list(messages), tools=list(tools) or None, add_generation_prompt=True
+        )
+        return Conversation(self, [int(i) for i in ids], list(tools))
+
+
+class Conversation:
+    """Token ids of a trajectory: rendered messages and sampled turns, in turn."""
+
+    def __init__(self, chat: Chat, ids: list[int], tools: list[Message]) -> None:
+        self._chat = chat
+        self._tools = tools
+        self._prompt_length = len(ids)
+        self._turn = len(ids)  # where the model's last turn begins
+        self.ids = ids
+
+    def sampled(self, ids: Sequence[int]) -> Reply:
+        """Takes in a turn of the model, whole or cut short, and says what it means."""
+        before = self.ids
+        self._turn = len(before)
+        self.ids = [*before, *ids]
+        try:
+            parsed = self._chat.renderer.parse_response(
+                list(ids), tools=self._tools or None, prompt_ids=before
+            )
+        except UNREADABLE as error:
+            return Reply("", calls=[Call("", {}, f"call_{len(before)}", f"{error}"[:200])])
+        calls = [_call(c, f"call_{len(before)}_{i}") for i, c in enumerate(parsed.tool_calls)]
+        return Reply(parsed.content or "", parsed.reasoning_content or "", calls)
+
+    def extend(self, messages: Sequence[Message]) -> list[int]:
+        """Appends messages after the model's turn, and opens its next; returns the new ids.
+
+        A turn that was cut short is closed first. ChatBroken when the format cannot do it.
+        """
+        added = self._bridge(self.ids[: self._turn], self.ids[self._turn :], messages)
+        # The turn itself may be in the way: the format would cut it where it first looks closed, or
+        # will not close it. What follows a closed turn does not depend on what was said before.
+        last = self.ids[-1:] if self.ids[-1] in self._chat.stop_ids else []
+        for length in (self._prompt_length, 1):
+            if added is None:
+                added = self._bridge(self.ids[:length], last, messages)
+        if added is None:
+            raise ChatBroken("the chat format cannot be continued after this turn of the model")
+        self.ids = [*self.ids, *added]
+        self._turn = len(self.ids)
+        return added
+
+    def resume(self, ids: Sequence[int]) -> None:
+        """Stands where these ids end, the model's turn next: what was logged is what counts."""
+        self.ids = list(ids)
+        self._turn = len(self.ids)
+
+    def _bridge(
+        self, prompt: list[int], turn: list[int], messages: Sequence[Message]
+    ) -> list[int] | None:
+        bridged = self._chat.renderer.bridge_to_next_turn(
+            prompt, turn, list(messages), tools=self._tools or None
+        )
+        if bridged is None:
+            return None
+        earlier = prompt + turn
+        ids = [int(i) for i in bridged.token_ids]
+        return ids[len(earlier) :] if ids[: len(earlier)] == earlier else None
+
+
+class _Spelling:
+    """A tokenizer as `renderers` asks for it: no special tokens are added, none are dropped."""
+
+    unk_token_id = None
+    eos_token_id = None
+    name_or_path = ""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, token_ids: Any, *_: Any, **__: Any) -> str:
+        return self._tokenizer.decode([token_ids] if isinstance(token_ids, int) else token_ids)
+
+    def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
+        if isinstance(tokens, str):
+            return self._tokenizer.token_to_id(tokens)
+        return [self._tokenizer.token_to_id(t) for t in tokens]
+
+
+def _call(parsed: Any, identity: str) -> Call:
+    """One attempt at a call; what `renderers` could not parse is told to the model as a problem."""
+    name, arguments = parsed.name, parsed.arguments
+    problem = "" if parsed.status == "ok" else str(parsed.status).replace("_", " ")
+    if not problem and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            problem = "invalid json"
+    if not problem and not (isinstance(name, str) and isinstance(arguments, dict)):
+        problem = "a call is a name and an object of arguments"
+    return Call(
+        name if isinstance(name, str) else "",
+        arguments if isinstance(arguments, dict) else {},
+        parsed.id or identity,
+        problem,
+    )
+
+
+def format_of(model: Path) -> str:
+    """The chat format of a Hugging Face model directory, by the name it was published under.
+
+    That name is in its path (`.../Qwen/Qwen3-8B`, or the Hub's cache) or its config.json.
+    """
+    published = _renderers().base.MODEL_RENDERER_MAP
+    parts = model.parts
+    names = ["/".join(parts[i : i + 2]) for i in range(len(parts) - 1) if "--" not in parts[i]] + [
+        part.removeprefix("models--").replace("--", "/") for part in parts
+    ]
+    config = model / "config.json"
+    if config.is_file():
+        names.append(str(json.loads(config.read_text(encoding="utf-8")).get("_name_or_path", "")))
+    for name in names:
+        if name in published:
+            return str(published[name])
+    known = ", ".join(sorted(set(published.values())))
+    raise ConfigError(
+        f"nobody knows the chat format of {model}", fix=f"name it in environment.chat: {known}"
+    )
+
+
+def _renderers() -> Any:
+    try:
+        import renderers
+        import renderers.base
+    except ImportError as error:
+        raise ConfigError(
+            "chat formats take the package renderers", fix="pip install 'meshrl[chat]'"
+        ) from error
+    return renderers

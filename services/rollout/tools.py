@@ -1,0 +1,143 @@
+"""Tools as a model is told of them: their JSON schemas, and what its calls become."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+NAMES: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
+
+
+class BadCall(Exception):
+    """A call that the model wrote and the tool would not understand; its text is for the model."""
+
+
+class Tool:
+    """A tool of the job's author, `f(input)`, as what a model calls with named arguments.
+
+    A TypedDict as the type of `input`, or an attribute `parameters` of the function, which is a
+    JSON schema, names the arguments, and `input` is the whole object; else there is one argument,
+    called as the function's parameter is.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        parameter = next(iter(inspect.signature(function).parameters))
+        hints = typing.get_type_hints(function)
+        kind = hints.get(parameter, Any)
+        self._single = ""
+        declared = getattr(function, "parameters", None)
+        if isinstance(declared, dict):
+            self.parameters = declared
+        elif typing.is_typeddict(kind):
+            self.parameters = schema(kind)
+        else:
+            self._single = parameter
+            self.parameters = {
+                "type": "object",
+                "properties": {parameter: schema(kind)},
+                "required": [parameter],
+            }
+        self.description = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """In the form that chat templates take."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        return {"type": "function", "function": function}
+
+    def input(self, arguments: dict[str, Any]) -> Any:
+        """What the function is called with; BadCall when the arguments are not what it takes."""
+        if problem := mismatch(self.parameters, arguments):
+            raise BadCall(problem)
+        return arguments[self._single] if self._single else arguments
+
+
+def schema(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a type annotation; of one that has none, a schema that takes anything."""
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin in (typing.Required, typing.NotRequired, typing.Annotated):
+        return schema(arguments[0])
+    if typing.is_typeddict(origin):
+        hints = typing.get_type_hints(origin, include_extras=True)
+        return {
+            "type": "object",
+            "properties": {key: schema(hint) for key, hint in hints.items()},
+            "required": [key for key, hint in hints.items() if _required(hint, origin)],
+            "additionalProperties": False,
+        }
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [schema(a) for a in arguments]}
+    if origin is type(None):
+        return {"type": "null"}
+    if origin is list and arguments:
+        return {"type": "array", "items": schema(arguments[0])}
+    return {"type": NAMES[origin]} if origin in NAMES else {}
+
+
+def _required(hint: Any, table: Any) -> bool:
+    origin = typing.get_origin(hint)
+    return origin is typing.Required or (origin is not typing.NotRequired and table.__total__)
+
+
+def mismatch(wanted: dict[str, Any], value: Any, at: str = "") -> str:
+    """Why a value is not what a schema asks for; empty when it is.
+
+    Types, enums, required and further properties are looked at; other keywords are the tool's own
+    business.
+    """
+    name = at or "the arguments"
+    if options := wanted.get("anyOf"):
+        problems = [mismatch(option, value, at) for option in options]
+        return problems[0] if all(problems) else ""
+    if "enum" in wanted and value not in wanted["enum"]:
+        return f"{name} must be one of {json.dumps(wanted['enum'])}"
+    kind = wanted.get("type")
+    if kind and not _is(kind, value):
+        return f"{name} must be of type {kind}"
+    if kind == "array" and "items" in wanted:
+        found = (mismatch(wanted["items"], v, f"{at}[{i}]") for i, v in enumerate(value))
+        return next(filter(None, found), "")
+    return _object(wanted, value, at) if kind == "object" else ""
+
+
+def _object(wanted: dict[str, Any], value: dict[str, Any], at: str) -> str:
+    properties = wanted.get("properties", {})
+    for key in wanted.get("required", ()):
+        if key not in value:
+            return f"{at + '.' if at else ''}{key} is missing"
+    for key, item in value.items():
+        place = f"{at}.{key}" if at else key
+        if key in properties:
+            if problem := mismatch(properties[key], item, place):
+                return problem
+        elif properties and not wanted.get("additionalProperties"):
+            return f"there is no {place}; there are {', '.join(properties)}"
+    return ""
+
+
+def _is(kind: str, value: Any) -> bool:
+    if kind == "null":
+        return value is None
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if kind == "number":
+        return isinstance(value, int | float)
+    return any(name == kind and isinstance(value, of) for of, name in NAMES.items())
