@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -26,6 +27,7 @@ from services.rollout.engines.base import (
     LENGTH,
     RUNNING,
     STOP,
+    WHOLE_BYTES,
     Flush,
     Ints,
     Piece,
@@ -83,6 +85,8 @@ class SGLangEngine:
         self.relabelled = 0  # tokens that were handed on under another version than they are of
         self.busy_s = 0.0
         self.due_s = 0.0
+        self.prefill_tokens_per_s = 0.0  # not to be told apart from what it decodes meanwhile
+        self.cache_bytes_per_token = 0  # it cannot be moved
         self._http, self._watch, self._transport = http, watch, transport
         self._config, self._shapes = config, shapes_of(config)
         self._slots, self._max_length = slots, max_length
@@ -148,7 +152,9 @@ class SGLangEngine:
     def release(self, sessions: Iterable[int]) -> None:
         """The server's cache is its own affair: it drops what was used longest ago."""
 
-    def export(self, session: int) -> SessionCache | None:
+    def export(
+        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
+    ) -> SessionCache | None:
         return None
 
     def adopt(self, session: int, cache: SessionCache) -> bool:
@@ -202,26 +208,28 @@ class SGLangEngine:
 
     def _take(self, wait_s: float) -> None:
         """Everything that has come, after waiting for something."""
+        came: Counter[str] = Counter()
         try:
             rid, event = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
             while True:
-                self._hear(rid, event)
+                came[rid] += self._hear(rid, event)
                 rid, event = self._arrived.get_nowait()
         except Empty:
-            return
+            # The server does not say what it did in one step: at least this many brought it.
+            self.steps += max(came.values(), default=0)
 
-    def _hear(self, rid: str, event: dict[str, Any] | Exception | None) -> None:
+    def _hear(self, rid: str, event: dict[str, Any] | Exception | None) -> int:
+        """How many tokens it brings."""
         sent = self._sent.get(rid)
         if sent is None:  # it has ended here
-            return
+            return 0
         if not isinstance(event, dict):
             self._end(sent, ABORTED, repr(event) if event else "its stream ended early")
-            return
+            return 0
         chunk = v0_5.chunk(event, len(sent.tokens))
         before = len(sent.tokens)
         sent.add(chunk)
         self.tokens_computed += chunk.computed + len(chunk.tokens)
-        self.steps += bool(chunk.tokens)
         self.relabelled += sent.settle_versions(chunk.spans)
         self.preempted += max(0, chunk.retractions - sent.retractions)
         sent.retractions = max(sent.retractions, chunk.retractions)
@@ -230,9 +238,11 @@ class SGLangEngine:
             finish = STOP
             if chunk.finish == RUNNING:
                 self._ask_abort(sent)
-        self.tokens_generated += len(sent.tokens) - before
+        brought = len(sent.tokens) - before
+        self.tokens_generated += brought
         if finish != RUNNING:
             self._end(sent, finish, chunk.reason if sent.abort_by_s is None else "")
+        return brought
 
     def _completes(self, sent: Sent, came: int) -> bool:
         """Whether one of its new tokens completes a stop text; it is the last then."""

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import io
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -97,7 +98,7 @@ class FromDisk:
         """Nothing outlives a push."""
 
 
-class _Session:
+class _Session(ABC):
     """What transports share that bring weights in parts: nothing holds before the last."""
 
     def __init__(self, http: Http) -> None:
@@ -112,8 +113,11 @@ class _Session:
         label = {"new_version": str(version), "abort_all_requests": False}
         self._post(v0_5.VERSION, label, deadline_s)
 
-    def _send(self, part: State, flush: bool, deadline_s: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _send(self, part: State, flush: bool, deadline_s: float) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
 
     def _post(self, path: str, body: Any, deadline_s: float) -> None:
         done(self._http.call("POST", path, body, deadline_s=deadline_s), path)
