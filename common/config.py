@@ -71,6 +71,9 @@ class RolloutConfig:
     stop: list[str] = field(default_factory=list)  # tokens that end a turn
     stop_text: list[str] = field(default_factory=list)  # texts that end a turn
     kv_on_update: str = "keep"  # keep | recompute
+    sglang_python: str = ""  # interpreter that has SGLang; empty: `meshrl engine install sglang`'s
+    sglang_options: list[str] = field(default_factory=list)  # further flags of its server
+    sglang_weights: str = "auto"  # how they reach it: disk | tensors | distributed; auto: disk
     buckets: list[BucketConfig] = field(default_factory=list)  # short ones first; empty: one
     pace: str = ""  # an accelerator's, which the engine is slowed down to; empty: its own
 

@@ -22,7 +22,8 @@ REFERENCES = ("environment.use", "reward.use", "warm_start.demonstrations")
 CHOICES = {
     "mesh.device": ("cpu",),
     "rollout.kv_on_update": ("keep", "recompute"),
-    "rollout.engine": ("torch",),
+    "rollout.engine": ("torch", "sglang"),
+    "rollout.sglang_weights": ("auto", "disk", "tensors", "distributed"),
     "rollout.path": ("auto", "native", "eager", "graphs"),
     "rollout.dtype": ("float32", "bfloat16"),
     "algorithm.name": ("grpo",),

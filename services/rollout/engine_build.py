@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from common.clock import Clock
+import torch
+
+from common.engines import home, interpreter
 from common.jobdata import JobData
+from common.mesh import Mesh
 from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
 from common.pace import profile
@@ -14,11 +19,59 @@ from services.rollout.engines.base import Engine
 from services.rollout.engines.paced import PacedEngine
 from services.rollout.engines.torch_engine import TorchEngine, build
 
+if TYPE_CHECKING:
+    from services.rollout.engines.sglang_engine.engine import SGLangEngine
 
-def built(data: JobData, clock: Clock) -> Engine:
-    """The job's engine, asleep; native code is compiled if this host has none yet."""
+BUILD_S = 300.0  # some 10 s on a quiet core, 30 for a server; engines of a host wait for each other
+
+
+async def opened(mesh: Mesh, data: JobData, gang: str) -> Engine:
+    """The job's engine, asleep; native code is compiled if this host has none yet.
+
+    From the main thread: a server that an engine needs dies with the thread that starts it.
+    """
+    if data.config.rollout.engine == "sglang":
+        engine: Engine = await _sglang(mesh, data, gang)
+    else:
+        engine = await mesh.host.run_blocking(_torch, data, deadline_s=BUILD_S)
     pace = data.config.rollout.pace
-    return PacedEngine(_torch(data), profile(pace), clock) if pace else _torch(data)
+    return PacedEngine(engine, profile(pace), mesh.clock) if pace else engine
+
+
+async def _sglang(mesh: Mesh, data: JobData, gang: str) -> SGLangEngine:
+    from services.rollout.engines import sglang
+
+    limits = data.config.rollout
+    model = model_config(data)
+    how = sglang.launch(
+        limits.sglang_python or str(interpreter(home("sglang"))),
+        model,
+        data.run_dir / "sglang" / gang,
+        limits.slots,
+        limits.max_tokens,
+        kv_tokens=limits.kv_tokens,
+        dtype=limits.dtype,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        seed=data.config.seed,
+        kv_on_update=limits.kv_on_update,
+        options=tuple(limits.sglang_options),
+    )
+    server = await sglang.start(mesh.host, mesh.clock, how, limits.sglang_weights, BUILD_S)
+    return sglang.attach(
+        server,
+        model,
+        limits.slots,
+        limits.max_tokens,
+        weights=limits.sglang_weights,
+        kv_on_update=limits.kv_on_update,
+        decode=_decode(data),
+        clock=mesh.clock,
+    )
+
+
+def _decode(data: JobData) -> Callable[[Sequence[int]], str] | None:
+    stop_text = data.config.rollout.stop_text
+    return Tokenizer.load(str(data.tokenizer)).decode if stop_text else None
 
 
 def _torch(data: JobData) -> TorchEngine:
@@ -33,7 +86,7 @@ def _torch(data: JobData) -> TorchEngine:
         kv_on_update=limits.kv_on_update,
         steps=1 if limits.pace else FLUSH_STEPS,
         budget_s=FLUSH_S,
-        decode=Tokenizer.load(str(data.tokenizer)).decode if limits.stop_text else None,
+        decode=_decode(data),
     )
 
 

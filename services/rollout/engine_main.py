@@ -17,10 +17,9 @@ from common.mesh import Mesh, MeshSettings, run
 from common.model.transfer import fetch
 from common.patience import patiently
 from common.state import jobs
-from services.rollout.engine_build import built
+from services.rollout.engine_build import opened
 from services.rollout.engine_service import EngineService
 
-BUILD_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
 LOOK_S = 0.3  # how often the job's version is looked at without a hint
 SWITCH_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
@@ -70,7 +69,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
         raise ConfigError(f"no job is called {job_id}", where=mesh.name)
     data = JobData.of(job_id, row.document, row.run_dir)
     with mesh.loading():
-        engine = await mesh.host.run_blocking(built, data, mesh.clock, deadline_s=BUILD_S)
+        engine = await opened(mesh, data, gang)
     limits = data.config.rollout
     mesh.telemetry.log.info("engine", path=engine.path)
     driver = Driver(asyncio.get_running_loop())
