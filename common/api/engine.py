@@ -101,10 +101,55 @@ class Abort:
     ids: Array  # int64
 
 
+@message
+class Move:
+    """Take over what `source` has computed of a session between two turns, for its next one."""
+
+    owner: str  # a shard that is attached, and will say when the session has ended
+    session: int
+    source: str  # an engine's name; it keeps its copy until the session is among its `ended`
+
+
+@message
+class Moved:
+    tokens: int  # that the session's next turn finds computed here
+    bytes: int  # of keys and values that came
+    seconds: float  # that it took, without waiting for other moves to this engine
+    adopted: bool  # all that there was; if not, the next turn computes the rest
+
+
+@message
+class Export:
+    session: int
+
+
+@message
+class CachePart:
+    """What the next frames bring: keys and values of `tokens[start:end]`; see `SessionCache`."""
+
+    tokens: Array  # int32, all that is computed
+    start: int
+    end: int
+    layout: str
+    version: int
+    first_sampled: int
+    first_version: int
+    weights: str  # the manifest of what is loaded at the source
+    size: int  # bytes, in frames that follow
+
+
+@message
+class CacheFrame:
+    part: CachePart | None  # where one begins
+    content: Array  # uint8
+
+
 class Engine(Role):
     attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)
     score = Call(Score, Scored, deadline_s=60.0)
     rest = Call(Rest, Rested, deadline_s=90.0, idempotent=True)
+    move = Call(Move, Moved, deadline_s=75.0)
+    export = Stream(Export, CacheFrame, idle_s=5.0, credits=16)
     look = Cast(Look)

@@ -90,6 +90,8 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
             "plateau": service.throughput.plateau,
             "path": engine.path,
             "preempted": engine.preempted,
+            "prefill_tokens_per_s": engine.prefill_tokens_per_s,
+            "cache_bytes_per_token": engine.cache_bytes_per_token,
         }
 
     driver.start(service)

@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +22,11 @@ from common.actor import Actor, call, cast, stream
 from common.api.engine import (
     Abort,
     Attach,
+    CacheFrame,
     Engine,
+    Export,
+    Move,
+    Moved,
     Rest,
     Rested,
     Score,
@@ -34,6 +39,7 @@ from common.api.hint import Look
 from common.api.role import Drain, Drained
 from common.errors import MeshError, Refused
 from common.mesh import Mesh
+from services.rollout.engine_moves import Moves
 from services.rollout.engines.base import ABORTED, NO_FLOATS, Flush, Request
 from services.rollout.engines.base import Engine as TokenEngine
 from services.rollout.throughput import Throughput
@@ -90,6 +96,8 @@ class EngineService(Actor):
         self._flushed_step = 0
         self._flushed_at = 0.0
         self.manifest = ""  # of the weights that are loaded
+        self._computing = ""  # the same, as the driver's side knows it
+        self.moves = Moves(mesh, engine, self._between_steps, lambda: self._computing)
 
     # -- the driver's side -----------------------------------------------------------------------
 
@@ -251,18 +259,24 @@ class EngineService(Actor):
                 self._woken = False
             else:
                 self.engine.swap(tensors, version)
+            self._computing = manifest
 
         await self._between_steps(put, "the engine to take new weights")
         self.manifest = manifest
         for owner in self._owners.values():
             owner.flushes.put_nowait(_cut(EMPTY, [], [], version))
 
-    async def _between_steps(self, action: Callable[[], R], what: str) -> R:
-        """What `action` answers on the driver's side; its error is raised here."""
+    async def _between_steps(
+        self, action: Callable[[], R], what: str, deadline_s: float = 60.0
+    ) -> R:
+        """What `action` answers on the driver's side; its error is raised here. It does not begin
+        once nobody waits for it any more."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[R] = loop.create_future()
 
         def run() -> None:
+            if done.cancelled():
+                return
             try:
                 answer = action()
             except MeshError as error:
@@ -271,7 +285,7 @@ class EngineService(Actor):
                 self._deliver(partial(_settle, done, answer))
 
         self.command(run)
-        async with self.mesh.clock.timeout(60.0, what):
+        async with self.mesh.clock.timeout(deadline_s, what):
             return await done
 
     @call(Engine.score)
@@ -301,6 +315,19 @@ class EngineService(Actor):
             self.changed.set()
         self.asleep = request.asleep
         return Rested(self.engine.version)
+
+    @call(Engine.move)
+    async def move(self, request: Move) -> Moved:
+        """Takes over a session from another engine, as far as that goes; never an error."""
+        if self.draining or request.owner not in self._owners:
+            return Moved(0, 0, 0.0, False)
+        return await self.moves.fetch(request)
+
+    @stream(Engine.export)
+    async def export(self, request: Export) -> AsyncIterator[CacheFrame]:
+        async with aclosing(self.moves.frames(request)) as frames:
+            async for frame in frames:
+                yield frame
 
     @cast(Engine.look)
     def look(self, hint: Look) -> None:

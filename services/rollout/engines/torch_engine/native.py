@@ -105,7 +105,7 @@ class NativeCompute:
         heads, item = config.kv_heads, self._lib.decoder_item_bytes()
         shape = f"{config.layers}, 2, blocks, {heads}, {BLOCK} x {self._width}"
         self.layout = f"native, {item} bytes an item [{shape}]"
-        self.cache_bytes_per_token = 2 * config.layers * heads * self._width * item
+        self.cache_bytes_per_token: int = 2 * config.layers * heads * self._width * item
         positions = slots.max_length
         rope = rope_table(config, positions).contiguous()
         described = _Shape(
