@@ -52,12 +52,14 @@ class Scheduler:
         course.returns = returns_of(t, course.returns)
         if len(self.buckets) == 1:
             return Decision("already_in_target", 0, "there is one bucket")
-        path = [state for state, _ in course.returns]
-        estimate = self.lengths.estimate(self._prompt(t), path)
-        decision = decide(estimate, course.bucket, self.buckets)
+        decision = self.decided(t, [state for state, _ in course.returns], course.bucket)
         course.bucket = decision.bucket
         self.outcomes[decision.outcome] += 1
         return decision
+
+    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+        """Where a trajectory in bucket `current` goes on after these tool returns."""
+        return decide(self.lengths.estimate(self._prompt(t), path), current, self.buckets)
 
     def ended(self, t: Trajectory) -> Past | None:
         """The trajectory is over; what is to be remembered of it, if it counts.

@@ -1,0 +1,277 @@
+"""The makespan of a step with long tails, by how trajectories are given to engines.
+
+Two real engines at the pace of a declared accelerator (decoding flat up to 16 sequences), the
+product's router, tools with latencies, and trajectories of which a few are ten times longer than
+most: which ones shows only in what their tools answer. Policies, each with the same engines, batch
+bound and queue discipline:
+
+- ours: C-MLFQ, from the lengths of past trajectories of the same prompts;
+- fifo: no buckets, whoever asked first goes first;
+- mlfq: buckets by what a trajectory has sampled so far;
+- oracle: buckets by what it will still sample.
+
+Every policy runs each round's trajectories once, in changing order. `makespan_ratio_*` is the
+other's makespan over ours, the median of rounds; `oracle_agreement` the share of our decisions that
+equal the oracle's. `python -m loadtests.routing`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.api.engine import Sampling
+from common.mesh import Mesh, run
+from common.state import registry
+from common.tokenrecord import TokenRows
+from loadtests.meshed import meshed
+from services.rollout.cmlfq import Scheduler
+from services.rollout.commit import GroupCommit
+from services.rollout.lengths import Lengths, Past, State, state_of
+from services.rollout.link import Turn
+from services.rollout.router import Router
+from services.rollout.routing import Bucket, Decision, bucket_of
+from services.rollout.trajectory import Ending, Round, Trajectory
+
+PACE = "6/16/30000"  # ms a decode step, sequences on the plateau, prefill tokens/s
+BATCH = 16  # requests that an engine decodes together: the plateau
+SEATS = 256  # trajectories whose keys and values it holds
+PROMPTS, SAMPLES = 32, 16
+PAST = 80  # trajectories of each prompt that were seen before
+BORDER = 300  # tokens between the short and the long bucket
+ANSWER = 25  # tokens that a tool's answer adds to the context
+LOOK_S = 0.25
+ANSWERS = {
+    ("small", "success"): "done",
+    ("small", "failure"): "error: exit status 1",
+    ("large", "success"): "x" * 6000,
+    ("large", "failure"): "error: " + "x" * 6000,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    tokens: int  # that the model samples
+    answer: str = ""  # of the tool; empty: this was the last turn
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Script:
+    """One trajectory: what it samples and what its tools answer, known beforehand to nobody."""
+
+    prompt: int
+    steps: tuple[Step, ...]
+
+    @property
+    def sampled(self) -> int:
+        return sum(step.tokens for step in self.steps)
+
+    def remaining(self, returns: int) -> int:
+        return sum(step.tokens for step in self.steps[returns:])
+
+    def past(self) -> Past:
+        returns, sampled = [], 0
+        for step in self.steps[:-1]:
+            sampled += step.tokens
+            returns.append((state_of("run", step.answer), sampled))
+        return Past(self.prompt, tuple(returns), self.sampled)
+
+
+def scripts(rng: random.Random, hard: Sequence[bool], samples: int) -> list[Script]:
+    """Most take one to four short turns; a few run into a large failure first and then debug."""
+
+    def turn(log_mean: float, size: str, failed: bool) -> Step:
+        answer = ANSWERS[size, "failure" if failed else "success"]
+        tokens = max(8, int(rng.lognormvariate(log_mean, 0.5)))
+        return Step(tokens, answer, rng.expovariate(1 / 0.15))
+
+    made = []
+    for prompt, is_hard in enumerate(hard):
+        for _ in range(samples):
+            steps = [turn(3.6, "small", rng.random() < 0.15) for _ in range(rng.randint(1, 4))]
+            if rng.random() < (0.18 if is_hard else 0.015):
+                steps = [turn(3.6, "large", True)]
+                for _ in range(rng.randint(10, 20)):
+                    size = "large" if rng.random() < 0.5 else "small"
+                    steps.append(turn(4.6, size, rng.random() < 0.6))
+            steps.append(Step(max(8, int(rng.lognormvariate(3.3, 0.4)))))
+            made.append(Script(prompt, tuple(steps)))
+    return made
+
+
+class Fifo(Scheduler):
+    """One bucket; whoever asked first goes first."""
+
+    def order(self, t: Trajectory) -> tuple[int, ...]:
+        return ()
+
+
+class Mlfq(Scheduler):
+    """Promoted by what it has sampled so far."""
+
+    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+        bucket = bucket_of(float((t.versions >= 0).sum()), self.buckets)
+        outcome = "already_in_target" if bucket == current else "causal_signal_agree"
+        return Decision(outcome, bucket, "by current length")
+
+
+class Oracle(Scheduler):
+    """Knows what each trajectory will still sample."""
+
+    def __init__(self, buckets: Sequence[Bucket], plan: Sequence[Script]) -> None:
+        super().__init__(buckets, PROMPTS, Lengths())
+        self._plan = plan
+
+    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+        bucket = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
+        outcome = "already_in_target" if bucket == current else "causal_signal_agree"
+        return Decision(outcome, bucket, "by the future")
+
+
+class Ours(Scheduler):
+    """C-MLFQ as it is, compared at each decision with what the oracle would have said."""
+
+    def __init__(self, buckets: Sequence[Bucket], lengths: Lengths, plan: Sequence[Script]) -> None:
+        super().__init__(buckets, PROMPTS, lengths)
+        self._plan = plan
+        self.agreed: list[bool] = []
+
+    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+        decision = super().decided(t, path, current)
+        truth = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
+        self.agreed.append(decision.bucket == truth)
+        return decision
+
+
+class NoLedger:
+    """Tokens count at once: what is measured is routing."""
+
+    async def tokens(self, rows: TokenRows) -> None:
+        return None
+
+
+async def makespan(
+    mesh: Mesh, plan: Sequence[Script], scheduler: Scheduler
+) -> tuple[float, Router]:
+    """Seconds from the first request to the end of the last trajectory."""
+    commits = GroupCommit(mesh, NoLedger())
+    router = Router(mesh, commits, Sampling([], []), SEATS, scheduler)
+
+    async def look() -> None:
+        while True:
+            entries = await registry.entries(mesh.state, "engine")
+            router.observe({e.name: e.stats for e in entries if e.alive})
+            await asyncio.sleep(LOOK_S)
+
+    looking = asyncio.create_task(look())
+    try:
+        while len([link for link in router.links.values() if link.version >= 0]) < 2:
+            await asyncio.sleep(0.02)
+        began = time.perf_counter()
+        await asyncio.gather(*(trajectory(router, i, s) for i, s in enumerate(plan)))
+        return time.perf_counter() - began, router
+    finally:
+        looking.cancel()
+        await router.close()
+        await commits.close()
+
+
+async def trajectory(router: Router, index: int, script: Script) -> None:
+    t = Trajectory(index, 0, script.prompt, 0, seed=index)
+    words = np.random.default_rng(script.prompt).integers(0, 64, 40)
+    t.begin(words.tolist())
+    for step in script.steps:
+        end = t.length + step.tokens
+        await router.generate(lambda end=end: Turn(t, end - t.length), 0)  # type: ignore[misc]
+        if step.answer:
+            t.open_round = Round("", step.tokens, "run", None, step.answer, answered=True)
+            router.returned(t)
+            await asyncio.sleep(step.latency_s)
+            t.appended(words[:ANSWER].tolist())
+    t.ending = Ending("done", 0.0)
+    router.release(t)
+    router.scheduler.ended(t)
+
+
+async def compare(rounds: int, seed: int) -> dict[str, Any]:
+    one = [Bucket(1 << 30, BATCH)]
+    two = [Bucket(BORDER, BATCH), Bucket(1 << 30, BATCH)]
+    spans: dict[str, list[float]] = {name: [] for name in ("ours", "fifo", "mlfq", "oracle")}
+    moved: dict[str, list[int]] = {name: [] for name in spans}
+    agreed: list[bool] = []
+    async with meshed("rollout/0") as (mesh, engines, _):
+        for name in ("engine/g0", "engine/g1"):
+            engines.start(name, "--slots", str(SEATS), "--pace", PACE)
+        await engines.ready(mesh)
+        for number in range(rounds):
+            rng = random.Random(seed + number)
+            hard = [rng.random() < 0.25 for _ in range(PROMPTS)]
+            history = [script.past() for script in scripts(rng, hard, PAST)]
+            plan = scripts(rng, hard, SAMPLES)
+            ours = Ours(two, Lengths(history), plan)
+            policies: dict[str, Callable[[], Scheduler]] = {
+                "ours": lambda ours=ours: ours,  # type: ignore[misc]
+                "fifo": lambda: Fifo(one, PROMPTS, Lengths()),
+                "mlfq": lambda: Mlfq(two, PROMPTS, Lengths()),
+                "oracle": lambda plan=plan: Oracle(two, plan),  # type: ignore[misc]
+            }
+            names = list(policies)
+            for name in names[number % 4 :] + names[: number % 4]:
+                seconds, router = await makespan(mesh, plan, policies[name]())
+                spans[name].append(seconds)
+                moved[name].append(router.moved)
+            agreed += ours.agreed
+    return report(spans, agreed, plan, rounds)
+
+
+def report(
+    spans: dict[str, list[float]], agreed: list[bool], plan: Sequence[Script], rounds: int
+) -> dict[str, Any]:
+    def ratio(name: str) -> float:
+        pairs = zip(spans[name], spans["ours"], strict=True)
+        return round(statistics.median(other / ours for other, ours in pairs), 3)
+
+    lengths = sorted(script.sampled for script in plan)
+    return {
+        "makespan_ratio_fifo": ratio("fifo"),
+        "makespan_ratio_mlfq": ratio("mlfq"),
+        "makespan_ratio_oracle": ratio("oracle"),
+        "oracle_agreement": round(sum(agreed) / len(agreed), 3),
+        "decisions": len(agreed),
+        "makespan_s": {name: [round(s, 2) for s in rows] for name, rows in spans.items()},
+        "trajectories": len(plan),
+        "tokens_p50_p90_max": [
+            lengths[len(lengths) // 2],
+            lengths[-len(lengths) // 10],
+            lengths[-1],
+        ],
+        "pace": PACE,
+        "batch": BATCH,
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+
+    async def measure() -> None:
+        print(json.dumps(await compare(chosen.rounds, chosen.seed)))
+
+    run(measure)
+
+
+if __name__ == "__main__":
+    main()
