@@ -48,7 +48,7 @@ clean:
 
 # Decisions are pure functions in modules named after what they decide; they are typed strictly.
 POLICIES := $(wildcard services/planner/allocation.py services/planner/placement.py services/planner/stages.py \
-	services/rollout/routing.py services/rollout/batching.py services/rollout/lengths.py services/rollout/cmlfq.py \
+	services/rollout/routing.py services/rollout/moving.py services/rollout/batching.py services/rollout/lengths.py services/rollout/cmlfq.py \
 	services/rollout/balance.py services/rollout/throughput.py services/trainer/batching.py \
 	services/rollout/engines/torch_engine/blocks.py services/rollout/engines/torch_engine/buckets.py \
 	services/trainer/bins.py services/weights/retention.py)
