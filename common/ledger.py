@@ -32,6 +32,9 @@ MAGIC = b"MRLEDGR"
 FORMAT = 2  # of segments
 HEADER = MAGIC + bytes([FORMAT])
 FRAME = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
+DEFLATED = 0x80  # in a kind: the payload is compressed
+DEFLATE_BYTES = 256  # a turn's text shrinks by half, what is shorter hardly
+_WINDOW, _MEMORY = -12, 5  # of zlib: 4 KiB, no header; its default clears 256 KiB for each record
 SEGMENT_BYTES = 8 << 20  # a new segment from here on, so that finished ones can be deleted
 MAX_RECORD = 64 << 20
 
@@ -73,9 +76,15 @@ def frame(kind: Kind, payload: Any) -> bytes:
     """One record as it lies in a segment."""
     body: bytes
     if kind is Kind.TOKENS:
-        body = tokenrecord.pack(payload)
-    else:
-        body = msgpack.packb(payload, use_bin_type=True)
+        return _framed(kind, tokenrecord.pack(payload))
+    body = msgpack.packb(payload, use_bin_type=True)
+    if len(body) < DEFLATE_BYTES:
+        return _framed(kind, body)
+    deflate = zlib.compressobj(zlib.Z_BEST_SPEED, zlib.DEFLATED, _WINDOW, _MEMORY)
+    return _framed(kind | DEFLATED, deflate.compress(body) + deflate.flush())
+
+
+def _framed(kind: int, body: bytes) -> bytes:
     return FRAME.pack(len(body), zlib.crc32(body, kind), kind) + body
 
 
@@ -99,14 +108,16 @@ def scan(path: Path, sealed: int = -1) -> Iterator[tuple[Record, int]]:
         start, stop = offset + FRAME.size, offset + FRAME.size + length
         if length > MAX_RECORD or stop > end or zlib.crc32(content[start:stop], kind) != crc:
             return
-        yield _record(Kind(kind), content[start:stop]), stop
+        yield _record(kind, content[start:stop]), stop
         offset = stop
 
 
-def _record(kind: Kind, body: bytes) -> Record:
-    if kind is Kind.TOKENS:
-        return Record(kind, tokenrecord.unpack(body))
-    return Record(kind, msgpack.unpackb(body, raw=False))
+def _record(kind: int, body: bytes) -> Record:
+    if kind == Kind.TOKENS:
+        return Record(Kind.TOKENS, tokenrecord.unpack(body))
+    if kind & DEFLATED:
+        body = zlib.decompressobj(_WINDOW).decompress(body, MAX_RECORD)
+    return Record(Kind(kind & ~DEFLATED), msgpack.unpackb(body, raw=False))
 
 
 class Ledger:

@@ -60,6 +60,7 @@ def test_an_append_without_a_segment_is_refused(tmp_path: Path) -> None:
 records = st.lists(
     st.one_of(
         st.builds(lambda g: (Kind.CLOSE, [g, "ready"]), st.integers(0, 1 << 40)),
+        st.builds(lambda text: (Kind.TURN, [1, 9 * text]), st.text(max_size=60)),
         st.builds(
             sampled,
             st.integers(0, 1 << 50),
@@ -216,3 +217,8 @@ def test_a_full_disk_takes_whole_records_or_none_and_goes_on_when_there_is_room(
     ledger.append([sampled(keys[written], [7], 0)], [1])
     last = [record.kind for record in read(tmp_path)][written:]
     assert last == [Kind.TURN, Kind.TOKENS], "what was deferred is written before what followed it"
+
+
+def test_the_text_of_a_long_turn_takes_half_its_bytes() -> None:
+    text = " ".join(f"Then {n} and {n * n % 97} make {n + n * n % 97}," for n in range(60))
+    assert len(frame(Kind.TURN, [1, text])) < 0.5 * len(text)
