@@ -103,7 +103,7 @@ class ShardJob:
     async def look(self) -> None:
         """Takes in which engines serve this job now."""
         alive = {
-            e.name: e.stats
+            e.name: {**e.stats, "host": e.host}
             for e in await registry.entries(self.mesh.state, "engine")
             if e.alive and e.stats.get("job") == self.job.id and e.stats.get("ready")
         }

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from common.api.engine import Abort, Attach, Engine, Sampling, Submit, Tokens
+from common.api.engine import Abort, Attach, Engine, Move, Moved, Sampling, Submit, Tokens
 from common.errors import MeshError, Refused
 from common.mesh import Mesh, Ref
 from services.rollout import balance
 from services.rollout.batching import Batcher
+from services.rollout.moving import MoveCosts
 from services.rollout.routing import EngineLoad
 from services.rollout.trajectory import Trajectory
 
@@ -78,6 +79,8 @@ class EngineLink:
         self.out: set[int] = set()  # those of them that are having a turn
         self.ended: list[int] = []  # trajectories whose slots the engine may reuse
         self._unwanted: list[int] = []  # requests to abort before the next is submitted
+        self.host = ""
+        self._costs = {across: MoveCosts(across) for across in (False, True)}  # of moves to here
         self._others = 0  # requests of other shards
         self._plateau = 0
         self._rests_until = 0.0
@@ -118,6 +121,9 @@ class EngineLink:
         total = int(stats.get("running", 0)) + int(stats.get("waiting", 0))
         self._others = max(0, total - len(self.out))
         self._plateau = int(stats.get("plateau", 0))
+        self.host = str(stats.get("host", ""))
+        for costs in self._costs.values():
+            costs.published(stats)
 
     def rest(self) -> None:
         """Takes no turn for a while."""
@@ -167,6 +173,16 @@ class EngineLink:
             raise
         finally:
             self._requests.pop(request, None)
+
+    def costs(self, source: EngineLink) -> MoveCosts:
+        """What it takes to move a cache here from `source`."""
+        return self._costs[self.host != source.host]
+
+    async def fetch(self, t: Trajectory, source: EngineLink) -> None:
+        """Brings the trajectory's keys and values here from `source`, as far as that goes."""
+        move = Move(self._mesh.name, t.id, source.name)
+        moved: Moved = await self._ref.call(Engine.move, move)
+        self.costs(source).moved(moved.bytes, moved.seconds)
 
     def movable(self, count: int, pending: bool) -> list[Trajectory]:
         """Up to `count` trajectories whose requests wait here, the latest first, or else run, the

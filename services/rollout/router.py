@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -70,6 +72,8 @@ class Router:
         self._arrivals = 0
         self._sent: dict[int, str] = {}  # trajectories that the balancer moves -> engine
         self._balanced_at = mesh.clock.monotonic()
+        self._left: dict[int, EngineLink] = {}  # trajectory -> where its cache still is
+        self.brought: Counter[str] = Counter()  # what became of caches: move, recompute
         self.continued = 0  # trajectories that went on elsewhere after their engine failed
         self.moved = 0  # and those that went because it was better
 
@@ -146,6 +150,7 @@ class Router:
             if request.max_new <= 0:
                 return LENGTH
             link = await self._place(t, floor)
+            await self._bring(t, link)
             length = t.length
             finish = await self._attempt(link, request)
             link.out.discard(t.id)
@@ -214,11 +219,32 @@ class Router:
         return link
 
     def _leave(self, t: Trajectory, link: EngineLink) -> None:
-        """The trajectory goes on elsewhere: its seat here is free."""
-        if t.id in link.held:
-            link.held.discard(t.id)
-            link.ended.append(t.id)
+        """The trajectory goes on elsewhere: its seat here is free, its cache stays for a while."""
+        link.held.discard(t.id)
+        self._forget(t)
+        self._left[t.id] = link
         t.engine = ""
+
+    def _forget(self, t: Trajectory) -> None:
+        """No engine needs to keep what the trajectory left behind."""
+        source = self._left.pop(t.id, None)
+        if source is not None:
+            source.ended.append(t.id)
+
+    async def _bring(self, t: Trajectory, link: EngineLink) -> None:
+        """Brings a trajectory's keys and values along to `link`, if that is cheaper than computing
+        them again; its request begins afterwards.
+        """
+        source = self._left.get(t.id)
+        if source is link:
+            del self._left[t.id]
+        elif source is not None and source.name in self.links and source.load.version >= 0:
+            choice = link.costs(source).choose(t.length, t.length)
+            self.brought[choice.answer] += 1
+            if choice.answer == "move":
+                with suppress(MeshError):  # it computes what did not come
+                    await link.fetch(t, source)
+        self._forget(t)
 
     def dispatch(self) -> None:
         """Gives room that has opened to those who wait."""
@@ -259,6 +285,7 @@ class Router:
         link = self.links.get(t.engine)
         if link is not None:
             self._leave(t, link)
+        self._forget(t)
         t.engine = ""
         self.dispatch()
 
@@ -268,6 +295,7 @@ class Router:
         return {
             "continued": self.continued,
             "moved": self.moved,
+            "caches": dict(self.brought),
             "decisions": dict(self.scheduler.outcomes),
             "buckets": {link.name: link.bucket for link in self.links.values()},
         }
