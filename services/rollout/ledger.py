@@ -35,6 +35,10 @@ class ShardLedger:
         """Where the shard's segments lie."""
         return self._ledger.directory
 
+    @property
+    def bytes_written(self) -> int:
+        return self._ledger.bytes_written
+
     async def take_over(self, seed_of: Callable[[int, int], int]) -> dict[int, list[Trajectory]]:
         """Claims the shard; what its predecessor left of the groups that are still open.
 
