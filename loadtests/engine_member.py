@@ -55,8 +55,9 @@ async def main(name: str, redis: str, slots: int, max_length: int, pace: str) ->
 
     def stats() -> dict[str, Any]:
         return {
-            "running": service.engine.running,
-            "waiting": service.engine.waiting,
+            "requests": service.requests,
+            "prefill_tokens_per_s": service.engine.prefill_tokens_per_s,
+            "cache_bytes_per_token": service.engine.cache_bytes_per_token,
             "plateau": service.throughput.plateau,
         }
 

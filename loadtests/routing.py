@@ -208,6 +208,7 @@ async def compare(rounds: int, seed: int) -> dict[str, Any]:
     two = [Bucket(BORDER, BATCH), Bucket(1 << 30, BATCH)]
     spans: dict[str, list[float]] = {name: [] for name in ("ours", "fifo", "mlfq", "oracle")}
     moved: dict[str, list[int]] = {name: [] for name in spans}
+    caches: dict[str, list[dict[str, int]]] = {name: [] for name in spans}
     agreed: list[bool] = []
     async with meshed("rollout/0") as (mesh, engines, _):
         for name in ("engine/g0", "engine/g1"):
@@ -230,8 +231,10 @@ async def compare(rounds: int, seed: int) -> dict[str, Any]:
                 seconds, router = await makespan(mesh, plan, policies[name]())
                 spans[name].append(seconds)
                 moved[name].append(router.moved)
+                caches[name].append(dict(router.brought))
             agreed += ours.agreed
-    return report(spans, agreed, plan, rounds)
+    found = report(spans, agreed, plan, rounds)
+    return {**found, "balanced": moved, "changed_engine": caches}
 
 
 def report(

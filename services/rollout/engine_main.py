@@ -87,6 +87,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
             "occupied_s": service.occupied_s,
             "running": engine.running,
             "waiting": engine.waiting,
+            "requests": service.requests,
             "plateau": service.throughput.plateau,
             "path": engine.path,
             "preempted": engine.preempted,

@@ -99,6 +99,11 @@ class EngineService(Actor):
         self._computing = ""  # the same, as the driver's side knows it
         self.moves = Moves(mesh, engine, self._between_steps, lambda: self._computing)
 
+    @property
+    def requests(self) -> dict[str, int]:
+        """How many are out, by shard."""
+        return {name: len(owner.ids) for name, owner in self._owners.items()}
+
     # -- the driver's side -----------------------------------------------------------------------
 
     def turn(self) -> bool:

@@ -118,8 +118,8 @@ class EngineLink:
 
     def published(self, stats: Mapping[str, Any]) -> None:
         """Takes what the engine tells of itself in the registry."""
-        total = int(stats.get("running", 0)) + int(stats.get("waiting", 0))
-        self._others = max(0, total - len(self.out))
+        requests: Mapping[str, int] = stats.get("requests", {})
+        self._others = sum(n for shard, n in requests.items() if shard != self._mesh.name)
         self._plateau = int(stats.get("plateau", 0))
         self.host = str(stats.get("host", ""))
         for costs in self._costs.values():

@@ -97,8 +97,7 @@ class Bench:
         while True:
             alive = {
                 name: {
-                    "running": service.engine.running,
-                    "waiting": service.engine.waiting,
+                    "requests": service.requests,
                     "plateau": self.plateau,
                 }
                 for name, service in self.engines.items()
