@@ -243,6 +243,38 @@ def logs(
     printing.show(mesh, service, lines, follow)
 
 
+engine = typer.Typer(no_args_is_help=True, help="Engines with an interpreter of their own.")
+app.add_typer(engine, name="engine", rich_help_panel="Help")
+
+
+@engine.callback()
+def _engine() -> None:
+    """Engines with an interpreter of their own."""
+
+
+@engine.command()
+def install(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="sglang.", show_default=False)],
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Default: below $MESHRL_ENGINES or ~/.cache/meshrl."
+        ),
+    ] = None,
+) -> None:
+    """Builds an engine's own environment, and prints its interpreter.
+
+    A job finds it by itself; with --dir, name the interpreter in `rollout.sglang_python`.
+
+    Example:
+
+        meshrl engine install sglang
+    """
+    from meshrl import engines
+
+    print(engines.install(name, directory))
+
+
 @app.command(rich_help_panel="Help")
 def doctor() -> None:
     """Checks what this machine offers a mesh; each line that is not ok says the fix.

