@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from common.state import embedded
+from tests.sglang.interpreter import python
 
 BACKENDS: dict[str, Callable[[], bool]] = {
     "redis-server": lambda: shutil.which("redis-server") is not None,
@@ -24,8 +25,10 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "nvcc": lambda: shutil.which("nvcc") is not None,
     "triton": lambda: importlib.util.find_spec("triton") is not None,
     "cuda": lambda: shutil.which("nvidia-smi") is not None,
+    "sglang": lambda: python().is_file(),
 }
-HARDWARE = {"cuda", "nvcc", "root"}  # not to be installed: their absence never fails a run
+# Not to be installed, or by another target (`make test-sglang`): their absence never fails a run.
+HARDWARE = {"cuda", "nvcc", "root", "sglang"}
 
 ABSENT = pytest.StashKey[Counter[str]]()
 

@@ -6,6 +6,7 @@ slots wait here, so that an abort, a pause or new weights find a server that hol
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections import Counter
@@ -38,7 +39,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.sglang_engine import v0_5
 from services.rollout.engines.sglang_engine.health import Watch
-from services.rollout.engines.sglang_engine.http import Http
+from services.rollout.engines.sglang_engine.http import Answer, Http
 from services.rollout.engines.sglang_engine.requests import Decode, Sent
 from services.rollout.engines.sglang_engine.shapes import check_state, shapes_of
 from services.rollout.engines.sglang_engine.weights import Transport
@@ -259,9 +260,9 @@ class SGLangEngine:
             elif now - sent.asked_s >= ABORT_AGAIN_S:
                 self._ask_abort(sent)
 
-    def _ask_abort(self, sent: Sent) -> None:
+    def _ask_abort(self, sent: Sent) -> Answer[None]:
         sent.asked_s = self._clock.monotonic()
-        self._http.begin("POST", v0_5.ABORT, {"rid": sent.rid}, deadline_s=ABORT_S)
+        return self._http.begin("POST", v0_5.ABORT, {"rid": sent.rid}, deadline_s=ABORT_S)
 
     def _end(self, sent: Sent, finish: int, reason: str = "") -> None:
         del self._sent[sent.rid]
@@ -403,6 +404,16 @@ class SGLangEngine:
         return v0_5.scores(self._http.call("POST", v0_5.GENERATE, body, deadline_s=SCORE_S))
 
     def close(self) -> None:
-        """Nothing is heard of the server any more; who started it stops it."""
+        """Leaves the server as it was found, unless that has ended; who started it stops it."""
         self._watch.close()
+        self._queue.clear()
+        with contextlib.suppress(MeshError):
+            if self._released:
+                self._control(v0_5.RESUME, {})
+            asked = [self._ask_abort(sent) for sent in self._sent.values()]
+            for answer in asked:
+                self._http.result(answer, v0_5.ABORT, ABORT_S)
+            self._paused = self._asleep = False
+            self._go()
+        self._sent.clear()
         self._transport.close()

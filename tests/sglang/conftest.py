@@ -1,0 +1,24 @@
+"""Every test here needs a real server, and all of them share one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sglang import served
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/sglang/" in item.nodeid:
+            item.add_marker(pytest.mark.needs("sglang"))
+            item.add_marker(pytest.mark.xdist_group("sglang"))
+            item.add_marker(pytest.mark.timeout(400))
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """The shared server is idle after each test, whatever became of it."""
+    yield
+    served.release()

@@ -1,0 +1,65 @@
+"""A real SGLang server for a process of tests, started once: it takes half a minute.
+
+It serves the tiny model of the engines' tests. Tests that break a server start one of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common.clock import SystemClock
+from common.host import SystemHost
+from common.model.config import ModelConfig
+from services.rollout.engines import sglang
+from services.rollout.engines.sglang import Server, SGLangEngine
+from tests.sglang.interpreter import python
+from tests.unit.engines.engines_under_test import TINY, decoder, text_of
+
+START_S = 240.0
+SLOTS, MAX_LENGTH = 64, 1000
+
+
+def start(
+    config: ModelConfig = TINY, weights: str = "auto", options: tuple[str, ...] = ()
+) -> Server:
+    """From the main thread, as the server ends with the thread that started it."""
+    place = Path(tempfile.mkdtemp(prefix="sglang-"))
+    how = sglang.launch(str(python()), config, place, SLOTS, MAX_LENGTH, options=options)
+    return asyncio.run(sglang.start(SystemHost(), SystemClock(), how, weights, START_S))
+
+
+def stop(server: Server) -> None:
+    asyncio.run(server.stop())
+
+
+class Shared:
+    """The server that tests share, and the engine that has it at the moment."""
+
+    server: Server | None = None
+    engine: SGLangEngine | None = None
+
+
+def server() -> Server:
+    if Shared.server is None:
+        Shared.server = start()
+        atexit.register(stop, Shared.server)
+    return Shared.server
+
+
+def engine(slots: int = 4, max_length: int = 128, seed: int = 0, **more: Any) -> SGLangEngine:
+    """An engine with the weights of `decoder(seed)`; the one before has left its server idle."""
+    release()
+    more = {"decode": text_of, **more}
+    Shared.engine = sglang.attach(server(), TINY, slots, max_length, **more)
+    Shared.engine.wake(decoder(seed).state_dict(), 0)
+    return Shared.engine
+
+
+def release() -> None:
+    if Shared.engine is not None:
+        Shared.engine.close()
+        Shared.engine = None
