@@ -1,0 +1,255 @@
+"""A session's keys and values from one engine process to another, beside computing them again.
+
+    python -m loadtests.moves [--tokens 256 1024 4096]
+
+Two engines of a random model with 64 KiB of cache a token, over sockets. Each round computes a
+context at the source, moves it, and runs the next turn at the target; `recompute_s` is what that
+turn takes where nothing came. `ping_*` are calls to the target, answered by its loop alone, while
+nothing moves and while the largest context does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import uvloop
+
+from common.api.engine import Attach, Engine, Move, Moved, Sampling, Submit
+from common.clock import SystemClock
+from common.host import SystemHost
+from common.mesh import Mesh
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.random import Random
+from common.state import registry
+from common.state.client import State
+from common.transport.zmq import ZmqTransport
+from services.rollout.engine_main import Driver
+from services.rollout.engine_service import EngineService
+from services.rollout.engines.torch_engine import build
+from services.rollout.moving import MoveCosts
+
+SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/0"
+SLOTS, LENGTH = 4, 8192
+FOREVER_S = 3600.0  # lease length: no renewal falls into a round
+ATTACH_S = 30.0
+PING_S = 0.002  # between two pings
+MODEL = ModelConfig(
+    architecture="qwen3",
+    vocab_size=512,
+    hidden_size=256,
+    layers=16,
+    heads=8,
+    kv_heads=8,
+    head_dim=64,
+    ffn_size=512,
+    qk_norm=True,
+    max_positions=LENGTH,
+)
+
+
+def _mesh(name: str) -> Mesh:
+    clock = SystemClock()
+    return Mesh(
+        name=name,
+        kind="loadtest",
+        state=State.simulated(clock),
+        transport=ZmqTransport(),
+        clock=clock,
+        random=Random.system(),
+        host=SystemHost(),
+        ttl_s=FOREVER_S,
+        renew_s=FOREVER_S / 2,
+    )
+
+
+async def _knows(mesh: Mesh, name: str, address: str, incarnation: str) -> None:
+    entry = registry.Entry(name, "loadtest", address=address, incarnation=incarnation)
+    await registry.register(mesh.state, entry, int(FOREVER_S * 1000))
+
+
+async def serve(name: str, source: list[str]) -> None:
+    torch.set_num_threads(1)
+    mesh = _mesh(name)
+    engine = build(MODEL, SLOTS, LENGTH)
+    model = Decoder(MODEL)
+    model.initialise(torch.Generator().manual_seed(0))
+    driver = Driver(asyncio.get_running_loop())
+    service = EngineService(mesh, engine, SLOTS, driver.deliver)
+    driver.start(service)
+    await mesh.join(service)
+    if source:
+        await _knows(mesh, SOURCE, *source)
+    await service.swap(model.state_dict(), 0, "manifest")
+    print(mesh.transport.address, mesh.incarnation, engine.cache_bytes_per_token, flush=True)
+    await asyncio.sleep(FOREVER_S)
+
+
+class Shard:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._turns = 0
+        self._over: dict[int, asyncio.Future[None]] = {}
+        self.attached = {name: asyncio.Event() for name in (SOURCE, TARGET)}
+        self._listeners = [asyncio.create_task(self._listen(name)) for name in (SOURCE, TARGET)]
+
+    async def _listen(self, name: str) -> None:
+        attach = Attach(SHARD, self.mesh.incarnation)
+        async for flush in self.mesh.ref(name).stream(Engine.attach, attach):
+            self.attached[name].set()  # the first flush comes at once, and is empty
+            for request, finish in zip(flush.ids.tolist(), flush.finish.tolist(), strict=True):
+                if finish:
+                    self._over[request].set_result(None)
+
+    async def submit(self, name: str, session: int, context: list[int], ended: list[int]) -> None:
+        """A turn of one token; or none, for an empty context."""
+        n = int(bool(context))
+        self._turns += n
+        request = Submit(
+            owner=SHARD,
+            incarnation=self.mesh.incarnation,
+            ids=np.full(n, self._turns),
+            sessions=np.full(n, session),
+            lengths=np.full(n, len(context), np.int32),
+            tokens=np.array(context, np.int32),
+            begins=np.full(n, len(context), np.int32),
+            max_new=np.ones(n, np.int32),
+            temperature=np.ones(n, np.float32),
+            seeds=np.zeros(n, np.int64),
+            sampling=Sampling([], []),
+            ended=np.array(ended, np.int64),
+        )
+        if n:
+            self._over[self._turns] = asyncio.get_running_loop().create_future()
+        await self.mesh.ref(name).call(Engine.submit, request)
+
+    async def turn(self, name: str, session: int, context: list[int]) -> float:
+        """Seconds that it takes."""
+        began = time.perf_counter()
+        await self.submit(name, session, context, [])
+        await self._over[self._turns]
+        return time.perf_counter() - began
+
+    async def move(self, session: int) -> Moved:
+        return await self.mesh.ref(TARGET).call(Engine.move, Move(SHARD, session, SOURCE))
+
+    async def pings(self, until: asyncio.Future[Any]) -> list[float]:
+        """Milliseconds of calls to the target, one after the other."""
+        took = []
+        while not until.done():
+            began = time.perf_counter()
+            await self.submit(TARGET, -1, [], [])
+            took.append(1e3 * (time.perf_counter() - began))
+            await asyncio.sleep(PING_S)
+        return took
+
+    def close(self) -> None:
+        for task in self._listeners:
+            task.cancel()
+
+
+async def measure(shard: Shard, counts: list[int], rounds: int) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    figures: dict[str, list[float]] = {}
+    learned = MoveCosts()
+    session = 0
+    for _ in range(rounds):
+        for count in counts:
+            session += 1
+            context = random.integers(0, MODEL.vocab_size, count).tolist()
+            await shard.turn(SOURCE, session, context)
+            later = asyncio.ensure_future(shard.move(session))
+            pings = await shard.pings(later)
+            moved = later.result()
+            assert moved.adopted and moved.tokens == count, moved
+            learned.moved(moved.bytes, moved.seconds)
+            rest = await shard.turn(TARGET, session, [*context, 1, 2])
+            fresh = random.integers(0, MODEL.vocab_size, count + 2).tolist()
+            again = await shard.turn(TARGET, session + 10_000, fresh)
+            await shard.submit(SOURCE, -1, [], [session])
+            await shard.submit(TARGET, -1, [], [session, session + 10_000])
+            for name, value in (
+                ("move_s", moved.seconds),
+                ("next_turn_s", rest),
+                ("recompute_s", again),
+                ("megabytes", moved.bytes / 1e6),
+            ):
+                figures.setdefault(f"{name}_{count}", []).append(value)
+            if count == max(counts):
+                figures.setdefault("pings_moving", []).extend(pings)
+        idle = asyncio.ensure_future(asyncio.sleep(0.5))
+        figures.setdefault("pings_idle", []).extend(await shard.pings(idle))
+    return _report(figures, learned, counts)
+
+
+def _report(figures: dict[str, list[float]], learned: MoveCosts, counts: list[int]) -> Any:
+    found: dict[str, Any] = {}
+    for name, values in figures.items():
+        if name.startswith("pings"):
+            kind = name.removeprefix("pings_")
+            found[f"ping_{kind}_p50_ms"] = round(statistics.median(values), 2)
+            found[f"ping_{kind}_p99_ms"] = round(float(np.quantile(values, 0.99)), 2)
+        else:
+            found[name] = round(statistics.median(values), 4)
+    most = max(counts)
+    found["megabytes_per_s"] = round(found[f"megabytes_{most}"] / found[f"move_s_{most}"])
+    found["ratio_recompute"] = round(found[f"recompute_s_{most}"] / found[f"move_s_{most}"], 1)
+    learned.bytes_per_token = 1
+    size = int(found[f"megabytes_{most}"] * 1e6)
+    found["learned_over_measured"] = round((learned.move_s(size) or 0) / found[f"move_s_{most}"], 2)
+    return found
+
+
+def start(name: str, *source: str) -> tuple[subprocess.Popen[str], list[str]]:
+    command = [sys.executable, "-m", "loadtests.moves", "--serve", name, "--source", *source]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split()
+
+
+async def compare(counts: list[int], rounds: int) -> dict[str, Any]:
+    source, told = start(SOURCE)
+    target, heard = start(TARGET, *told[:2])
+    mesh = _mesh(SHARD)
+    mesh.start()
+    await _knows(mesh, SOURCE, *told[:2])
+    await _knows(mesh, TARGET, *heard[:2])
+    shard = Shard(mesh)
+    try:
+        for event in shard.attached.values():
+            await asyncio.wait_for(event.wait(), ATTACH_S)
+        figures = await measure(shard, counts, rounds)
+    finally:
+        shard.close()
+        await mesh.leave()
+        for process in (source, target):
+            process.kill()
+            process.wait()
+    return figures | {"bytes_per_token": int(told[2]), "cores": os.cpu_count(), "rounds": rounds}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096])
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--serve", help=argparse.SUPPRESS)
+    options.add_argument("--source", nargs="*", default=[], help=argparse.SUPPRESS)
+    chosen = options.parse_args()
+    if chosen.serve:
+        uvloop.run(serve(chosen.serve, chosen.source))
+    else:
+        print(json.dumps(uvloop.run(compare(chosen.tokens, chosen.rounds))))
+
+
+if __name__ == "__main__":
+    main()
