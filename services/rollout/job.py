@@ -25,6 +25,7 @@ from common.store import put
 from services.rollout.cmlfq import Scheduler
 from services.rollout.commit import GroupCommit
 from services.rollout.environments import EnvironmentPool
+from services.rollout.history import History
 from services.rollout.ledger import ShardLedger
 from services.rollout.lengths import Lengths
 from services.rollout.link import LENGTH, Turn
@@ -53,7 +54,10 @@ class ShardJob:
         self.outside = Outside(mesh, job)
         self.environments = EnvironmentPool(mesh, job, logs)
         self.ledger = ShardLedger(mesh, job)
-        scheduler = Scheduler(self._buckets(), len(self.train_rows), Lengths())
+        buckets = self._buckets()
+        self.history = History(mesh.host, self.ledger.directory) if len(buckets) > 1 else None
+        lengths = Lengths(self.history.latest if self.history else ())
+        scheduler = Scheduler(buckets, len(self.train_rows), lengths)
         self.commits = GroupCommit(mesh, self.ledger)
         self.router = Router(mesh, self.commits, self._sampling(), config.rollout.slots, scheduler)
         self.bulk = BulkClient(mesh)
@@ -285,7 +289,9 @@ class ShardJob:
             end = [t.id, ending.reason, ending.reward, ending.error]
             self.ledger.defer(Kind.END, end, t.group)
         t.ending = ending
-        self.router.scheduler.ended(t)
+        past = self.router.scheduler.ended(t)
+        if past is not None and self.history is not None:
+            self.history.append(past)
 
     async def _turns(self, t: Trajectory, row: dict[str, Any]) -> str:
         config = self.config.rollout
@@ -361,4 +367,6 @@ class ShardJob:
         await self.commits.close()
         await self.outside.close()
         await self.environments.close()
-        self.ledger.close()
+        await self.ledger.close()
+        if self.history is not None:
+            self.history.close()

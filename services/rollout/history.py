@@ -1,0 +1,70 @@
+"""The lengths of past trajectories on disk, so that a shard that starts again knows them.
+
+One line of JSON for each trajectory: [prompt, [[tool, size class, status, sampled], ...], sampled].
+They only help to guess, so a line that was cut short or a full disk costs a guess and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+
+from common.errors import StorageFull
+from common.host import Host
+from services.rollout.lengths import HISTORY, Past
+
+NAME = "lengths.jsonl"
+
+
+class History:
+    """The latest trajectories of a shard, in `directory`."""
+
+    def __init__(self, host: Host, directory: Path, limit: int = HISTORY) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._host, self._path, self._limit = host, directory / NAME, limit
+        self._latest = deque(_read(self._path), maxlen=limit)
+        self._rewrite()
+
+    @property
+    def latest(self) -> list[Past]:
+        """Oldest first."""
+        return list(self._latest)
+
+    def append(self, past: Past) -> None:
+        self._latest.append(past)
+        try:
+            self._file.write(_line(past))
+        except StorageFull:
+            return
+        self._lines += 1
+        if self._lines >= 2 * self._limit:
+            self._file.close()
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Leaves what is too old behind."""
+        self._host.replace_file(self._path, b"".join(map(_line, self._latest)))
+        self._file = self._host.open_append(self._path)
+        self._lines = len(self._latest)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(past: Past) -> bytes:
+    returns = [[*state, sampled] for state, sampled in past.returns]
+    return json.dumps([past.prompt, returns, past.sampled]).encode() + b"\n"
+
+
+def _read(path: Path) -> list[Past]:
+    """All whole lines."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            prompt, returns, sampled = json.loads(line)
+            states = [((tool, size, status), n) for tool, size, status, n in returns]
+        except ValueError:
+            continue
+        found.append(Past(prompt, tuple(states), sampled))
+    return found
