@@ -14,7 +14,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "tests/sglang/" in item.nodeid:
             item.add_marker(pytest.mark.needs("sglang"))
             item.add_marker(pytest.mark.xdist_group("sglang"))
-            item.add_marker(pytest.mark.timeout(400))
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(autouse=True)

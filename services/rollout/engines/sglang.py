@@ -18,7 +18,25 @@ from services.rollout.engines.sglang_engine.requests import Decode
 from services.rollout.engines.sglang_engine.server import Launch, Server, write_model
 from services.rollout.engines.sglang_engine.weights import TRANSPORTS, transport
 
-__all__ = ["TRANSPORTS", "Quarantined", "SGLangEngine", "Server", "attach", "launch", "start"]
+__all__ = [
+    "TRANSPORTS",
+    "Launch",
+    "Quarantined",
+    "SGLangEngine",
+    "Server",
+    "attach",
+    "launch",
+    "start",
+]
+    "TRANSPORTS",
+    "Launch",
+    "Quarantined",
+    "SGLangEngine",
+    "Server",
+    "attach",
+    "launch",
+    "start",
+]
 
 
 def launch(

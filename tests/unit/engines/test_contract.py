@@ -32,7 +32,7 @@ KINDS = (
         marks=[
             pytest.mark.needs("sglang"),
             pytest.mark.xdist_group("sglang"),
-            pytest.mark.timeout(400),
+            pytest.mark.timeout(900),
         ],
     ),
 )

@@ -23,9 +23,14 @@ class Watch:
     """
 
     def __init__(
-        self, http: Http, lost: Callable[[], MeshError | None], look_s: float = LOOK_S
+        self,
+        http: Http,
+        lost: Callable[[], MeshError | None],
+        look_s: float = LOOK_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
-        self._http, self._lost = http, lost
+        """`lost` is asked for the error of a server that has ended."""
+        self._http, self._lost, self._answer_s = http, lost, answer_s
         self._strikes = 0
         self._heard = False
         self._graces = 0
@@ -60,7 +65,7 @@ class Watch:
             self._heard = False
             self._strikes = 0
             return
-        reason = await self._http.probe(v0_5.HEALTH, ANSWER_S)
+        reason = await self._http.probe(v0_5.HEALTH, self._answer_s)
         if not reason or self._heard or self._graces != graces:
             self._strikes = 0
             return

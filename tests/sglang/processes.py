@@ -1,0 +1,37 @@
+"""Processes of a session, from /proc."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def pids_of_session(session: int) -> list[int]:
+    """Those that run: not what has ended and waits for its parent."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def title_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(row.decode().split("=", 1) for row in rows if b"=" in row)
+
+
+def directory_of(pid: int) -> Path:
+    return Path(os.readlink(f"/proc/{pid}/cwd"))

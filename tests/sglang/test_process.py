@@ -1,0 +1,86 @@
+"""The process of a real SGLang server: its start, its surroundings, and its end with ours."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import ConfigError
+from common.host import SystemHost
+from services.rollout.engines import sglang
+from services.rollout.engines.sglang_engine import v0_5
+from tests.sglang import served
+from tests.sglang.interpreter import REPOSITORY, python
+from tests.sglang.processes import directory_of, environment_of, pids_of_session
+from tests.unit.engines.engines_under_test import TINY
+
+GONE_S = 10.0
+
+
+def ended(session: int) -> bool:
+    """Whether nothing of a session runs, after some patience."""
+    until = time.monotonic() + GONE_S
+    while pids_of_session(session) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not pids_of_session(session)
+
+
+def test_nothing_of_a_server_outlives_a_starter_that_is_killed() -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-m", "tests.sglang.starter"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert starter.stdout is not None
+    session = int(starter.stdout.readline())
+    assert len(pids_of_session(session)) >= 3  # with its scheduler and detokenizer
+    starter.kill()
+    starter.wait(5)
+    assert ended(session)
+
+
+def test_a_server_lives_outside_our_tree_and_our_paths() -> None:
+    server = served.server()
+    assert REPOSITORY not in directory_of(server.pid).parents
+    assert environment_of(server.pid).keys().isdisjoint({"PYTHONPATH", "VIRTUAL_ENV"})
+
+
+def start(how: sglang.Launch, weights: str = "auto", deadline_s: float = 200.0) -> None:
+    asyncio.run(sglang.start(SystemHost(), SystemClock(), how, weights, deadline_s))
+
+
+def test_a_server_that_does_not_start_says_why_and_is_gone(tmp_path: Path) -> None:
+    how = sglang.launch(str(python()), TINY, tmp_path, 4, 64, options=("--no-such-flag", "1"))
+    with pytest.raises(ConfigError, match="no-such-flag"):
+        start(how)
+
+
+def test_without_an_interpreter_the_fix_is_named(tmp_path: Path) -> None:
+    how = sglang.launch(str(tmp_path / "python"), TINY, tmp_path, 4, 64)
+    with pytest.raises(ConfigError, match="meshrl engine install sglang"):
+        start(how)
+
+
+def test_slots_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="positions"):
+        sglang.launch(str(python()), TINY, tmp_path, 4, TINY.max_positions + 1)
+
+
+def test_features_are_read_from_the_servers_own_description() -> None:
+    described = served.server().http.call("GET", "/openapi.json", deadline_s=20.0)
+    for needs in (v0_5.NEEDS, *v0_5.NEEDS_OF.values()):
+        assert v0_5.missing(described, needs) == []
+    older = copy.deepcopy(described)
+    del older["paths"][v0_5.BEGIN_UPDATE]
+    del older["components"]["schemas"]["GenerateReqInput"]["properties"]["extra_key"]
+    assert v0_5.missing(older, v0_5.NEEDS) == ["/generate: extra_key"]
+    assert v0_5.missing(older, v0_5.NEEDS_OF["tensors"]) == ["/begin_weight_update"]
+    assert v0_5.missing(older, v0_5.NEEDS_OF["disk"]) == []

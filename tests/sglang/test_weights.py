@@ -1,0 +1,253 @@
+"""New weights for a real SGLang in mid-request, by each transport, and updates that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.errors import PeerLost, Refused
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from services.rollout.engines import sglang
+from services.rollout.engines.sglang import Quarantined, Server, SGLangEngine
+from services.rollout.engines.sglang_engine.health import Watch
+from services.rollout.engines.sglang_engine.server import free_port
+from services.rollout.engines.sglang_engine.weights import buckets
+from tests.sglang import served
+from tests.sglang.processes import pids_of_session, title_of
+from tests.unit.engines.engines_under_test import (
+    TINY,
+    Listener,
+    built_in,
+    decoder,
+    request,
+)
+
+TRANSPORTS = ("disk", "tensors", "distributed")
+each_transport = pytest.mark.parametrize("weights", TRANSPORTS)
+
+
+def decoding(engine: SGLangEngine, tokens: int) -> None:
+    while engine.tokens_generated < tokens and engine.step():
+        pass
+
+
+@each_transport
+@pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
+def test_a_request_that_lives_through_an_update_has_tokens_of_both(
+    weights: str, kv_on_update: str
+) -> None:
+    engine = served.engine(weights=weights, kv_on_update=kv_on_update)
+    engine.submit([request(i, [i, 2], max_new=110, temperature=0.0) for i in range(3)])
+    decoding(engine, 30)
+    engine.swap(decoder(1).state_dict(), 5)
+    heard = Listener(engine).run()
+    assert engine.version == 5 and engine.relabelled == 0
+    for i, h in heard.items():
+        old = h.versions.count(0)
+        assert h.versions == [0] * old + [5] * (110 - old) and 0 < old < 110
+        before = Listener(built_in("eager")).run(request(i, [i, 2], max_new=old, temperature=0.0))
+        assert h.tokens[:old] == before[i].tokens
+        if kv_on_update == "recompute":
+            rest = request(i, [i, 2, *h.tokens[:old]], max_new=110 - old, temperature=0.0)
+            assert h.tokens[old:] == Listener(built_in("eager", seed=1)).run(rest)[i].tokens
+
+
+@each_transport
+def test_after_an_update_everything_is_of_the_new_weights(weights: str) -> None:
+    """The same prompt again would find the cache of the old ones, were it not keyed."""
+    engine = served.engine(weights=weights)
+    asked = request(1, [3] * 40, max_new=30, temperature=0.0)
+    Listener(engine).run(asked)
+    for seed in (1, 2, 1):
+        engine.swap(decoder(seed).state_dict(), engine.version + 1)
+        expected = Listener(built_in("eager", seed=seed)).run(asked)[1]
+        heard = Listener(engine).run(asked)[1]
+        assert heard.tokens == expected.tokens
+        assert heard.versions == [engine.version] * 30
+
+
+def test_caches_are_found_under_their_own_weights_only() -> None:
+    engine = served.engine()
+    asked = request(1, [7] * 50, max_new=1)
+
+    def computed() -> int:
+        before = engine.tokens_computed
+        Listener(engine).run(asked)
+        return engine.tokens_computed - before
+
+    assert computed() == 51
+    assert computed() == 2  # all but the last token of the prompt was there
+    engine.swap(decoder(1).state_dict(), 1)
+    assert computed() == 51
+    engine.swap(decoder(0).state_dict(), 0)  # another lineage may give a number again
+    assert computed() == 51
+
+
+def test_updates_amid_arrivals_lose_and_double_nothing() -> None:
+    engine = served.engine(slots=5)
+    listener = Listener(engine)
+    for version in range(1, 6):
+        engine.submit([request(10 * version + i, max_new=30 + i) for i in range(7)])
+        if version % 2:
+            engine.step()
+        engine.swap(decoder(version).state_dict(), version)
+        listener.drain()
+    heard = listener.run()
+    assert len(heard) == 35
+    for id, h in heard.items():
+        assert len(h.tokens) == 30 + id % 10 and len(h.finish) == 1
+        assert h.versions == sorted(h.versions)
+    assert engine.relabelled == 0
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
+    engine = served.engine()
+    state = dict(decoder(1).state_dict())
+    state["final_norm"] = state["final_norm"][:-1]
+    with pytest.raises(Refused, match="final_norm"):
+        engine.swap(state, 1)
+    asked = request(1, max_new=20, temperature=0.0)
+    heard = Listener(engine).run(asked)[1]
+    assert heard.tokens == Listener(built_in("eager")).run(asked)[1].tokens
+    assert heard.versions == [0] * 20
+
+
+def test_large_weights_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {name: torch.zeros(300) for name in "abcdef"}
+    monkeypatch.setattr("services.rollout.engines.sglang_engine.weights.BUCKET", 2500)
+    assert [list(part) for part in buckets(state)] == [["a", "b"], ["c", "d"], ["e", "f"]]
+
+
+# -- updates that fail ---------------------------------------------------------------------------
+
+
+class Private:
+    server: Server | None = None
+
+
+@pytest.fixture
+def mortal() -> Iterator[Server]:
+    """A server that a test may break; the next has another."""
+    if Private.server is None or Private.server.child.poll() is not None:
+        Private.server = served.start()
+    yield Private.server
+
+
+@pytest.fixture(autouse=True, scope="module")
+def buried() -> Iterator[None]:
+    yield
+    if Private.server is not None:
+        served.stop(Private.server)
+
+
+def quarantined(engine: SGLangEngine) -> None:
+    """It serves nobody any more."""
+    for use in (
+        engine.step,
+        lambda: engine.submit([request(9)]),
+        lambda: engine.swap(decoder(0).state_dict(), 9),
+    ):
+        with pytest.raises(Quarantined):
+            use()
+
+
+def misfit() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """A model of another width than the server's: only the server can notice."""
+    wider = replace(TINY, ffn_size=TINY.ffn_size + 16)
+    model = Decoder(wider)
+    model.initialise(torch.Generator().manual_seed(0))
+    return wider, dict(model.state_dict())
+
+
+@each_transport
+def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
+    mortal: Server, weights: str
+) -> None:
+    config, state = misfit()
+    engine = sglang.attach(mortal, config, 4, 128, weights=weights)
+    with pytest.raises(Quarantined, match="version 3"):
+        engine.wake(state, 3)
+    assert engine.version == -1
+    quarantined(engine)
+    served.stop(mortal)  # as its process would end
+
+
+def scheduler_of(server: Server) -> int:
+    found = [pid for pid in pids_of_session(server.pid) if "scheduler" in title_of(pid)]
+    assert len(found) == 1
+    return found[0]
+
+
+@each_transport
+def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
+    mortal: Server, weights: str
+) -> None:
+    engine = sglang.attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
+    engine.wake(decoder(0).state_dict(), 0)
+    scheduler = scheduler_of(mortal)
+    engine._halt("retract")
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        with pytest.raises(Quarantined, match="version 1"):
+            engine.swap(decoder(1).state_dict(), 1)
+        quarantined(engine)
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    served.stop(mortal)
+
+
+def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: Server) -> None:
+    engine = sglang.attach(mortal, TINY, 4, 128)
+    engine.wake(decoder(0).state_dict(), 0)
+    engine.submit([request(1, max_new=100)])
+    decoding(engine, 5)
+    engine._halt("retract")
+    os.kill(scheduler_of(mortal), signal.SIGSTOP)  # the update has begun and cannot end
+    killer = threading.Timer(1.0, lambda: os.kill(mortal.pid, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(Quarantined, match="version 1"):
+        engine.swap(decoder(1).state_dict(), 1)
+    quarantined(engine)
+    killer.join()
+    served.stop(mortal)
+
+
+def test_a_server_that_has_ended_is_reported_with_its_log(mortal: Server) -> None:
+    engine = sglang.attach(mortal, TINY, 4, 128)
+    engine.wake(decoder(0).state_dict(), 0)
+    engine.submit([request(1, max_new=100)])
+    decoding(engine, 5)
+    os.kill(scheduler_of(mortal), signal.SIGKILL)
+    with pytest.raises(PeerLost, match=r"sglang\.log"):
+        while True:
+            engine.step()
+    served.stop(mortal)
+
+
+def test_a_server_that_does_not_answer_gets_three_strikes_and_grace_in_updates(
+    mortal: Server,
+) -> None:
+    watch = Watch(mortal.http, mortal.lost, look_s=0.3, answer_s=1.0)
+    os.kill(scheduler_of(mortal), signal.SIGSTOP)
+    waited = threading.Event()
+    with watch.grace():
+        assert not waited.wait(6.0)
+        assert watch.failure() is None
+    for _ in range(300):
+        if watch.failure() is not None:
+            break
+        waited.wait(0.1)
+    assert isinstance(watch.failure(), PeerLost) and "in a row" in str(watch.failure())
+    watch.close()
+    served.stop(mortal)
+
+
+def test_ports_that_are_handed_out_are_free() -> None:
+    assert len({free_port() for _ in range(5)}) > 1
