@@ -28,15 +28,6 @@ __all__ = [
     "launch",
     "start",
 ]
-    "TRANSPORTS",
-    "Launch",
-    "Quarantined",
-    "SGLangEngine",
-    "Server",
-    "attach",
-    "launch",
-    "start",
-]
 
 
 def launch(
