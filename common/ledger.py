@@ -175,17 +175,33 @@ class Ledger:
 
         Raises StorageFull with nothing written when the disk is full.
         """
+        deferred = self._deferred
+        block = self.block(records, groups)
+        try:
+            self.write(block)
+        except StorageFull:
+            self._deferred = deferred
+            raise
+
+    def block(self, records: Iterable[tuple[Kind, Any]], groups: Iterable[int] = ()) -> bytes:
+        """What `write` takes, with all that was deferred: it is for this segment."""
         if self._file is None:
             raise Refused("no segment of the ledger is open", where=str(self.directory))
-        block = b"".join(frame(kind, payload) for kind, payload in (*self._deferred, *records))
-        if not block:
+        deferred, self._deferred = self._deferred, []
+        self._live[self.path].update(groups)
+        return b"".join(frame(kind, payload) for kind, payload in (*deferred, *records))
+
+    def write(self, block: bytes) -> None:
+        """One system call, which waits where the disk does: for a thread of its own, one at a time.
+
+        Raises StorageFull with nothing written when the disk is full.
+        """
+        if self._file is None or not block:
             return
         if not self._file.tell():
             block = HEADER + block
         self._file.write(block)
-        self._deferred.clear()
         self.bytes_written += len(block)
-        self._live[self.path].update(groups)
 
     def forget(self, group: int) -> list[Path]:
         """Drops a finished group; returns the segments that nothing needs now, deleted."""

@@ -172,7 +172,7 @@ class Shard:
     async def close(self) -> None:
         await self.router.close()
         await self.commits.close()
-        self.ledger.close()
+        await self.ledger.close()
 
 
 async def opened(chosen: argparse.Namespace) -> Shard:

@@ -39,6 +39,8 @@ class Traffic:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
+        draw = np.random.default_rng(seed)
+        self._words = draw.integers(3, VOCABULARY, 1 << 16).astype(np.int32)
         root = Path(__file__).parents[1]
         self._prose = " ".join(p.read_text() for p in sorted((root / "docs").glob("*.md")))
 
@@ -61,8 +63,8 @@ class Traffic:
         return (self._prose[start:] + self._prose)[:characters]
 
     def _ids(self, count: int) -> NDArray[np.int32]:
-        draw = np.random.default_rng(self._random.getrandbits(32))
-        return draw.integers(3, VOCABULARY, count).astype(np.int32)
+        start = self._random.randrange(len(self._words) - count)
+        return self._words[start : start + count]
 
 
 def greedy_prompt(trajectory: int) -> NDArray[np.int32]:

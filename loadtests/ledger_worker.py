@@ -35,7 +35,7 @@ from loadtests.ledger_traffic import (
     VOCABULARY,
     greedy_prompt,
 )
-from services.rollout.engine_service import FLUSH_S, EngineService
+from services.rollout.engine_service import EngineService
 from services.rollout.engines.base import Engine, Request
 from services.rollout.engines.paced import PacedEngine
 from services.rollout.engines.simulated import SimulatedEngine
@@ -66,12 +66,12 @@ async def simulated(first: int, count: int) -> None:
         await Mesh.open(f"engine/s{number:02d}", "engine", settings)
         for number in range(first, first + count)
     ]
-    await asyncio.gather(*(serve(mesh, n * FLUSH_S / count) for n, mesh in enumerate(meshes)))
+    await asyncio.gather(*(serve(mesh, n / RATE / count) for n, mesh in enumerate(meshes)))
 
 
 async def serve(mesh: Mesh, phase_s: float) -> None:
-    """One engine that takes a turn per flush, as an accelerator would a step: all engines of the
-    process one after the other."""
+    """One engine that steps and flushes at the pace of its requests, as an accelerator would: all
+    engines of the process one after the other."""
     clock = mesh.clock
     engine = SimulatedEngine(
         clock,
@@ -90,7 +90,7 @@ async def serve(mesh: Mesh, phase_s: float) -> None:
         while True:
             await clock.sleep(due - clock.monotonic())
             service.turn()
-            due = max(due + FLUSH_S, clock.monotonic())
+            due = max(due + 1 / RATE, clock.monotonic())
     finally:
         await mesh.leave()
 

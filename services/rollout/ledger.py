@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +21,9 @@ from services.rollout.trajectory import Restored, Trajectory
 
 SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
 FULL_RETRY_S = 0.5
+WRITE_S = 60.0  # a disk that takes longer has failed
+
+Done = asyncio.Future[None]
 
 
 class ShardLedger:
@@ -29,6 +33,10 @@ class ShardLedger:
         self._mesh, self._job = mesh, job.id
         directory = job.run_dir / "ledger" / mesh.name.replace("/", "-")
         self._ledger = Ledger(mesh.host, directory, f"{mesh.token:012d}")
+        self._queue: list[tuple[tuple[tuple[Kind, Any], ...], Iterable[int], Done]] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._under_way: Done | None = None
+        self._writing = asyncio.Lock()  # held while the open segment must stay the same
 
     @property
     def directory(self) -> Path:
@@ -74,7 +82,9 @@ class ShardLedger:
         mesh, job = self._mesh, self._job
         name = self._ledger.next_path.name
         await rows.note_segment(mesh.state, job, mesh.name, mesh.token, name, -1)
-        sealed = self._ledger.begin()
+        async with self._writing:
+            await mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_S)
+            sealed = self._ledger.begin()
         if sealed is not None:
             path, length = sealed
             await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
@@ -90,16 +100,48 @@ class ShardLedger:
         self._ledger.defer(kind, payload, group)
 
     async def log(self, *records: tuple[Kind, Any], groups: Iterable[int] = ()) -> None:
-        """Writes records down; a full disk makes the trajectory wait, and loses nothing."""
+        """Writes records down; a full disk makes the trajectory wait, and loses nothing.
+
+        What is logged while a write is under way goes with the next one.
+        """
+        done: Done = asyncio.get_running_loop().create_future()
+        self._queue.append((records, groups, done))
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write_queue(), name="ledger")
+        await done
+
+    async def _write_queue(self) -> None:
         try:
-            return self._ledger.append(records, groups)
+            while self._queue:
+                queue, self._queue = self._queue, []
+                records = [record for logged, _, _ in queue for record in logged]
+                groups = {group for _, told, _ in queue for group in told}
+                async with self._writing:
+                    await self._write(self._ledger.block(records, groups))
+                for _, _, done in queue:
+                    if not done.done():
+                        done.set_result(None)
+        except Exception as error:  # what may have been written or not must not be written again
+            self._mesh.host.exit(70, f"{self._mesh.name} cannot write its ledger: {error!r}")
+        finally:
+            self._writer = None
+
+    async def _write(self, block: bytes) -> None:
+        """Off the loop: a write waits behind the disk's own work."""
+        try:
+            return await self._write_once(block)
         except StorageFull as error:
             self._mesh.telemetry.log.error("ledger: disk full", error=str(error))
         with self._mesh.wait("room for the ledger", on="disk"):
             while True:
                 await self._mesh.clock.sleep(FULL_RETRY_S)
                 with contextlib.suppress(StorageFull):
-                    return self._ledger.append(records, groups)
+                    return await self._write_once(block)
+
+    async def _write_once(self, block: bytes) -> None:
+        write = self._mesh.host.run_blocking(self._ledger.write, block, deadline_s=WRITE_S)
+        self._under_way = asyncio.ensure_future(write)
+        await asyncio.shield(self._under_way)
 
     async def tokens(self, new: TokenRows) -> None:
         """New tokens of trajectories."""
@@ -114,9 +156,14 @@ class ShardLedger:
             await self.log()
             if synced != self._ledger.bytes_written:
                 synced = self._ledger.bytes_written
-                await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=60.0)
+                await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_S)
             if self._ledger.full:
                 await patiently(self._mesh.clock, self._new_segment)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Ends with the write that is under way."""
+        if self._writer is not None:
+            self._writer.cancel()
+        if self._under_way is not None:
+            await asyncio.wait([self._under_way])
         self._ledger.close()

@@ -196,7 +196,9 @@ class Router:
 
     async def _place(self, t: Trajectory, floor: int) -> EngineLink:
         request = self._request(t, floor)
-        name = choose(self._loads(), request)
+        home = self.links.get(t.engine)  # most turns go on there: no need to look at all engines
+        name = choose([home.load], request) if home is not None else None
+        name = name or choose(self._loads(), request)
         if name is not None and (name == t.engine or not self._queue):
             return self._assign(t, name)
         self._arrivals += 1
