@@ -8,13 +8,26 @@ TESTS ?= tests
 # One thread a process: two on a busy machine are up to 30 times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint format bench peers clean
+.PHONY: demo test test-sglang lint format bench peers clean
 
 demo: $(READY)
 	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+
+# A real SGLang server: what every engine promises, what is its own, and a job of three steps.
+test-sglang: $(READY)
+	tests/sglang/cpu/install.sh .venvs/sglang
+	$(BIN)/python -m pytest -n 0 -k sglang tests/sglang tests/unit/engines/test_contract.py
+	$(BIN)/meshrl run $(JOB) --force --set out=runs/sglang --set rollout.engine=sglang \
+		--set rollout.sglang_python=$(CURDIR)/.venvs/sglang/bin/python $(SHORT)
+
+# Two workers, few and short trajectories, no evaluation: a few minutes on two cores.
+SHORT := --set mesh.workers=2 --set rollout.slots=16 --set budget.steps=3 \
+	--set algorithm.groups_per_step=4 --set algorithm.group_size=4 \
+	--set algorithm.filter_zero_variance=false --set warm_start.steps=120 \
+	--set evaluation.before=false --set evaluation.after=false --set evaluation.every=0
 
 lint: $(READY)
 	$(BIN)/ruff check .
