@@ -118,8 +118,8 @@ class World:
         self.processes: list[Process] = []
         self.steps = 0
 
-    async def start(self, workers: int) -> None:
-        await self._submit(workers)
+    async def start(self, workers: int, shards: int = 1, steps: int = 1_000_000) -> None:
+        await self._submit(workers, steps)
         for name in ("planner/0", "planner/1"):
             process = self._process(name, "planner")
             planner = Planner(process.mesh)
@@ -131,10 +131,11 @@ class World:
         store = WeightStore(process.mesh, chunks)
         await process.join(store, store.stats, bulk=chunks.local_address)
         process.run(store.sweep_forever())
-        process = self._process("rollout/0", "rollout")
-        shard = RolloutShard(process.mesh, self.root)
-        await process.join(shard, shard.stats)
-        process.run(shard.serve())
+        for name in (f"rollout/{number}" for number in range(shards)):
+            process = self._process(name, "rollout")
+            shard = RolloutShard(process.mesh, self.root)
+            await process.join(shard, shard.stats)
+            process.run(shard.serve())
         for number in range(workers):
             process = self._process(f"worker/g{number}", "worker")
             await process.join(Actor(), dict)
@@ -145,7 +146,7 @@ class World:
         self.processes.append(process)
         return process
 
-    async def _submit(self, workers: int) -> None:
+    async def _submit(self, workers: int, steps: int) -> None:
         bundle = self.root / "bundle"
         (bundle / "modules").mkdir(parents=True)
         character_tokenizer(CHARACTERS, str(self.tokenizer))
@@ -155,7 +156,7 @@ class World:
             name=JOB,
             algorithm=AlgorithmConfig(group_size=4, groups_per_step=4, max_staleness=2),
             rollout=RolloutConfig(slots=SLOTS, max_tokens=400),
-            budget=BudgetConfig(steps=1_000_000),
+            budget=BudgetConfig(steps=steps),
             planner=PlannerConfig(),
         )
         document = config.document()
@@ -204,6 +205,7 @@ class World:
                 "gang": gang,
                 "epoch": epoch,
                 "ready": True,
+                "requests": service.requests,
                 "tokens": engine.tokens_generated,
                 "occupied_s": service.occupied_s,
                 "version": engine.version,
