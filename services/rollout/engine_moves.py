@@ -26,7 +26,9 @@ from services.rollout.engines.base import SessionCache
 
 R = TypeVar("R")
 
-PART_BYTES = 32 << 20  # copied in one stop: some 5 ms
+PAUSE_S = 0.01  # that copying a part may keep the source's requests waiting; it fits parts to this
+PART_BYTES = 8 << 20  # of the first part
+LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # of later ones
 FRAME_BYTES = 1 << 20  # larger ones travel at a third of the speed
 LARGEST_PART_BYTES = 1 << 30  # a block of 16 tokens of the largest models takes a tenth of it
 AT_ONCE = 4  # moves to one engine; each holds two parts
@@ -69,7 +71,13 @@ class Moves:
             start, more = cache.end, cache.end < len(cache.tokens)
 
     def _copy(self, session: int, start: int) -> tuple[SessionCache | None, str]:
-        return self._engine.export(session, start, self.part_bytes), self._loaded()
+        began = self._mesh.clock.monotonic()
+        cache = self._engine.export(session, start, self.part_bytes)
+        took = self._mesh.clock.monotonic() - began
+        if cache is not None and took > 0 and 2 * len(cache.content) > self.part_bytes:
+            fitting = min(2.0, PAUSE_S / took) * len(cache.content)
+            self.part_bytes = max(LEAST_BYTES, min(MOST_BYTES, int(fitting)))
+        return cache, self._loaded()
 
     # -- the target ------------------------------------------------------------------------------
 
@@ -147,21 +155,23 @@ def _framed(cache: SessionCache, weights: str, frame_bytes: int) -> list[CacheFr
 async def _parts(
     frames: AsyncIterator[CacheFrame], came: _Came
 ) -> AsyncGenerator[tuple[CachePart, NDArray[np.uint8]], None]:
-    """Each part with its bytes, once all of them are there; BadMessage if frames do not fit."""
+    """Each part with its bytes, once all of them are there, until the next; BadMessage if frames
+    do not fit."""
     part: CachePart | None = None
     whole, filled = np.zeros(0, np.uint8), 0
     async for frame in frames:
         if frame.part is not None:
             part, filled = _checked(frame.part), 0
-            whole = np.empty(part.size, np.uint8)
+            if part.size > len(whole):  # fresh memory costs more than the copy
+                whole = np.empty(part.size, np.uint8)
         end = filled + len(frame.content)
-        if part is None or frame.content.dtype != np.uint8 or end > len(whole):
+        if part is None or frame.content.dtype != np.uint8 or end > part.size:
             raise BadMessage("a frame of keys and values that belongs to no part")
         whole[filled:end] = frame.content
         came.bytes += end - filled
         filled = end
         if filled == part.size:
-            yield part, whole
+            yield part, whole[: part.size]
             part = None
 
 

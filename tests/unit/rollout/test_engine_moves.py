@@ -27,10 +27,11 @@ from common.simhost import SimulatedHost
 from common.state.client import State
 from common.transport.memory import MemoryNetwork, MemoryTransport
 from common.virtual import VirtualClock, run_virtual
-from services.rollout.engine_moves import MOVE_S, _Came, _parts
+from services.rollout.engine_moves import MOVE_S, Moves, _Came, _parts
 from services.rollout.engine_service import EngineService
+from services.rollout.engines.base import SessionCache
 from services.rollout.engines.simulated import SimulatedEngine
-from tests.unit.engines.engines_under_test import built_in, decoder
+from tests.unit.engines.engines_under_test import StandingClock, built_in, decoder
 from tests.unit.engines.test_torch_engine import words
 
 SHARD = "rollout/0"
@@ -324,3 +325,25 @@ async def refused(frames: list[CacheFrame]) -> bool:
     except BadMessage:
         return True
     return False
+
+
+class Slow:
+    """An engine that copies 500 MB a second, of a session that never ends."""
+
+    def __init__(self) -> None:
+        self.clock = StandingClock()
+
+    def export(self, session: int, start: int, most_bytes: int) -> SessionCache:
+        self.clock.pass_(most_bytes / 5e8)
+        none = np.zeros(0, np.int32)
+        return SessionCache(none, np.zeros(most_bytes, np.uint8), start, start + 1, "", 0, 0, 0)
+
+
+def test_parts_are_as_large_as_the_pause_that_they_may_cost() -> None:
+    slow = Slow()
+    moves = Moves(slow, slow, None, lambda: "")  # type: ignore[arg-type]
+    for first in (1 << 20, 64 << 20):
+        moves.part_bytes = first
+        for _ in range(6):
+            moves._copy(SESSION, 0)
+        assert moves.part_bytes == 5_000_000
