@@ -17,11 +17,12 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
 # A real SGLang server: what every engine promises, what is its own, and a job of three steps.
+test-sglang: export MESHRL_SGLANG_PYTHON := $(CURDIR)/.venvs/sglang/bin/python
 test-sglang: $(READY)
 	tests/sglang/cpu/install.sh .venvs/sglang
 	$(BIN)/python -m pytest -n 0 -k sglang tests/sglang tests/unit/engines/test_contract.py
 	$(BIN)/meshrl run $(JOB) --force --set out=runs/sglang --set rollout.engine=sglang \
-		--set rollout.sglang_python=$(CURDIR)/.venvs/sglang/bin/python $(SHORT)
+		--set rollout.sglang_python=$(MESHRL_SGLANG_PYTHON) $(SHORT)
 
 # Two workers, few and short trajectories, no evaluation: a few minutes on two cores.
 SHORT := --set mesh.workers=2 --set rollout.slots=16 --set budget.steps=3 \

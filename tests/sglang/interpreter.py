@@ -1,4 +1,7 @@
-"""Where the tests find an interpreter that has SGLang."""
+"""Where the tests find an interpreter that has SGLang: `make test-sglang` says it.
+
+Others leave these tests out, though it may be installed: a server takes half a minute to start.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import os
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
+NOWHERE = Path("no interpreter: see make test-sglang")
 
 
 def python() -> Path:
-    """Of `make test-sglang`, or another that $MESHRL_SGLANG_PYTHON names."""
     named = os.environ.get("MESHRL_SGLANG_PYTHON")
-    return Path(named) if named else REPOSITORY / ".venvs/sglang/bin/python"
+    return Path(named) if named else NOWHERE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -11,11 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.errors import PeerLost, Refused
+from common.errors import MeshError, PeerLost, Refused, RemoteFailure
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.rollout.engines import sglang
 from services.rollout.engines.sglang import Quarantined, Server, SGLangEngine
+from services.rollout.engines.sglang_engine import v0_5
 from services.rollout.engines.sglang_engine.health import Watch
 from services.rollout.engines.sglang_engine.server import free_port
 from services.rollout.engines.sglang_engine.weights import buckets
@@ -134,10 +136,28 @@ class Private:
 
 @pytest.fixture
 def mortal() -> Iterator[Server]:
-    """A server that a test may break; the next has another."""
-    if Private.server is None or Private.server.child.poll() is not None:
+    """A server that a test may break; the next has the same if it still serves."""
+    if Private.server is None:
         Private.server = served.start()
     yield Private.server
+    if not serves(Private.server):
+        served.stop(Private.server)
+        Private.server = None
+
+
+def serves(server: Server) -> bool:
+    """Whether it answers, once an update that was left open is closed."""
+    if server.child.poll() is not None:
+        return False
+    http = server.http
+    try:
+        with contextlib.suppress(RemoteFailure):  # there was none
+            http.call("POST", v0_5.END_UPDATE, {}, deadline_s=5.0)
+        http.call("POST", v0_5.CONTINUE, {"torch_empty_cache": False}, deadline_s=5.0)
+        http.call("GET", v0_5.INFO, deadline_s=5.0)
+    except MeshError:
+        return False
+    return True
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -176,7 +196,6 @@ def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
         engine.wake(state, 3)
     assert engine.version == -1
     quarantined(engine)
-    served.stop(mortal)  # as its process would end
 
 
 def scheduler_of(server: Server) -> int:
@@ -200,7 +219,6 @@ def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
         quarantined(engine)
     finally:
         os.kill(scheduler, signal.SIGCONT)
-    served.stop(mortal)
 
 
 def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: Server) -> None:
@@ -216,7 +234,6 @@ def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: Server) -> 
         engine.swap(decoder(1).state_dict(), 1)
     quarantined(engine)
     killer.join()
-    served.stop(mortal)
 
 
 def test_a_server_that_has_ended_is_reported_with_its_log(mortal: Server) -> None:
@@ -228,14 +245,14 @@ def test_a_server_that_has_ended_is_reported_with_its_log(mortal: Server) -> Non
     with pytest.raises(PeerLost, match=r"sglang\.log"):
         while True:
             engine.step()
-    served.stop(mortal)
 
 
 def test_a_server_that_does_not_answer_gets_three_strikes_and_grace_in_updates(
     mortal: Server,
 ) -> None:
     watch = Watch(mortal.http, mortal.lost, look_s=0.3, answer_s=1.0)
-    os.kill(scheduler_of(mortal), signal.SIGSTOP)
+    scheduler = scheduler_of(mortal)
+    os.kill(scheduler, signal.SIGSTOP)
     waited = threading.Event()
     with watch.grace():
         assert not waited.wait(6.0)
@@ -246,7 +263,7 @@ def test_a_server_that_does_not_answer_gets_three_strikes_and_grace_in_updates(
         waited.wait(0.1)
     assert isinstance(watch.failure(), PeerLost) and "in a row" in str(watch.failure())
     watch.close()
-    served.stop(mortal)
+    os.kill(scheduler, signal.SIGCONT)
 
 
 def test_ports_that_are_handed_out_are_free() -> None:
