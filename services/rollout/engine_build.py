@@ -22,7 +22,7 @@ from services.rollout.engines.torch_engine import TorchEngine, build
 if TYPE_CHECKING:
     from services.rollout.engines.sglang_engine.engine import SGLangEngine
 
-BUILD_S = 300.0  # some 10 s on a quiet core, 30 for a server; engines of a host wait for each other
+BUILD_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
 
 
 async def opened(mesh: Mesh, data: JobData, gang: str) -> Engine:
@@ -56,7 +56,7 @@ async def _sglang(mesh: Mesh, data: JobData, gang: str) -> SGLangEngine:
         kv_on_update=limits.kv_on_update,
         options=tuple(limits.sglang_options),
     )
-    server = await sglang.start(mesh.host, mesh.clock, how, limits.sglang_weights, BUILD_S)
+    server = await sglang.start(mesh.host, mesh.clock, how, limits.sglang_weights)
     return sglang.attach(
         server,
         model,

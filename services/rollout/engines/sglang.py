@@ -15,7 +15,7 @@ from common.model.config import ModelConfig
 from services.rollout.engines.sglang_engine.engine import Quarantined, SGLangEngine
 from services.rollout.engines.sglang_engine.health import Watch
 from services.rollout.engines.sglang_engine.requests import Decode
-from services.rollout.engines.sglang_engine.server import Launch, Server, write_model
+from services.rollout.engines.sglang_engine.server import START_S, Launch, Server, write_model
 from services.rollout.engines.sglang_engine.weights import TRANSPORTS, transport
 
 __all__ = [
@@ -68,7 +68,9 @@ def launch(
     )
 
 
-async def start(host: Host, clock: Clock, how: Launch, weights: str, deadline_s: float) -> Server:
+async def start(
+    host: Host, clock: Clock, how: Launch, weights: str, deadline_s: float = START_S
+) -> Server:
     """A server that is ready. From the main thread: it dies with the thread that starts it."""
     kind = "disk" if weights == "auto" else weights
     return await Server.start(host, clock, how, kind, deadline_s)

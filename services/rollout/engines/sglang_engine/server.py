@@ -18,7 +18,7 @@ from common.process import Child
 from services.rollout.engines.sglang_engine import v0_5
 from services.rollout.engines.sglang_engine.http import Http
 
-START_S = 240.0  # imports and a first compilation of kernels; some 30 s on a quiet core
+START_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
 PROBE_S, LOOK_S = 5.0, 0.25
 STOP_S = 5.0  # for a killed process to be gone
 TAIL_LINES, LINE = 25, 300  # of the log in an error, and characters of each
