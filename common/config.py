@@ -28,6 +28,8 @@ class DatasetConfig:
     train: str = ""  # JSONL, Parquet or a `datasets` directory
     held_out: str = ""  # the same, never trained on
     prompt: str = "prompt"  # the row's key that holds the prompt
+    tasks: int = 0  # of a verifiers taskset, trained on when `train` names no file; 0: all
+    held_out_tasks: int = 0  # of a verifiers taskset, its first ones
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class EnvironmentConfig:
     use: str = ""  # module:function, a factory; empty: single turn, and tools in a chat
     chat: str = ""  # chat format, as `renderers` calls it; auto: the model's; empty: plain text
     chat_options: dict[str, Any] = field(default_factory=dict)  # such as enable_thinking
+    verifiers: str = ""  # id of a taskset of the `verifiers` package, which is the environment
+    verifiers_options: dict[str, Any] = field(default_factory=dict)  # its `[env]` table
+    python: str = ""  # the interpreter that has `verifiers`
     processes: int = 1  # environment processes of a rollout shard
     tools: dict[str, str] = field(default_factory=dict)  # tool name -> module:function
     tool_deadline_s: float = 5.0

@@ -15,14 +15,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from common.config import JobConfig
-from meshrl import references, rows
+from meshrl import references, rows, tasksets
 from meshrl.jobfile import all_references
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -68,16 +68,18 @@ def _files(directory: Path) -> Iterator[Path]:
 def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
     document = config.document()
     modules = [reference.partition(":")[0] for _, reference in all_references(config)]
+    if config.environment.verifiers:
+        taskset = tasksets.module_of(config.environment.verifiers)
+        modules += [taskset] if references.module_file(base, taskset) else []
     (staging / "modules").mkdir()
     for source in references.neighbours(base, modules):
         _copy(source, staging / "modules" / source.relative_to(base))
-    for key in ("train", "held_out"):
-        if name := getattr(config.dataset, key):
-            target = staging / "data" / f"{key}.jsonl"
-            target.parent.mkdir(exist_ok=True)
-            with target.open("w", encoding="utf-8") as file:
-                file.writelines(row.line + "\n" for row in rows.read(Path(name)))
-            document["dataset"][key] = f"data/{key}.jsonl"
+    for key, lines in _datasets(config, staging / "modules"):
+        target = staging / "data" / f"{key}.jsonl"
+        target.parent.mkdir(exist_ok=True)
+        with target.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+        document["dataset"][key] = f"data/{key}.jsonl"
     tokenizer = config.model.tokenizer or str(Path(config.model.path) / "tokenizer.json")
     _copy(Path(tokenizer), staging / "tokenizer.json")
     document["model"]["tokenizer"] = "tokenizer.json"
@@ -87,6 +89,19 @@ def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
                 _copy(source, staging / "model" / source.name)
         document["model"]["path"] = "model"
     return document
+
+
+def _datasets(config: JobConfig, modules: Path) -> Iterator[tuple[str, Iterable[str]]]:
+    """(train | held_out, its rows as JSON) of all that the job has."""
+    named = {key: getattr(config.dataset, key) for key in ("train", "held_out")}
+    for key, name in named.items():
+        if name:
+            yield key, (row.line for row in rows.read(Path(name)))
+    if config.environment.verifiers and not named["train"]:
+        held_out, train = tasksets.tasks(config, modules)
+        yield "train", train
+        if held_out:
+            yield "held_out", held_out
 
 
 def _copy(source: Path, target: Path) -> None:

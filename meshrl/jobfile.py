@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ CHOICES = {
 }
 AT_LEAST: dict[str, float] = {
     "mesh.workers": 2,  # one trains, one rolls out
+    "dataset.tasks": 0,
+    "dataset.held_out_tasks": 0,
     "environment.processes": 1,
     "rollout.shards": 1,
     "rollout.slots": 1,
@@ -130,6 +133,7 @@ class _Checker:
         config = self._absolute(JobConfig.from_document(document), base)
         self._values(config)
         self._files(config)
+        self._verifiers(config)
         self._references(config, base)
         return self._chat(config)
 
@@ -157,12 +161,14 @@ class _Checker:
         def place(text: str) -> str:
             return str((base / Path(text).expanduser()).resolve()) if text else ""
 
-        model, dataset = config.model, config.dataset
+        model, dataset, environment = config.model, config.dataset, config.environment
+        python = environment.python and os.path.abspath(base / environment.python)
         return replace(
             config,
             cache=str(Path(config.cache).expanduser()) if config.cache else "",
             model=replace(model, path=place(model.path), tokenizer=place(model.tokenizer)),
             dataset=replace(dataset, train=place(dataset.train), held_out=place(dataset.held_out)),
+            environment=replace(environment, python=python),  # as it is: links lead out of a venv
         )
 
     def _values(self, config: JobConfig) -> None:
@@ -218,9 +224,10 @@ class _Checker:
         tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
         if not tokenizer.is_file():
             raise self.fail("model.tokenizer", f"there is no tokenizer at {tokenizer}")
-        if not config.dataset.train:
+        taskset = config.environment.verifiers
+        if not (config.dataset.train or taskset):
             raise self.fail("dataset", "no dataset", "Set dataset.train to a JSONL or Parquet file")
-        prompt = "" if config.environment.use else config.dataset.prompt
+        prompt = "" if config.environment.use or taskset else config.dataset.prompt
         seen: set[bytes] = set()
         for key in ("dataset.train", "dataset.held_out"):
             if not (name := at(config, key)):
@@ -236,14 +243,34 @@ class _Checker:
                 raise self.fail(key, f"{name} holds no rows")
             seen = own
 
+    def _verifiers(self, config: JobConfig) -> None:
+        environment = config.environment
+        if not environment.verifiers:
+            for key in ("environment.python", "environment.verifiers_options"):
+                if at(config, key):
+                    raise self.fail(key, f"{key} without environment.verifiers")
+            for key in ("dataset.tasks", "dataset.held_out_tasks"):
+                if at(config, key):
+                    raise self.fail(key, f"{key} counts tasks of environment.verifiers")
+            return
+        for key in ("environment.use", "environment.tools"):
+            if at(config, key):
+                raise self.fail(key, f"{key}: environment.verifiers brings its own")
+        if not environment.chat:
+            raise self.fail("environment.verifiers", "environment.verifiers takes environment.chat")
+        if not os.access(environment.python, os.X_OK) or not Path(environment.python).is_file():
+            raise self.fail(
+                "environment.python",
+                f"there is no interpreter at {environment.python or 'environment.python'}",
+                "Name one of an environment that `pip install verifiers==0.4.0` was run in",
+            )
+
     def _chat(self, config: JobConfig) -> JobConfig:
         """The job with its chat format by name, and the format's stop tokens among its own."""
         environment, path = config.environment, Path(config.model.path)
         if not environment.chat:
             if environment.chat_options:
-                raise self.fail(
-                    "environment.chat_options", "chat_options without environment.chat"
-                )
+                raise self.fail("environment.chat_options", "chat_options without environment.chat")
             return config
         tokenizer = Path(config.model.tokenizer or path / "tokenizer.json")
         try:
@@ -259,7 +286,7 @@ class _Checker:
         )
 
     def _references(self, config: JobConfig, base: Path) -> None:
-        if not config.reward.use:
+        if not (config.reward.use or config.environment.use or config.environment.verifiers):
             raise self.fail("reward", "no reward", 'Set reward.use = "module:function"')
         for key, reference in all_references(config):
             try:

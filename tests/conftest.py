@@ -10,6 +10,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -26,9 +27,10 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "triton": lambda: importlib.util.find_spec("triton") is not None,
     "cuda": lambda: shutil.which("nvidia-smi") is not None,
     "sglang": lambda: python().is_file(),
+    "verifiers": lambda: (Path(__file__).parents[1] / ".venvs/verifiers/built").is_file(),
 }
 # Not to be installed, or by another target (`make test-sglang`): their absence never fails a run.
-HARDWARE = {"cuda", "nvcc", "root", "sglang"}
+HARDWARE = {"cuda", "nvcc", "root", "sglang", "verifiers"}
 
 ABSENT = pytest.StashKey[Counter[str]]()
 

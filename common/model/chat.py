@@ -35,6 +35,7 @@ class Call:
     arguments: dict[str, Any]
     id: str
     problem: str = ""
+    raw: str = ""  # the model's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +135,6 @@ class Conversation:
         self._turn = len(self.ids)
         return added
 
-    def resume(self, ids: Sequence[int]) -> None:
-        """Stands where these ids end, the model's turn next: what was logged is what counts."""
-        self.ids = list(ids)
-        self._turn = len(self.ids)
-
     def _bridge(
         self, prompt: list[int], turn: list[int], messages: Sequence[Message]
     ) -> list[int] | None:
@@ -190,6 +186,7 @@ def _call(parsed: Any, identity: str) -> Call:
         arguments if isinstance(arguments, dict) else {},
         parsed.id or identity,
         problem,
+        parsed.raw,
     )
 
 

@@ -73,9 +73,12 @@ class Environments:
     def _text(self, _: int, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
 
-    def _cut(self, _: int, ids: list[int]) -> list[Any]:
-        """The trajectory ends in mid-turn: the turn's text, and the environment has no score."""
-        return [self._tokenizer.decode(ids), None]
+    def _cut(self, key: int, ids: list[int]) -> list[Any]:
+        """The trajectory ends in mid-turn: the turn's text, and the score of an environment that
+        has one for it.
+        """
+        text = self._tokenizer.decode(ids)
+        return [text, self._open[key].cut(text)]
 
     def _restore(self, key: int, argument: Any) -> None:
         row, told, *ids = argument
@@ -87,7 +90,7 @@ class Environments:
             else:
                 session.result(value)
         if ids:
-            session.resume(ids[0])
+            session.check(ids[0])
 
     def _close(self, key: int, _: Any) -> None:
         session = self._open.pop(key, None)

@@ -11,106 +11,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
-from common.errors import DeadlineExceeded, MeshError, ToolFailed
+from common.errors import ToolFailed
 from common.jobdata import JobData
 from common.mesh import Mesh
-from common.process import Child
-from services.rollout.batching import Batcher
+from services.rollout.environment_process import (
+    EnvironmentHung,
+    EnvironmentLost,
+    EnvironmentProcess,
+)
+from services.rollout.episodes import EpisodeProcess
 
-Operation = tuple[int, str, Any]  # trajectory, operation, argument
-START_S = 60.0  # importing the author's modules may take its time
-LOOK_AGAIN_S = 0.2  # past a deadline: this process itself may have been stopped until then
+BOOT = Path(__file__).parent / "verifying" / "boot.py"
 HANGS = 2  # times that an operation must hang alone, in a process that nobody stopped
 LOSSES = 5  # processes in a row that an operation may end: somebody else may have killed a few
-STOPPED = "Tt"  # states of a process that was stopped, in /proc
-
-
-class EnvironmentLost(MeshError):
-    """The process that held the environment has died; it can be rebuilt from the log."""
-
-    code = "environment_lost"
-    retryable = True
-
-
-class EnvironmentHung(EnvironmentLost):
-    """A running process did not answer one operation, which was alone in its batch."""
-
-    code = "environment_hung"
-
-
-class EnvironmentProcess:
-    """One process; operations queue into batches, a hang past the deadline kills it."""
-
-    def __init__(
-        self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float
-    ) -> None:
-        self._mesh, self._argv, self._log = mesh, argv, log
-        self.name = name
-        self._deadline_s = deadline_s
-        self._child: Child | None = None
-        self._starting = asyncio.Lock()
-        self._batcher: Batcher[Operation, Any] = Batcher(self._exchange)
-        self._fresh = True
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid if self._child else 0
-
-    def put(self, operation: Operation, *, alone: bool = False) -> asyncio.Future[Any]:
-        return self._batcher.put(operation, alone=alone)
-
-    async def _ready(self) -> Child:
-        async with self._starting:
-            if self._child is None:
-                self._fresh = True
-                self._child = self._mesh.host.spawn(
-                    self._argv, name=self.name, log=self._log, pipe=True
-                )
-            return self._child
-
-    async def _exchange(self, batch: list[Operation]) -> list[Any]:
-        child = await self._ready()
-        deadline_s = self._deadline_s + (START_S if self._fresh else 0.0)
-        try:
-            with self._mesh.wait(batch[0][1], on=self.name):
-                await child.send(msgpack.packb(batch, use_bin_type=True))
-                block = await self._received(child, deadline_s)
-        except (OSError, EOFError, MeshError) as error:
-            usage = child.usage()
-            stopped = usage is not None and usage.state in STOPPED
-            await self._bury(child)
-            if isinstance(error, DeadlineExceeded) and len(batch) == 1 and not stopped:
-                return [EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")]
-            lost = EnvironmentLost(f"environment process {self.name}: {error}")
-            return [lost] * len(batch)
-        self._fresh = False
-        return [
-            _answer(status, value, self.name)
-            for _, status, value in msgpack.unpackb(block, raw=False)
-        ]
-
-    async def _received(self, child: Child, deadline_s: float) -> bytes:
-        try:
-            return await child.recv(deadline_s)
-        except DeadlineExceeded:
-            return await child.recv(LOOK_AGAIN_S)
-
-    async def _bury(self, child: Child) -> None:
-        self._child = None
-        child.kill()
-        await child.wait(5.0)
-
-    async def close(self) -> None:
-        await self._batcher.close()
-        if self._child is not None:
-            await self._bury(self._child)
 
 
 def command(job: JobData) -> list[str]:
     """What runs an environment process of a job."""
     config = job.config.environment
+    if config.verifiers:
+        return verifiers_command(job)
     argv = [sys.executable, "-m", "services.rollout.environment_main", "--use", config.use]
     argv += ["--modules", str(job.modules), "--tokenizer", str(job.tokenizer)]
     argv += ["--prompt", job.config.dataset.prompt]
@@ -120,12 +40,13 @@ def command(job: JobData) -> list[str]:
     return argv
 
 
-def _answer(status: str, value: Any, name: str) -> Any:
-    if status == "ok":
-        return value
-    if status == "unknown":
-        return EnvironmentLost(str(value))
-    return ToolFailed(f"the environment raised {value}", where=name, fix="see the job's module")
+def verifiers_command(job: JobData) -> list[str]:
+    """The same for an environment of the `verifiers` package, in that package's interpreter."""
+    config = job.config.environment
+    argv = [config.python, "-I", str(BOOT), "--taskset", config.verifiers]
+    argv += ["--options", json.dumps(config.verifiers_options), "--modules", str(job.modules)]
+    argv += ["--tokenizer", str(job.tokenizer), "--chat", config.chat]
+    return [*argv, "--chat-options", json.dumps(config.chat_options)]
 
 
 class EnvironmentPool:
@@ -138,9 +59,10 @@ class EnvironmentPool:
 
     def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
         config = job.config.environment
+        kind = EpisodeProcess if config.verifiers else EnvironmentProcess
         name = "environment-" + mesh.name.replace("/", "-")
         self._processes = [
-            EnvironmentProcess(
+            kind(
                 mesh,
                 command(job),
                 f"{name}-{i}",
@@ -191,7 +113,7 @@ class EnvironmentPool:
     def close_one(self, key: int) -> None:
         self._process(key).put((key, "close", None)).add_done_callback(_observe)
 
-    def _process(self, key: int) -> EnvironmentProcess:
+    def _process(self, key: int) -> EnvironmentProcess | EpisodeProcess:
         return self._processes[(key ^ key >> 12) % len(self._processes)]
 
     async def _perform(

@@ -29,8 +29,11 @@ class Session(Protocol):
     def result(self, value: Any) -> Action:
         """After a tool's value."""
 
-    def resume(self, ids: list[int]) -> None:
-        """After a replay: the ids that the trajectory consists of, the model's turn next."""
+    def cut(self, text: str) -> float | None:
+        """The score of a trajectory that ends before the environment does, in mid-turn or not."""
+
+    def check(self, ids: list[int]) -> None:
+        """After a replay: raises unless the trajectory began with these ids, which were logged."""
 
     def close(self) -> None: ...
 
@@ -57,7 +60,10 @@ class TextSession:
     def result(self, value: Any) -> Action:
         return self._action(self._environment.result(value))
 
-    def resume(self, ids: list[int]) -> None:
+    def cut(self, text: str) -> float | None:
+        return scored(self._environment, text)
+
+    def check(self, ids: list[int]) -> None:
         return None
 
     def close(self) -> None:
@@ -116,8 +122,12 @@ class ChatSession:
         self._answer(self._calling, content)
         return self._next_call()
 
-    def resume(self, ids: list[int]) -> None:
-        self.conversation.resume(ids)
+    def cut(self, text: str) -> float | None:
+        return scored(self._environment, text)
+
+    def check(self, ids: list[int]) -> None:
+        if self.conversation.ids[: len(ids)] != ids:
+            raise RuntimeError("a replay of the environment differs from what was logged")
 
     def close(self) -> None:
         self._environment.close()
@@ -175,6 +185,12 @@ def plain(action: Any, appended: str) -> Action:
         "an environment answers {'tool': name, 'input': x}, "
         f"{{'append': {appended}}} or {{'done': True}}"
     )
+
+
+def scored(environment: Any, text: str) -> float | None:
+    """What an environment of the author's gives a trajectory that is cut; most leave it open."""
+    cut = getattr(environment, "cut", None)
+    return None if cut is None else score(cut(text))
 
 
 def score(value: Any) -> float | None:

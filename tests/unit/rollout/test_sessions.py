@@ -50,6 +50,9 @@ class Guess:
     def result(self, value: Any) -> dict[str, Any]:
         return {"append": [{"role": "user", "content": f"{value}?"}]}
 
+    def cut(self, text: str) -> float:
+        return 0.25
+
     def close(self) -> None:
         pass
 
@@ -186,31 +189,30 @@ def test_an_environment_of_messages_sees_turns_without_calls(tokenizer: Tokenize
     assert "\n7\n" in t.result(7)[1]
     assert t.step("seven<|im_end|>") == ["tool", ["shout", "seven"]]
     assert "user\nSEVEN?<|im_end|>" in t.result("SEVEN")[1]
+    assert t.perform("cut", tokenizer.encode("6")) == ["6", 0.25]
     assert t.step("7<|im_end|>") == ["done", 1.0]
 
 
-@pytest.mark.parametrize("logged", [False, True])
-def test_a_lost_conversation_goes_on_where_it_was(tokenizer: Tokenizer, logged: bool) -> None:
+def test_a_lost_conversation_goes_on_where_it_was(tokenizer: Tokenizer) -> None:
     chat = Chat.load("qwen3", {}, tokenizer)
-    t = Trajectory(
-        Environments(None, tokenizer, "prompt", chat, TOOLS), tokenizer, {"prompt": "go"}
-    )
+    served = Environments(None, tokenizer, "prompt", chat, TOOLS)
+    t = Trajectory(served, tokenizer, {"prompt": "go"})
     t.step(calls(call("add", a=1, b=2)))
     t.result(3)
     before = list(t.ids)
     t.step(calls(call("shout", text="a"), call("add", a=1, b=1)))
     t.result("A")
     again = Environments(None, tokenizer, "prompt", chat, TOOLS)
-    ids = [before] if logged else []
-    if logged:  # between turns: what the ledger has is what the model has seen
-        t.told = t.told[:2]
-        assert again.perform(1, "restore", [t.row, t.told, *ids]) == ("ok", None)
-        turn = tokenizer.encode(calls(call("shout", text="a"), call("add", a=1, b=1)))
-        assert again.perform(1, "step", turn)[1][1:] == ["tool", ["shout", "a"]]
-        again.perform(1, "result", "A")
-    else:
-        assert again.perform(1, "restore", [t.row, t.told]) == ("ok", None)
+    assert again.perform(1, "restore", [t.row, t.told, before]) == ("ok", None)
     assert again.perform(1, "result", 2) == t.served.perform(1, "result", 2)
+
+
+def test_a_replay_that_differs_from_what_was_logged_fails(tokenizer: Tokenizer) -> None:
+    chat = Chat.load("qwen3", {}, tokenizer)
+    t = Trajectory(Environments(None, tokenizer, "prompt", chat), tokenizer, {"prompt": "go"})
+    other = Environments(None, tokenizer, "prompt", chat)
+    status, why = other.perform(1, "restore", [{"prompt": "no"}, [], t.ids])
+    assert status == "raised" and "differs from what was logged" in why
 
 
 def test_tools_are_described_by_their_signature() -> None:
