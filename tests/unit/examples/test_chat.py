@@ -1,0 +1,61 @@
+"""The chat example: its demonstrations are what the format makes of the conversations."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from common.model.chat import Chat
+from common.model.tokenizer import Tokenizer
+from examples import chat as example
+from meshrl.jobfile import load
+from services.rollout.environment_main import Environments
+from services.rollout.tools import Tool
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(EXAMPLES / "chat/tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def served(tokenizer: Tokenizer) -> Environments:
+    tools = {"add": Tool("add", example.add)}
+    return Environments(None, tokenizer, "prompt", Chat.load("qwen3", {}, tokenizer), tools)
+
+
+@pytest.mark.parametrize("progress", [0.0, 0.9])
+def test_demonstrations_are_trajectories_of_the_environment(
+    served: Environments, tokenizer: Tokenizer, progress: float
+) -> None:
+    rng = random.Random(3)
+    rewards = []
+    for key in range(20):
+        pieces = example.demonstrate(rng, progress)
+        ids = [tokenizer.encode(text) for text, _ in pieces]
+        prompt = pieces[0][0].split("user\n")[-1].split("<|im_end|>")[0]
+        assert served.perform(key, "begin", {"prompt": prompt}) == ("ok", ids[0])
+        turns = []
+        for turn, answer in zip(ids[1::2], [*ids[2::2], None], strict=True):
+            _, (text, action, value) = served.perform(key, "step", turn)
+            turns.append({"role": "model", "text": text})
+            if action == "tool":
+                name, argument = value
+                assert name == "add"
+                action, value = served.perform(key, "result", example.add(argument))[1]
+            assert [action, value] == (["append", answer] if answer else ["done", None])
+        a, b = prompt.rstrip("?").split("+")
+        rewards.append(example.reward({"answer": int(a) + int(b)}, turns))
+    assert 0 < sum(rewards) < len(rewards)
+
+
+def test_the_job_is_valid_and_ends_turns_where_the_format_does() -> None:
+    config, _ = load(EXAMPLES / "chat.toml", [])
+    assert config.rollout.stop == ["<|im_end|>", "<|endoftext|>"]
+    rows = [json.loads(line) for line in (EXAMPLES / "chat/train.jsonl").open()]
+    assert len(rows) == example.LARGEST**2 - example.HELD_OUT
