@@ -38,6 +38,7 @@ HOSTS = 2  # processes that the simulated engines share
 NICE = 3
 WARM_S = 15.0
 KILLED, KILLED_IN_FLIGHT = 3, 64
+STANDING_BY = 3  # starting a process with torch takes longer than KILL_EVERY_S on a busy host
 KILL_EVERY_S = 5.0
 SILENT_S = 300.0  # a shard that says nothing for so long beyond its time has failed
 
@@ -65,10 +66,10 @@ class Processes:
         self._running.append(process)
         return process
 
-    def worker(self, *words: str) -> subprocess.Popen[str]:
+    def worker(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """Behind the shard where cores are short: what makes the load is not what is measured."""
         argv = ["nice", f"-n{NICE}", sys.executable, "-m", "loadtests.ledger_worker", *words]
-        return self._start(argv, "workers", env=self._environment)
+        return self._start(argv, "workers", env=self._environment, **options)
 
     def shard(self, *words: str) -> subprocess.Popen[str]:
         argv = [sys.executable, "-m", "loadtests.ledger_shard", *words]
@@ -145,7 +146,7 @@ def cpu_s(pid: int) -> float:
 def killed(seconds: float) -> dict[str, Any]:
     with processes("ledger-kill") as running:
         directory = running.directory
-        engines = [_engine(running, n) for n in range(KILLED)]
+        engines = Engines(running)
         shard = running.shard(
             "greedy",
             f"--engines={KILLED}",
@@ -154,14 +155,10 @@ def killed(seconds: float) -> dict[str, Any]:
             f"--out={directory}",
         )
         line_of(shard, running)
-        kills, end = 0, time.monotonic() + seconds
+        end = time.monotonic() + seconds
         while time.monotonic() + KILL_EVERY_S < end:
             time.sleep(KILL_EVERY_S)
-            place = kills % KILLED
-            engines[place].kill()
-            engines[place].wait()
-            kills += 1
-            engines[place] = _engine(running, KILLED + kills)
+            engines.kill()
         report: dict[str, Any] = json.loads(line_of(shard, running))
         prompts = min(report["opened"], GREEDY_PROMPTS)
         undisturbed = directory / "undisturbed.npy"
@@ -171,7 +168,7 @@ def killed(seconds: float) -> dict[str, Any]:
         outputs = compared(directory / "outputs.npz", undisturbed)
         again, ahead = asked_again(directory / "asked.log", directory / "written.npy")
     return {
-        "kills": kills,
+        "kills": engines.kills,
         "opened": report["opened"],
         "lost": report["opened"] - report["finished"] - report["failed"],
         "typed_failures": report["failed"],
@@ -182,10 +179,38 @@ def killed(seconds: float) -> dict[str, Any]:
     }
 
 
-def _engine(running: Processes, number: int) -> subprocess.Popen[str]:
-    """A new one under a name of its own, as spot capacity comes: no old lease to wait out."""
-    log = running.directory / "asked.log"
-    return running.worker("native", f"--name=engine/k{number}", f"--log={log}")
+class Engines:
+    """Three in service, and others that stand by loaded: a new one takes over under a name of its
+    own, as spot capacity comes.
+    """
+
+    def __init__(self, running: Processes) -> None:
+        self._running = running
+        self._standing_by = [self._started() for _ in range(KILLED + STANDING_BY)]
+        self._joined = 0
+        self.kills = 0
+        self._serving = [self._next() for _ in range(KILLED)]
+
+    def _started(self) -> subprocess.Popen[str]:
+        log = self._running.directory / "asked.log"
+        return self._running.worker("native", f"--log={log}", stdin=subprocess.PIPE)
+
+    def _next(self) -> subprocess.Popen[str]:
+        engine = self._standing_by.pop(0)
+        assert engine.stdin is not None
+        engine.stdin.write(f"engine/k{self._joined}\n")
+        engine.stdin.close()
+        self._joined += 1
+        return engine
+
+    def kill(self) -> None:
+        """SIGKILL for the one that has served for longest; another takes its place."""
+        gone = self._serving.pop(0)
+        gone.kill()
+        gone.wait()
+        self.kills += 1
+        self._serving.append(self._next())
+        self._standing_by.append(self._started())
 
 
 def compared(outputs: Path, undisturbed: Path) -> dict[str, Any]:

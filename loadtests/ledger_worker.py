@@ -1,11 +1,12 @@
 """Engines of `loadtests.ledger`, each an actor with its own place in the mesh.
 
     python -m loadtests.ledger_worker simulated --first 0 --count 32
-    python -m loadtests.ledger_worker native --name engine/k1 --log FILE
+    python -m loadtests.ledger_worker native --log FILE
     python -m loadtests.ledger_worker reference --trajectories 40 --out FILE
 
 `simulated` hosts many engines without compute; `native` is one built-in engine at a declared pace,
-which notes each request that it is asked to generate; `reference` generates what an undisturbed
+which joins under the name that it reads once it is ready, and notes each request that it is asked
+to generate; `reference` generates what an undisturbed
 engine would, and ends.
 """
 
@@ -141,13 +142,12 @@ class Noting(PacedEngine):
         super().submit(requests)
 
 
-async def native(name: str, log: Path) -> None:
+async def native(inner: Engine, name: str, log: Path) -> None:
     from services.rollout.engine_main import SWITCH_S, Driver
 
     sys.setswitchinterval(SWITCH_S)
     mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
-    with mesh.loading():
-        engine = Noting(tiny(), mesh, log)
+    engine = Noting(inner, mesh, log)
     driver = Driver(asyncio.get_running_loop())
     service = EngineService(mesh, engine, SLOTS, driver.deliver)
     driver.start(service)
@@ -183,7 +183,6 @@ def main() -> None:
     parser.add_argument("kind", choices=("simulated", "native", "reference"))
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--name", default="engine/k0")
     parser.add_argument("--log", type=Path)
     parser.add_argument("--trajectories", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -191,7 +190,10 @@ def main() -> None:
     if chosen.kind == "simulated":
         run(lambda: simulated(chosen.first, chosen.count))
     elif chosen.kind == "native":
-        run(lambda: native(chosen.name, chosen.log))
+        engine = tiny()
+        name = sys.stdin.readline().strip()
+        if name:
+            run(lambda: native(engine, name, chosen.log))
     else:
         reference(chosen.trajectories, chosen.out)
 
