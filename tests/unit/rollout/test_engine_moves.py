@@ -346,4 +346,4 @@ def test_parts_are_as_large_as_the_pause_that_they_may_cost() -> None:
         moves.part_bytes = first
         for _ in range(6):
             moves._copy(SESSION, 0)
-        assert moves.part_bytes == 5_000_000
+        assert abs(moves.part_bytes - 5_000_000) <= 1
