@@ -19,6 +19,7 @@ from common.api.engine import Tokens
 from common.errors import BadMessage
 from common.mesh import Mesh
 from common.tokenrecord import TokenRows
+from common.wire import Array
 from services.rollout.staging import NOBODY, Staging, some
 from services.rollout.trajectory import Trajectory
 
@@ -113,10 +114,10 @@ class GroupCommit:
         finish = np.concatenate([f.finish for f in flushes])
         new = TokenRows(
             ids=requests,
-            counts=np.concatenate([f.counts for f in flushes]),
-            tokens=np.concatenate([f.tokens for f in flushes]),
-            logprobs=np.concatenate([f.logprobs for f in flushes]),
-            versions=np.concatenate([f.versions for f in flushes]),
+            counts=_joined([f.counts for f in flushes], np.int32),
+            tokens=_joined([f.tokens for f in flushes], np.int32),
+            logprobs=_joined([f.logprobs for f in flushes], np.float32),
+            versions=_joined([f.versions for f in flushes], np.int32),
         )
         rows = self._staging.rows_of(requests)
         writes = self._write(rows, new)
@@ -150,6 +151,10 @@ class GroupCommit:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+
+
+def _joined(parts: list[Array], dtype: type[np.generic]) -> Array:
+    return np.concatenate(parts, dtype=dtype, casting="same_kind")
 
 
 def _check(engine: str, flush: Tokens) -> None:
