@@ -1,8 +1,9 @@
 """Whether a session's keys and values go with it to another engine, or are computed there again.
 
 They go if copying out, the network and copying in take no longer than the prefill of what would be
-lost (Libra, arXiv 2606.03077: migrate iff offload + reshard + network + reload <= prefill). Until
-that is measured, short contexts are computed again and long ones move, at Libra's limits.
+lost (Libra, arXiv 2606.03077: migrate iff offload + reshard + network + reload <= prefill). The
+first few move to measure that. While it is not measured, short contexts are computed again and long
+ones move, at Libra's limits.
 
 What a move takes is a latency and a time for each byte, fitted to the last moves by the median of
 the slopes of all pairs (Theil-Sen; P. K. Sen, JASA 63, 1968), so that a move that was stalled
@@ -24,6 +25,7 @@ RECOMPUTED_ACROSS = 2048  # likewise from one host to another; both are Libra's
 ENOUGH = 3  # moves before they count: the first one opens the connection
 REMEMBERED = 16  # moves: what a network gives changes with what else it carries
 APART = 1.5  # two moves tell a time for each byte if one is so many times as large
+PROBES = 6  # moves that are made to measure what they take; some may bring nothing
 AGAIN = 64  # times in a row that moving was found too slow, after which it is measured anew
 
 
@@ -41,6 +43,7 @@ class MoveCosts:
         self.bytes_per_token = 0  # of the target's cache; 0: it takes nothing over
         self.prefill_tokens_per_s = 0.0  # of the target; 0: not measured yet
         self.found_slow = 0  # answers in a row that moving takes longer
+        self._probes = 0
         self._moves: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # (bytes, seconds)
 
     def published(self, stats: Mapping[str, Any]) -> None:
@@ -55,11 +58,17 @@ class MoveCosts:
             self.found_slow = 0
 
     def choose(self, tokens_cached: int, tokens_known: int) -> Choice:
-        """`cheaper`; where moving was found too slow for long, it is tried again, since nothing
-        else would tell that it is fast now."""
+        """`cheaper`, but a move where it is not known what that takes, or was found to take long
+        so often that it may not be true any more: nothing else would tell.
+        """
         choice = cheaper(tokens_cached, tokens_known, self)
-        if choice.answer == "move" or self.move_s(tokens_cached) is None:
+        if choice.answer == "move":
             return choice
+        if self.move_s(tokens_cached) is None:
+            if self._probes == PROBES or tokens_cached <= 0 or not self.bytes_per_token:
+                return choice
+            self._probes += 1
+            return Choice("move", f"to measure it: {choice.reason}")
         self.found_slow += 1
         long = tokens_known > self.recomputed_up_to
         if self.found_slow < AGAIN or not long or tokens_cached <= 0 or not self.bytes_per_token:

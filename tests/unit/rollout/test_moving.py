@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from services.rollout.moving import (
     AGAIN,
     ENOUGH,
+    PROBES,
     RECOMPUTED,
     RECOMPUTED_ACROSS,
     REMEMBERED,
@@ -129,3 +130,14 @@ def test_what_was_too_slow_for_long_is_tried_again() -> None:
 def test_short_contexts_are_not_tried_again() -> None:
     made = costs(past=line(100.0, 0, 10, 100, 1000))
     assert {made.choose(300, 300).answer for _ in range(3 * AGAIN)} == {"recompute"}
+
+
+def test_the_first_few_move_to_be_measured_and_no_more_if_that_fails() -> None:
+    fresh = MoveCosts()
+    fresh.published({"cache_bytes_per_token": 1000, "prefill_tokens_per_s": 100.0})
+    answers = [fresh.choose(300, 300) for _ in range(2 * PROBES)]
+    assert [a.answer for a in answers] == ["move"] * PROBES + ["recompute"] * PROBES
+    assert "to measure it" in answers[0].reason
+    for size in (100_000, 200_000, 300_000):
+        fresh.moved(size, size / 1e6)
+    assert fresh.choose(300, 300).answer == "move"  # 0.3 s beside 3 s
