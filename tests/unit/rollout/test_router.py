@@ -16,12 +16,17 @@ from common.state.client import State
 from common.tokenrecord import TokenRows
 from common.transport.memory import MemoryNetwork, MemoryTransport
 from common.virtual import VirtualClock, run_virtual
+from services.rollout.cmlfq import Scheduler
 from services.rollout.commit import GroupCommit
 from services.rollout.engine_service import EngineService
+from services.rollout.engines.base import Engine
 from services.rollout.engines.simulated import SimulatedEngine
+from services.rollout.lengths import Lengths, Past
 from services.rollout.link import LENGTH, Turn
 from services.rollout.router import ATTEMPTS, PATIENCE_S, Router
-from services.rollout.trajectory import Trajectory
+from services.rollout.routing import Bucket
+from services.rollout.trajectory import Round, Trajectory
+from tests.unit.engines.engines_under_test import built_in
 
 SLOTS = 4
 NEW = 20  # tokens of a turn
@@ -40,6 +45,9 @@ class Bench:
 
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock, self.random = clock, random
+        self.computes = False  # engines are the built-in one, not simulated
+        self.buckets = [Bucket(1 << 30, SLOTS)]
+        self.past: list[Past] = []
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state = State.simulated(clock)
         self.routers: list[Router] = []
@@ -57,10 +65,13 @@ class Bench:
 
     def _router(self) -> Router:
         commits = GroupCommit(self.rollout, Forgetful())
-        return Router(self.rollout, commits, Sampling([], []), SLOTS)
+        scheduler = Scheduler(self.buckets, 1, Lengths(self.past))
+        return Router(self.rollout, commits, Sampling([], []), SLOTS, scheduler)
 
     def _engine(self, name: str) -> EngineService:
-        engine = SimulatedEngine(self.clock, SLOTS, 100.0)
+        engine: Engine = SimulatedEngine(self.clock, SLOTS, 100.0)
+        if self.computes:
+            engine = built_in("eager", SLOTS, 128, clock=self.clock)
         return EngineService(self._mesh(name), engine, SLOTS, lambda action: action())
 
     def _mesh(self, name: str) -> Mesh:
@@ -99,6 +110,7 @@ class Bench:
                 name: {
                     "requests": service.requests,
                     "plateau": self.plateau,
+                    "cache_bytes_per_token": service.engine.cache_bytes_per_token,
                 }
                 for name, service in self.engines.items()
             }
@@ -207,3 +219,47 @@ def test_an_idle_engine_takes_what_runs_above_the_plateau_and_no_token_is_lost()
         assert generated == SLOTS * LONG
 
     on_bench(story)
+
+
+class TwoBuckets(Bench):
+    """Built-in engines, one for what is short and one for what follows a failure."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        super().__init__(clock, random)
+        self.computes = True
+        self.buckets = [Bucket(20, SLOTS), Bucket(1 << 30, SLOTS)]
+        failure = ("run", "small", "failure")
+        self.past = [Past(0, ((failure, 5),), 100)] * 5
+        self.routers = []
+        self.router = self.shard("rollout/0")
+        self.engine = self._engine("engine/g0")
+        self.engines = {"engine/g0": self.engine}
+
+    async def two_turns(self, router: Router) -> Trajectory:
+        t = Trajectory(0, 1, 0, 0, seed=1)
+        t.begin([1, 2, 3])
+        await router.generate(lambda: Turn(t, 33 - t.length), 0)
+        t.open_round = Round("", 30, "run", None, "error: no", answered=True)
+        router.returned(t)
+        t.appended([4, 5])
+        await router.generate(lambda: Turn(t, 55 - t.length), 0)
+        router.release(t)
+        router.scheduler.ended(t)
+        return t
+
+
+def test_a_trajectory_that_turns_out_long_changes_engine_and_takes_its_cache_along() -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = TwoBuckets(clock, random)
+        await bench.start()
+        stayed = await bench.two_turns(bench.router)  # there is one engine
+        other = await bench.add("engine/g1")
+        await clock.sleep(2 * LOOK_S)
+        moved = await bench.two_turns(bench.router)
+        assert bench.router.brought == {"move": 1}
+        assert other.engine.tokens_generated == 20
+        assert other.engine.tokens_computed < 25  # the first 32 came with it
+        assert moved.tokens.tolist() == stayed.tokens.tolist()
+        assert moved.logprobs.tolist() == stayed.logprobs.tolist()
+
+    run_virtual(main, limit_s=3600.0)
