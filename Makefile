@@ -8,7 +8,7 @@ TESTS ?= tests
 # One thread a process: two on a busy machine are up to 30 times slower than one.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-sglang lint format bench peers clean
+.PHONY: demo test test-sglang verifiers lint format bench peers clean
 
 demo: $(READY)
 	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
@@ -49,6 +49,10 @@ bench: $(READY)
 peers: $(READY)
 	loadtests/peers/install.sh .venvs/vllm
 	$(BIN)/python -c "import zmq, transformers as t; print('pyzmq', zmq.__version__, 'transformers', t.__version__)"
+
+# What tests of verifiers' environments need: its own interpreter, as it pins what others do not.
+verifiers: $(READY)
+	PYTHON=$(PYTHON) tests/verifiers/install.sh .venvs/verifiers
 
 # torch goes first and exactly: an open range would pull gigabytes of CUDA packages.
 $(READY): pyproject.toml constraints.txt

@@ -86,7 +86,7 @@ def returns_of(t: Trajectory, known: Sequence[tuple[State, int]] = ()) -> list[t
     sampled = 0
     for r in rounds:
         sampled += r.tokens
-        if r.answered:
+        for tool, _, value in r.calls():
             new = len(found) >= len(known)
-            found.append((state_of(r.tool, r.value), sampled) if new else known[len(found)])
+            found.append((state_of(tool, value), sampled) if new else known[len(found)])
     return found

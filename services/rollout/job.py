@@ -273,10 +273,9 @@ class ShardJob:
                 if t.recorded:
                     head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
                     await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
-            reason = await self._turns(t, row)
+            reason, score = await self._turns(t, row)
             self.router.release(t)
-            reward = await self.outside.reward(row, t.turns())
-            ending = Ending(reason, reward)
+            ending = Ending(reason, await self._reward(t, row, score))
         except ToolFailed as error:
             self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
             ending = Ending("failed", None, str(error))
@@ -293,11 +292,24 @@ class ShardJob:
         if past is not None and self.history is not None:
             self.history.append(past)
 
-    async def _turns(self, t: Trajectory, row: dict[str, Any]) -> str:
+    async def _reward(self, t: Trajectory, row: dict[str, Any], score: float | None) -> float:
+        """The job's reward, or else the environment's own score."""
+        environment = self.config.environment
+        if self.config.reward.use or not (environment.use or environment.verifiers):
+            return await self.outside.reward(row, t.turns())
+        if score is None:
+            raise ToolFailed(
+                "the environment has no score for the trajectory",
+                fix="set reward.use, or return {'done': True, 'reward': x}, and from cut(text)",
+            )
+        return score
+
+    async def _turns(self, t: Trajectory, row: dict[str, Any]) -> tuple[str, float | None]:
+        """(why the trajectory ended, the environment's own score)."""
         config = self.config.rollout
 
         def replay() -> Any:
-            return [row, t.replay()]
+            return [row, t.replay(), t.tokens[: t.turn_start].tolist()]
 
         def turn() -> Turn:
             return Turn(t, config.max_tokens - t.length)
@@ -305,38 +317,41 @@ class ShardJob:
         while True:
             finish = await self.router.generate(turn, t.version)
             if finish == LENGTH:
-                t.open_round = Round(await self.environments.text(t.id, t.turn.tolist()), 0)
-                return "length"
+                said, score = await self.environments.cut(t.id, t.turn.tolist(), replay)
+                t.open_round = Round(said, 0)
+                return "length", score
             if t.open_round is None or not t.open_round.answered:
                 t.open_round = None
                 text, action, value = await self.environments.step(t.id, t.turn.tolist(), replay)
                 t.open_round = Round(text, len(t.turn))
                 if t.recorded:
                     self.ledger.defer(Kind.TURN, [t.id, text], t.group)
-                if action == "tool":
-                    name, argument = value
-                    answer = await self.outside.tool(name, argument)
-                    await self._answered(t, name, argument, answer)
             else:
-                action = "tool"
-            if action == "tool":
-                action, value = await self.environments.result(t.id, t.open_round.value, replay)
+                action, value = await self._told(t, replay)
+            while action == "tool":
+                name, argument = value
+                await self._answered(t, name, argument, await self.outside.tool(name, argument))
+                action, value = await self._told(t, replay)
             if action == "done":
-                return "done"
-            if len(t.rounds) + 1 > config.max_turns:
-                return "turns"
-            if t.length + len(value) >= config.max_tokens:
-                return "length"
+                return "done", value
+            spent = len(t.rounds) + 1 > config.max_turns
+            if spent or t.length + len(value) >= config.max_tokens:
+                _, score = await self.environments.cut(t.id, [], replay)
+                return "turns" if spent else "length", score
             if t.recorded:
                 self.ledger.defer(Kind.APPEND, [t.id, value], t.group)
             t.appended(value)
 
+    async def _told(self, t: Trajectory, replay: Any) -> tuple[str, Any]:
+        """What the environment does after the last tool's value."""
+        assert t.open_round is not None
+        return await self.environments.result(t.id, t.open_round.value, replay)
+
     async def _answered(self, t: Trajectory, name: str, argument: Any, answer: Any) -> None:
         if t.recorded:
             await self.ledger.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
-        r = t.open_round
-        if r is not None:
-            r.tool, r.input, r.value, r.answered = name, argument, answer, True
+        if t.open_round is not None:
+            t.open_round.called(name, argument, answer)
             self.router.returned(t)
 
     # -- stats and the end -----------------------------------------------------------------------

@@ -23,14 +23,22 @@ class Round:
     input: Any = None
     value: Any = None
     answered: bool = False  # the tool's value is logged
+    earlier: list[tuple[str, Any, Any]] = field(default_factory=list)  # calls before that one
+
+    def called(self, tool: str, input: Any, value: Any) -> None:
+        """A tool's value is logged, perhaps after others of this turn."""
+        self.earlier = self.calls()
+        self.tool, self.input, self.value, self.answered = tool, input, value, True
+
+    def calls(self) -> list[tuple[str, Any, Any]]:
+        """(tool, input, value) of all calls of this turn so far."""
+        return self.earlier + ([(self.tool, self.input, self.value)] if self.answered else [])
 
     def history(self) -> list[dict[str, Any]]:
         """The turn as a reward function sees it."""
         turns: list[dict[str, Any]] = [{"role": "model", "text": self.text}]
-        if self.answered:
-            turns.append(
-                {"role": "tool", "name": self.tool, "input": self.input, "value": self.value}
-            )
+        for name, argument, value in self.calls():
+            turns.append({"role": "tool", "name": name, "input": argument, "value": value})
         return turns
 
 
@@ -166,8 +174,8 @@ class Trajectory:
             at += int(np.argmax(sampled)) if len(sampled) else 0
             told.append(["step", tokens[at : at + r.tokens].tolist()])
             at += r.tokens
-            if r.answered and r is not self.open_round:
-                told.append(["result", r.value])
+            seen = r.earlier if r is self.open_round else r.calls()
+            told += [["result", value] for _, _, value in seen]
         return told
 
 
@@ -198,8 +206,7 @@ class Restored:
         if record.kind is Kind.TURN:
             t.open_round = Round(p[1], t.length - t.turn_start)
         elif record.kind is Kind.TOOL and t.open_round is not None:
-            r = t.open_round
-            r.tool, r.input, r.value, r.answered = p[1], p[2], p[3], True
+            t.open_round.called(p[1], p[2], p[3])
         elif record.kind is Kind.APPEND:
             t.appended(p[1])
         elif record.kind is Kind.END:
