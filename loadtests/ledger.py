@@ -35,7 +35,7 @@ from loadtests.ledger_worker import ASKED
 
 ENGINES, IN_FLIGHT = 64, 2000
 HOSTS = 2  # processes that the simulated engines share
-NICE = 3
+NICE = 3  # of what makes the load: it is not what is measured
 WARM_S = 15.0
 KILLED, KILLED_IN_FLIGHT = 3, 64
 STANDING_BY = 3  # starting a process with torch takes longer than KILL_EVERY_S on a busy host
@@ -67,8 +67,7 @@ class Processes:
         return process
 
     def worker(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """Behind the shard where cores are short: what makes the load is not what is measured."""
-        argv = ["nice", f"-n{NICE}", sys.executable, "-m", "loadtests.ledger_worker", *words]
+        argv = [sys.executable, "-m", "loadtests.ledger_worker", *words]
         return self._start(argv, "workers", env=self._environment, **options)
 
     def shard(self, *words: str) -> subprocess.Popen[str]:
@@ -117,7 +116,9 @@ def loaded(seconds: float) -> dict[str, Any]:
     share = ENGINES // HOSTS
     with processes("ledger-load") as running:
         hosts = [
-            running.worker("simulated", f"--first={share * n}", f"--count={share}")
+            running.worker(
+                "simulated", f"--first={share * n}", f"--count={share}", f"--nice={NICE}"
+            )
             for n in range(HOSTS)
         ]
         shard = running.shard(

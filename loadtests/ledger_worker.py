@@ -183,10 +183,12 @@ def main() -> None:
     parser.add_argument("kind", choices=("simulated", "native", "reference"))
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--nice", type=int, default=0)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--trajectories", type=int, default=0)
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
+    os.nice(chosen.nice)
     if chosen.kind == "simulated":
         run(lambda: simulated(chosen.first, chosen.count))
     elif chosen.kind == "native":

@@ -40,7 +40,7 @@ from common.api.role import Drain, Drained
 from common.errors import MeshError, Refused
 from common.mesh import Mesh
 from services.rollout.engine_moves import Moves
-from services.rollout.engines.base import ABORTED, NO_FLOATS, Flush, Request
+from services.rollout.engines.base import ABORTED, NO_FLOATS, RUNNING, Flush, Request
 from services.rollout.engines.base import Engine as TokenEngine
 from services.rollout.throughput import Throughput
 
@@ -142,8 +142,8 @@ class EngineService(Actor):
         for owner in owners:
             mine = [route is not None and route[0] is owner for route in routes]
             owner.flushes.put_nowait(_cut(flush, routes, mine, self.engine.version))
-        for i, finish in zip(flush.ids.tolist(), flush.finish.tolist(), strict=True):
-            if finish and (route := self._routes.pop(i, None)) is not None:
+        for i in flush.ids[flush.finish != RUNNING].tolist():
+            if (route := self._routes.pop(i, None)) is not None:
                 route[0].ids.pop(route[1], None)
 
     @stream(Engine.attach)
