@@ -130,12 +130,19 @@ class _Checker:
 
     def check(self, document: dict[str, Any], base: Path) -> JobConfig:
         self._keys_and_types(document)
-        config = self._absolute(JobConfig.from_document(document), base)
+        config = self._absolute(self._built(document), base)
         self._values(config)
         self._files(config)
         self._verifiers(config)
         self._references(config, base)
         return self._chat(config)
+
+    def _built(self, document: dict[str, Any]) -> JobConfig:
+        try:
+            return JobConfig.from_document(document)
+        except ConfigError as error:  # in a table of a list, which was not looked into before
+            table = re.search(r"[\w.]+(?=\[)", error.message)
+            raise self.fail(table.group() if table else "", error.message, error.fix) from error
 
     def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
         lines = {k: i for i, k in enumerate(self.places, 1)}

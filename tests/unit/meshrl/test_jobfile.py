@@ -144,3 +144,33 @@ def test_lines_are_found_through_multi_line_strings_and_arrays() -> None:
     assert lines == {"a": 1, "c": 5, "d e.f": 9, "d e.f.g.h": 10}
     assert line_of(lines, "c.x.y") == 5
     assert line_of(lines, "nowhere") == 0
+
+
+@pytest.mark.parametrize(
+    ("buckets", "says"),
+    [
+        ("[{max_tokens=60}]", "rollout.buckets[0].batch is missing"),
+        ("[{max_tokens=60, batch=8, size=1}]", "unknown key rollout.buckets[0].size"),
+        ("[{max_tokens='x', batch=8}]", "rollout.buckets[0].max_tokens must be int"),
+        ("[{max_tokens=60, batch=8}, {max_tokens=60, batch=8}]", "must rise in max_tokens"),
+        ("[{max_tokens=60, batch=1000}]", "batch = 1000 must lie in 1 to rollout.slots"),
+        ("[{max_tokens=60, batch=8, engines=0}]", "engines = 0"),
+    ],
+)
+def test_a_bucket_that_cannot_be_is_refused_where_it_stands(
+    job: Path, buckets: str, says: str
+) -> None:
+    message = refusal(job, f"rollout.buckets={buckets}")
+    assert says in message
+    assert "--set rollout.buckets" in message
+
+
+def test_buckets_and_pace_are_taken_as_written(job: Path) -> None:
+    tables = "rollout.buckets=[{max_tokens=60, batch=32}, {max_tokens=320, batch=8, engines=0.5}]"
+    config, _ = load(job, [tables, "rollout.pace=18/32/6000"])
+    assert [(b.max_tokens, b.batch, b.engines) for b in config.rollout.buckets] == [
+        (60, 32, 1.0),
+        (320, 8, 0.5),
+    ]
+    assert JobConfig.from_document(config.document()) == config
+    assert "there is no pace 'tpu'" in refusal(job, "rollout.pace=tpu")
