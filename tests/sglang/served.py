@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from common.clock import SystemClock
 from common.host import SystemHost
-from common.model.config import ModelConfig
 from services.rollout.engines import sglang
 from services.rollout.engines.sglang import Server, SGLangEngine
 from tests.sglang.interpreter import python
@@ -23,17 +23,16 @@ START_S = 500.0  # on a machine that is shared
 SLOTS, MAX_LENGTH = 64, 1000
 
 
-def start(
-    config: ModelConfig = TINY, weights: str = "auto", options: tuple[str, ...] = ()
-) -> Server:
+def start(place: Path | None = None) -> Server:
     """From the main thread, as the server ends with the thread that started it."""
-    place = Path(tempfile.mkdtemp(prefix="sglang-"))
-    how = sglang.launch(str(python()), config, place, SLOTS, MAX_LENGTH, options=options)
-    return asyncio.run(sglang.start(SystemHost(), SystemClock(), how, weights, START_S))
+    place = place or Path(tempfile.mkdtemp(prefix="sglang-"))
+    how = sglang.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH)
+    return asyncio.run(sglang.start(SystemHost(), SystemClock(), how, "auto", START_S))
 
 
 def stop(server: Server) -> None:
     asyncio.run(server.stop())
+    shutil.rmtree(server.launch.model.parent)
 
 
 class Shared:

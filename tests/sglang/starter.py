@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 
 from tests.sglang import served
 
 if __name__ == "__main__":
-    print(served.start().pid, flush=True)
+    print(served.start(Path(sys.argv[1])).pid, flush=True)
     signal.pause()

@@ -32,9 +32,9 @@ def ended(session: int) -> bool:
     return not pids_of_session(session)
 
 
-def test_nothing_of_a_server_outlives_a_starter_that_is_killed() -> None:
+def test_nothing_of_a_server_outlives_a_starter_that_is_killed(tmp_path: Path) -> None:
     starter = subprocess.Popen(
-        [sys.executable, "-m", "tests.sglang.starter"],
+        [sys.executable, "-m", "tests.sglang.starter", str(tmp_path)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=REPOSITORY,

@@ -179,8 +179,9 @@ def quarantined(engine: SGLangEngine) -> None:
 
 
 def misfit() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """A model of another width than the server's: only the server can notice."""
-    wider = replace(TINY, ffn_size=TINY.ffn_size + 16)
+    """A wider model than the server's, which only the server can notice. (It does of its hidden
+    size: where only an MLP is of another width, it cuts or pads, and says nothing.)"""
+    wider = replace(TINY, hidden_size=TINY.hidden_size + 8)
     model = Decoder(wider)
     model.initialise(torch.Generator().manual_seed(0))
     return wider, dict(model.state_dict())

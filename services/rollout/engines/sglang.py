@@ -12,7 +12,8 @@ from common.clock import Clock
 from common.errors import ConfigError
 from common.host import Host
 from common.model.config import ModelConfig
-from services.rollout.engines.sglang_engine.engine import Quarantined, SGLangEngine
+from services.rollout.engines.sglang_engine.control import UPDATE_S, Control, Quarantined
+from services.rollout.engines.sglang_engine.engine import SGLangEngine
 from services.rollout.engines.sglang_engine.health import Watch
 from services.rollout.engines.sglang_engine.requests import Decode
 from services.rollout.engines.sglang_engine.server import START_S, Launch, Server, write_model
@@ -86,23 +87,21 @@ def attach(
     kv_on_update: str = "keep",
     decode: Decode | None = None,
     clock: Clock | None = None,
-    **more: float,
+    update_s: float = UPDATE_S,
 ) -> SGLangEngine:
-    """The engine of a server, asleep until it gets weights. `more`: SGLangEngine's."""
+    """The engine of a server, asleep until it gets weights; they must arrive in `update_s`."""
     how = server.launch
     way = transport(weights, server.http, how.model.parent / "weights", server.ranks, how.device)
+    watch = Watch(server.http, server.lost)
     return SGLangEngine(
         server.http,
-        Watch(server.http, server.lost),
-        way,
+        Control(server.http, watch, way, on_cpu=how.device == "cpu", update_s=update_s),
         config,
         slots,
         max_length,
         kv_on_update=kv_on_update,
         seeded=server.seeded,
-        on_cpu=how.device == "cpu",
         decode=decode,
         clock=clock,
         path=f"sglang {server.version}, {how.dtype}, {how.device}",
-        **more,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,26 +39,18 @@ from services.rollout.engines.base import (
     flush_of,
 )
 from services.rollout.engines.sglang_engine import v0_5
-from services.rollout.engines.sglang_engine.health import Watch
+from services.rollout.engines.sglang_engine.control import IN_PLACE, RETRACT, Control
 from services.rollout.engines.sglang_engine.http import Answer, Http
 from services.rollout.engines.sglang_engine.requests import Decode, Sent
 from services.rollout.engines.sglang_engine.shapes import check_state, shapes_of
-from services.rollout.engines.sglang_engine.weights import Transport
 from services.rollout.engines.torch_engine.stoptext import StopText
 
 ARRIVAL_S = 0.01  # a step waits this long for tokens
-CONTROL_S = 20.0  # for an answer of the scheduler, which ends the step it is in first
 SCORE_S = 60.0
-UPDATE_S = 50.0  # for new weights; the service that asks waits 60
 ABORT_S = 3.0  # for the last tokens of an aborted request
 ABORT_AGAIN_S = 0.3  # an abort that overtakes its request is not heard
 
-
-class Quarantined(MeshError):
-    """An update of weights failed half-way: nobody knows what the server holds, so it serves no
-    more."""
-
-    code = "engine_quarantined"
+log = logging.getLogger(__name__)
 
 
 class SGLangEngine:
@@ -66,18 +59,15 @@ class SGLangEngine:
     def __init__(
         self,
         http: Http,
-        watch: Watch,
-        transport: Transport,
+        control: Control,
         config: ModelConfig,
         slots: int,
         max_length: int,
         *,
         kv_on_update: str = "keep",
         seeded: bool = False,
-        on_cpu: bool = True,
         decode: Decode | None = None,
         clock: Clock | None = None,
-        update_s: float = UPDATE_S,
         path: str = "sglang",
     ) -> None:
         self.path = path
@@ -88,13 +78,12 @@ class SGLangEngine:
         self.due_s = 0.0
         self.prefill_tokens_per_s = 0.0  # not to be told apart from what it decodes meanwhile
         self.cache_bytes_per_token = 0  # it cannot be moved
-        self._http, self._watch, self._transport = http, watch, transport
+        self._http, self._control = http, control
         self._config, self._shapes = config, shapes_of(config)
         self._slots, self._max_length = slots, max_length
         self._recompute = kv_on_update == "recompute"
-        self._seeded, self._on_cpu, self._decode = seeded, on_cpu, decode
+        self._seeded, self._decode = seeded, decode
         self._clock = clock or SystemClock()
-        self._update_s = update_s
         self._stop_text = StopText(decode)
         self._arrived: SimpleQueue[tuple[str, dict[str, Any] | Exception | None]] = SimpleQueue()
         self._queue: dict[int, Request] = {}  # waiting, by id, in order
@@ -103,10 +92,7 @@ class SGLangEngine:
         self._over: list[Piece] = []  # ended, not drained
         self._start = os.urandom(4).hex()
         self._numbers = itertools.count()
-        self._paused, self._asleep, self._released = False, True, False
-        self._stands = ""  # how the server itself is paused: retract, in_place; empty: it is not
-        self._updates = 0
-        self._failed: MeshError | None = None
+        self._paused, self._asleep = False, True
 
     @property
     def running(self) -> int:
@@ -123,7 +109,7 @@ class SGLangEngine:
     # -- requests --------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._check_alive()
+        self._control.check_alive()
         for request in requests:
             check(request, self._config.vocab_size)
             self._stop_text.check(request)
@@ -147,7 +133,7 @@ class SGLangEngine:
                 sent = self._sent[rid]
                 sent.abort_by_s = self._clock.monotonic() + ABORT_S
                 self._ask_abort(sent)
-                if self._stands:  # all that it generated has come; nothing more would
+                if self._control.stands:  # all that it generated has come; nothing more would
                     self._end(sent, ABORTED)
 
     def release(self, sessions: Iterable[int]) -> None:
@@ -175,14 +161,14 @@ class SGLangEngine:
             self._sent[sent.rid] = sent
             self._rids[request.id] = sent.rid
             # By update too: a new lineage gives the same numbers to other weights.
-            cache = f"w:{self.version}.{self._updates}"
+            cache = f"w:{self.version}.{self._control.updates}"
             body = v0_5.generate(request, most, sent.rid, cache, self._config.vocab_size)
             came = partial(self._put, sent.rid)
             sent.stream = self._http.stream(v0_5.GENERATE, body, came, came)
 
     def _put(self, rid: str, event: dict[str, Any] | Exception | None) -> None:
         """On the thread that reads: an event of a stream, its error, or None at its end."""
-        self._watch.alive()
+        self._control.heard()
         self._arrived.put((rid, event))
 
     @property
@@ -192,10 +178,11 @@ class SGLangEngine:
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        self._check_alive()
+        self._control.check_alive()
         if self._halted:
             self._take(0.0)
             return False
+        self._go()  # where a pause or an update failed before it was over
         self._fill()
         if not self._sent:
             self._take(0.0)
@@ -271,17 +258,17 @@ class SGLangEngine:
         assert piece is not None
         self._over.append(piece)
         if reason:
-            self._watch.complain(f"request {sent.request.id} ended by SGLang: {reason}")
+            log.warning("request %d was ended by SGLang: %s", sent.request.id, reason)
 
     def _end_unsent(self, request_id: int, finish: int) -> None:
         none = np.zeros(0, np.int32)
         self._over.append(Piece(request_id, none, none.astype(np.float32), none, finish))
 
-    # -- pauses ----------------------------------------------------------------------------------
+    # -- pauses and weights ----------------------------------------------------------------------
 
     def pause(self) -> None:
         if not self._halted:
-            self._halt("retract")
+            self._halt(RETRACT)
         self._paused = True
 
     def resume(self) -> None:
@@ -289,67 +276,50 @@ class SGLangEngine:
         self._go()
 
     def sleep(self) -> None:
-        """A server that holds requests would die of releasing its memory: they are retracted."""
-        if self._asleep:
-            return
-        self._halt("retract")
-        self._asleep = self._released = True
-        self._control(v0_5.RELEASE, {})
-
-    def _halt(self, mode: str) -> None:
-        """The server stands, and everything it generated before has come."""
-        self._control(v0_5.PAUSE, {"mode": mode})
-        self._stands = mode
-        # The pause is not acknowledged. The scheduler answers these in its turn, behind the pause
-        # and the tokens before it, by the way that tokens take.
-        for _ in range(2):
-            self._http.call("GET", v0_5.INFO, deadline_s=CONTROL_S)
-        self._take(0.0)
-
-    def _go(self) -> None:
-        if self._stands and not self._halted:
-            self._control(v0_5.CONTINUE, {"torch_empty_cache": not self._on_cpu})
-            self._stands = ""
-            self._fill()
-
-    def _control(self, path: str, body: dict[str, Any]) -> None:
-        with self._watch.grace():
-            self._http.call("POST", path, body, deadline_s=CONTROL_S)
-
-    # -- weights ---------------------------------------------------------------------------------
+        if not self._asleep:
+            self._halt(RETRACT)
+            self._asleep = True
+            self._control.release()
 
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
         """What runs goes on under the new weights: with its cache where `kv_on_update` is keep,
         else it is computed again. What has no token yet starts again, under the new key."""
-        self._check_alive()
+        self._control.check_alive()
         check_state(state, self._shapes)
         if self._asleep:
             self.version = version
             return
-        if not self._stands:
-            self._halt("retract" if self._recompute else "in_place")
-        self._send_again()
-        self._put_weights(state, version)
-        self._go()
+        self._halt(RETRACT if self._recompute else IN_PLACE)
+        self._load(state, version)
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
-        self._check_alive()
-        check_state(state, self._shapes)
         if not self._asleep:
             self.swap(state, version)
             return
-        if not self._stands:
-            self._halt("retract")
-        if self._released:
-            self._control(v0_5.RESUME, {})
-            self._released = False
-        self._send_again()
-        self._put_weights(state, version)
+        self._control.check_alive()
+        check_state(state, self._shapes)
+        self._halt(RETRACT)
+        self._control.regain()
         self._asleep = False
+        self._load(state, version)
+
+    def _halt(self, mode: str) -> None:
+        self._control.halt(mode)
+        self._take(0.0)
+
+    def _go(self) -> None:
+        if not self._halted:
+            self._control.go()
+            self._fill()
+
+    def _load(self, state: Mapping[str, Tensor], version: int) -> None:
+        self._take_back()
+        self._control.put(state_to_hf(self._config, state), version)
+        self.version = version
         self._go()
 
-    def _send_again(self) -> None:
-        """Takes back what has no token yet: its cache would be of other weights than its key."""
+    def _take_back(self) -> None:
+        """What has no token yet: its cache would be of other weights than its key."""
         untouched = [sent for sent in self._sent.values() if not sent.tokens]
         for sent in untouched:
             del self._sent[sent.rid]
@@ -362,35 +332,12 @@ class SGLangEngine:
         back = {s.request.id: s.request for s in untouched if s.abort_by_s is None}
         self._queue = back | self._queue
 
-    def _put_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        theirs = state_to_hf(self._config, state)
-        flush = self._stands == "retract"  # what runs in place still needs its cache
-        try:
-            with self._watch.grace():
-                self._transport.push(theirs, version, flush, self._update_s)
-        except (MeshError, OSError) as error:
-            self._failed = Quarantined(
-                f"version {version} did not arrive whole: {error}",
-                where=self._http.url,
-                fix="the engine's process ends and starts with a whole version",
-            )
-            raise self._failed from error
-        self.version = version
-        self._updates += 1
-
-    def _check_alive(self) -> None:
-        """Raises when the server has ended, does not answer, or holds nobody knows what."""
-        if self._failed is None:
-            self._failed = self._watch.failure()
-        if self._failed is not None:
-            raise self._failed
-
     # -- scores ----------------------------------------------------------------------------------
 
     def score(self, tokens: Ints) -> NDArray[np.float32]:
         row = np.asarray(tokens, np.int32)
         check(Request(-1, row, 0, 1.0, (), 0, -1), self._config.vocab_size)
-        self._check_alive()
+        self._control.check_alive()
         if self._halted:
             raise Refused("the engine rests", where="engine", fix="resume or wake it first")
         if len(row) > self._max_length:
@@ -405,15 +352,11 @@ class SGLangEngine:
 
     def close(self) -> None:
         """Leaves the server as it was found, unless that has ended; who started it stops it."""
-        self._watch.close()
         self._queue.clear()
         with contextlib.suppress(MeshError):
-            if self._released:
-                self._control(v0_5.RESUME, {})
             asked = [self._ask_abort(sent) for sent in self._sent.values()]
             for answer in asked:
                 self._http.result(answer, v0_5.ABORT, ABORT_S)
-            self._paused = self._asleep = False
-            self._go()
         self._sent.clear()
-        self._transport.close()
+        with contextlib.suppress(MeshError):
+            self._control.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,8 +12,6 @@ from services.rollout.engines.sglang_engine.http import Http
 LOOK_S = 10.0
 ANSWER_S = 25.0  # the server itself gives up after 20
 STRIKES = 3
-
-log = logging.getLogger(__name__)
 
 
 class Watch:
@@ -55,9 +52,6 @@ class Watch:
         if self._ended is None:
             self._ended = self._lost()
         return self._ended
-
-    def complain(self, what: str) -> None:
-        log.warning(what)
 
     async def _look(self) -> None:
         graces = self._graces

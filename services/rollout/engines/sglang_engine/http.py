@@ -10,7 +10,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future as Answer  # of this thread, awaited on another
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ GRACE_S = 2.0  # for an answer to cross threads after its own deadline has struc
 REASON = 2000  # characters of an error's body that are shown
 
 R = TypeVar("R")
+Answer = Future  # of this thread, awaited on another
 
 OnChunk = Callable[[dict[str, Any]], None]
 OnEnd = Callable[[Exception | None], None]
@@ -113,7 +114,9 @@ class Http:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),  # a connection for every request that runs
+                # A connection for each request: one that is kept may be closed by the server just
+                # as a call goes out on it, and whether the call was heard is unknown then.
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             )
         return self._session

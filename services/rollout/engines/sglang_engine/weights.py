@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from common.errors import ConfigError, MeshError, RemoteFailure
 from services.rollout.engines.sglang_engine import v0_5
@@ -162,8 +163,6 @@ class FromGroup(_Session):
         super().push(state, version, flush, deadline_s)
 
     def _join(self, deadline_s: float) -> Any:
-        from torch.distributed import TCPStore
-
         limit = timedelta(seconds=deadline_s)
         # Port 0: one that is free. The store is rank 0's, so it exists before the others come.
         store = TCPStore(
@@ -183,8 +182,6 @@ class FromGroup(_Session):
 
     def _form(self, store: Any, limit: timedelta) -> Any:
         """A group beside torch's default one, with the keys that SGLang's processes look for."""
-        from torch.distributed import PrefixStore, distributed_c10d
-
         group, _ = distributed_c10d._new_process_group_helper(
             self._ranks + 1,
             0,
