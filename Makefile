@@ -20,7 +20,7 @@ test: $(READY)
 test-sglang: export MESHRL_SGLANG_PYTHON := $(CURDIR)/.venvs/sglang/bin/python
 test-sglang: $(READY)
 	tests/sglang/cpu/install.sh .venvs/sglang
-	$(BIN)/python -m pytest -n 0 -k sglang tests/sglang tests/unit/engines/test_contract.py
+	$(BIN)/python -m pytest -n 0 -k sglang tests/sglang tests/unit/engines tests/unit/meshrl
 	$(BIN)/meshrl run $(JOB) --force --set out=runs/sglang --set rollout.engine=sglang \
 		--set rollout.sglang_python=$(MESHRL_SGLANG_PYTHON) $(SHORT)
 

@@ -61,7 +61,7 @@ def test_it_is_looked_for_below_a_folder_of_the_users_choice(
 
 
 @pytest.mark.needs("sglang")
-def test_the_command_prints_the_interpreter_that_is_there() -> None:
+def test_the_command_prints_the_interpreter_of_the_sglang_that_is_there() -> None:
     answer = CliRunner().invoke(
         app, ["engine", "install", "sglang", "--dir", str(python().parents[1])]
     )

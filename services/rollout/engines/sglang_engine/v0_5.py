@@ -23,7 +23,10 @@ from numpy.typing import NDArray
 from common.errors import Refused
 from services.rollout.engines.base import ABORTED, LENGTH, RUNNING, STOP, Request
 
-ENVIRONMENT = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+ENVIRONMENT = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+    "TQDM_DISABLE": "1",  # each update would add bars to the log, and they would be its end
+}
 SUPPORT = 4096  # tokens that a sampling mask may name; SGLang's own default
 FINISH = {"stop": STOP, "length": LENGTH, "abort": ABORTED}
 
