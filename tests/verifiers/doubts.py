@@ -26,6 +26,10 @@ class Sum(vf.Task[SumData, vf.State, vf.TaskConfig]):
     async def right(self, trace: vf.Trace) -> float:
         if self.data.mood == "broken":
             raise ValueError("no idea what is right")
+        if self.data.mood == "undecided":  # past the timeout of its scoring
+            await asyncio.sleep(60)
+        if self.data.mood == "infinite":
+            return float("inf")
         last = trace.branches[-1].messages[-1]
         return float(last.role == "assistant" and str(self.data.answer) in (last.content or ""))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any
 
 from verifiers.v1 import (
@@ -126,8 +127,17 @@ class Episode:
             errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
             told = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was told"
             raise RolloutFailed(f"the episode failed: {told}")
+        if episode.is_timeout or any(t.is_timeout for t in episode.traces):
+            # An expired stage is no error there, and leaves a reward of 0 that nobody gave.
+            raise RolloutFailed(
+                "a stage of the episode timed out, so its reward means nothing",
+                fix="make it finish, or raise the timeout of the task or the agent",
+            )
         ours = [t for t in episode.traces if t.agent.trainable and t.num_turns] or episode.traces
-        return float(sum(t.reward for t in ours))
+        reward = float(sum(t.reward for t in ours))
+        if not math.isfinite(reward):
+            raise RolloutFailed(f"a reward must be finite, not {reward}")
+        return reward
 
     # -- the side of the environment's client ----------------------------------------------------
 

@@ -108,9 +108,13 @@ async def test_a_rollout_of_the_package_is_a_trajectory_of_ours(
     ts = trajectories(
         pool,
         tmp_path,
-        [row(3, "doubtful"), row(4), row(3), row(3), row(1, "broken"), row(1, "forgetful")],
+        [
+            *(row(3, "doubtful"), row(4), row(3), row(3), row(1, "broken"), row(1, "forgetful")),
+            row(1, "undecided") | {"timeout": {"scoring": 0.2}},
+            row(1, "infinite"),
+        ],
     )
-    doubtful, wrong, cut_in_turn, cut_before, broken, forgetful = ts
+    doubtful, wrong, cut_in_turn, cut_before, broken, forgetful, undecided, infinite = ts
     openings = await asyncio.gather(*(t.begin() for t in ts))
     assert '"name": "adding_add"' in openings[0]
     assert openings[0].endswith("user\nhow much?<|im_end|>\n<|im_start|>assistant\n")
@@ -132,6 +136,10 @@ async def test_a_rollout_of_the_package_is_a_trajectory_of_ours(
         await broken.step("1<|im_end|>")
     with pytest.raises(ToolFailed, match="does not begin with what was said"):
         await forgetful.step("1<|im_end|>")
+    with pytest.raises(ToolFailed, match="timed out"):
+        await undecided.step("1<|im_end|>")
+    with pytest.raises(ToolFailed, match="must be finite"):
+        await infinite.step("1<|im_end|>")
 
 
 async def test_a_slow_environment_holds_nobody_up(pool: EnvironmentPool, tmp_path: Path) -> None:
