@@ -28,6 +28,13 @@ def title_of(pid: int) -> str:
         return ""
 
 
+def scheduler_of(session: int) -> int:
+    """The one of a server that computes."""
+    found = [pid for pid in pids_of_session(session) if "scheduler" in title_of(pid)]
+    assert len(found) == 1
+    return found[0]
+
+
 def environment_of(pid: int) -> dict[str, str]:
     rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return dict(row.decode().split("=", 1) for row in rows if b"=" in row)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,10 +22,9 @@ from services.rollout.engines import sglang
 from services.rollout.engines.sglang import Quarantined, Server, SGLangEngine
 from services.rollout.engines.sglang_engine import v0_5
 from services.rollout.engines.sglang_engine.health import Watch
-from services.rollout.engines.sglang_engine.server import free_port
-from services.rollout.engines.sglang_engine.weights import buckets
+from services.rollout.engines.sglang_engine.weights import buckets, handles
 from tests.sglang import served
-from tests.sglang.processes import pids_of_session, title_of
+from tests.sglang.processes import scheduler_of
 from tests.unit.engines.engines_under_test import (
     TINY,
     Listener,
@@ -121,10 +123,27 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     assert heard.versions == [0] * 20
 
 
-def test_large_weights_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_travel_in_parts() -> None:
     state = {name: torch.zeros(300) for name in "abcdef"}
-    monkeypatch.setattr("services.rollout.engines.sglang_engine.weights.BUCKET", 2500)
-    assert [list(part) for part in buckets(state)] == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert [list(part) for part in buckets(state, 2500)] == [["a", "b"], ["c", "d"], ["e", "f"]]
+
+
+READ = """
+import pickle, sys, torch
+tensors = dict(pickle.loads(sys.stdin.buffer.read()))
+assert tensors["a"].tolist() == list(range(5)) and tensors["b"].tolist() == [[7.0, 7.0]] * 3
+del tensors  # which gives the references back; the end of a process does not
+"""
+
+
+def test_each_of_several_ranks_reads_the_tensors_in_shared_memory() -> None:
+    """One after the other, each gone before the next comes."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    part = {"a": torch.arange(5), "b": torch.full((2, 3), 7.0).T}
+    for text in handles(part, 4):
+        subprocess.run(
+            [sys.executable, "-c", READ], input=base64.b64decode(text), check=True, timeout=60
+        )
 
 
 # -- updates that fail ---------------------------------------------------------------------------
@@ -199,19 +218,13 @@ def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
     quarantined(engine)
 
 
-def scheduler_of(server: Server) -> int:
-    found = [pid for pid in pids_of_session(server.pid) if "scheduler" in title_of(pid)]
-    assert len(found) == 1
-    return found[0]
-
-
 @each_transport
 def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
     mortal: Server, weights: str
 ) -> None:
     engine = sglang.attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
     engine.wake(decoder(0).state_dict(), 0)
-    scheduler = scheduler_of(mortal)
+    scheduler = scheduler_of(mortal.pid)
     engine._halt("retract")
     os.kill(scheduler, signal.SIGSTOP)
     try:
@@ -228,7 +241,7 @@ def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: Server) -> 
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
     engine._halt("retract")
-    os.kill(scheduler_of(mortal), signal.SIGSTOP)  # the update has begun and cannot end
+    os.kill(scheduler_of(mortal.pid), signal.SIGSTOP)  # the update has begun and cannot end
     killer = threading.Timer(1.0, lambda: os.kill(mortal.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(Quarantined, match="version 1"):
@@ -242,7 +255,7 @@ def test_a_server_that_has_ended_is_reported_with_its_log(mortal: Server) -> Non
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
-    os.kill(scheduler_of(mortal), signal.SIGKILL)
+    os.kill(scheduler_of(mortal.pid), signal.SIGKILL)
     with pytest.raises(PeerLost, match=r"sglang\.log"):
         while True:
             engine.step()
@@ -252,7 +265,7 @@ def test_a_server_that_does_not_answer_gets_three_strikes_and_grace_in_updates(
     mortal: Server,
 ) -> None:
     watch = Watch(mortal.http, mortal.lost, look_s=0.3, answer_s=1.0)
-    scheduler = scheduler_of(mortal)
+    scheduler = scheduler_of(mortal.pid)
     os.kill(scheduler, signal.SIGSTOP)
     waited = threading.Event()
     with watch.grace():
@@ -265,7 +278,3 @@ def test_a_server_that_does_not_answer_gets_three_strikes_and_grace_in_updates(
     assert isinstance(watch.failure(), PeerLost) and "in a row" in str(watch.failure())
     watch.close()
     os.kill(scheduler, signal.SIGCONT)
-
-
-def test_ports_that_are_handed_out_are_free() -> None:
-    assert len({free_port() for _ in range(5)}) > 1

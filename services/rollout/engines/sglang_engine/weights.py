@@ -138,10 +138,7 @@ class FromTensors(_Session):
         torch.multiprocessing.set_sharing_strategy("file_system")
 
     def _send(self, part: State, flush: bool, deadline_s: float) -> None:
-        stream = io.BytesIO()
-        ForkingPickler(stream).dump([(name, t.contiguous()) for name, t in part.items()])
-        payload = base64.b64encode(stream.getvalue()).decode()
-        body = {"serialized_named_tensors": [payload] * self._ranks, "flush_cache": flush}
+        body = {"serialized_named_tensors": handles(part, self._ranks), "flush_cache": flush}
         self._post(v0_5.FROM_TENSORS, body, deadline_s)
 
     def close(self) -> None:
@@ -235,13 +232,26 @@ class FromGroup(_Session):
         self._group = None
 
 
-def buckets(state: State) -> list[dict[str, Tensor]]:
-    """The tensors in their order, in parts of at most BUCKET bytes."""
+def handles(part: State, ranks: int) -> list[str]:
+    """A pickle for each rank. Each handle holds one reference to its shared memory, and who opens
+    it gives that one back: a handle that several ranks open takes the memory away from the last.
+    """
+    tensors = [(name, tensor.contiguous()) for name, tensor in part.items()]
+    texts = []
+    for _ in range(ranks):
+        stream = io.BytesIO()
+        ForkingPickler(stream).dump(tensors)
+        texts.append(base64.b64encode(stream.getvalue()).decode())
+    return texts
+
+
+def buckets(state: State, most: int = BUCKET) -> list[dict[str, Tensor]]:
+    """The tensors in their order, in parts of at most `most` bytes, or of one tensor."""
     parts: list[dict[str, Tensor]] = [{}]
     held = 0
     for name, tensor in state.items():
         size = tensor.numel() * tensor.element_size()
-        if parts[-1] and held + size > BUCKET:
+        if parts[-1] and held + size > most:
             parts.append({})
             held = 0
         parts[-1][name] = tensor
