@@ -90,6 +90,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
             "requests": service.requests,
             "plateau": service.throughput.plateau,
             "path": engine.path,
+            "tensor_parallel": engine.tensor_parallel,
             "preempted": engine.preempted,
             "prefill_tokens_per_s": engine.prefill_tokens_per_s,
             "cache_bytes_per_token": engine.cache_bytes_per_token,

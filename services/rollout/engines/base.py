@@ -95,6 +95,10 @@ class Engine(Protocol):
         """What computes, for people."""
 
     @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share the weights of one engine."""
+
+    @property
     def preempted(self) -> int:
         """Requests so far that gave up their cache to older ones."""
 

@@ -47,6 +47,10 @@ class PacedEngine:
         return f"{self.inner.path}, paced"
 
     @property
+    def tensor_parallel(self) -> int:
+        return self.inner.tensor_parallel
+
+    @property
     def preempted(self) -> int:
         return self.inner.preempted
 

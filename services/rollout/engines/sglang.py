@@ -104,4 +104,5 @@ def attach(
         decode=decode,
         clock=clock,
         path=f"sglang {server.version}, {how.dtype}, {how.device}",
+        tensor_parallel=server.ranks,
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from common.errors import RemoteFailure
 from services.rollout.engines.base import ABORTED, LENGTH, RUNNING
 from services.rollout.engines.sglang_engine.requests import Sent
 from services.rollout.engines.sglang_engine.v0_5 import Chunk, chunk, generate, plain
@@ -27,10 +29,10 @@ def event(tokens: list[int], total: int, **more: Any) -> dict[str, Any]:
 
 
 def test_a_chunk_brings_what_had_not_come() -> None:
-    first = chunk(event([4, 5], 2), 0)
+    first = chunk(event([4, 5], 2), 0, True)
     assert (first.tokens, first.version, first.finish, first.computed) == ([4, 5], 3, RUNNING, 2)
     assert first.logprobs == first.unmodified == [-0.4, -0.5]
-    last = chunk(event([6], 3, finish_reason={"type": "length", "length": 3}), 2)
+    last = chunk(event([6], 3, finish_reason={"type": "length", "length": 3}), 2, True)
     assert (last.tokens, last.finish, last.computed) == ([6], LENGTH, 0)
 
 
@@ -38,20 +40,30 @@ def test_an_abort_that_says_its_last_token_again_brings_nothing() -> None:
     over = {"type": "abort", "message": "Abort in waiting queue"}
     echo = event([4, 5], 2, finish_reason=over)  # all log-probabilities come once more
     echo["output_ids"] = [5]
-    assert chunk(echo, 2).tokens == [] and chunk(echo, 2).finish == ABORTED
+    for own in (True, False):
+        again = chunk(echo, 2, own)
+        assert again.tokens == [] and again.finish == ABORTED
     # In one piece with the token before, as a server says it that is behind.
     joined = event([5, 4, 5], 2, finish_reason=over)
     joined["output_ids"] = [5, 5]
-    assert chunk(joined, 1).tokens == [5]
+    assert chunk(joined, 1, True).tokens == [5]
 
 
 def test_what_was_sampled_from_is_told_apart_from_the_models_own() -> None:
-    both = chunk(event([4, 5], 2, output_token_sampling_logprobs=[-1.0, -2.0]), 0)
+    both = chunk(event([4, 5], 2, output_token_sampling_logprobs=[-1.0, -2.0]), 0, False)
     assert both.logprobs == [-1.0, -2.0] and both.unmodified == [-0.4, -0.5]
 
 
+@pytest.mark.parametrize("told", [{}, {"output_token_sampling_logprobs": [-0.5]}], ids=str)
+def test_probabilities_of_another_distribution_are_not_taken_for_those_sampled_from(
+    told: dict[str, Any],
+) -> None:
+    with pytest.raises(RemoteFailure, match="of 2 tokens"):
+        chunk(event([4, 5], 2, **told), 0, False)
+
+
 def test_an_error_ends_the_request_with_its_reason() -> None:
-    refused = chunk({"error": {"message": "too long", "code": 400}}, 0)
+    refused = chunk({"error": {"message": "too long", "code": 400}}, 0, True)
     assert refused.finish == ABORTED and refused.reason == "too long"
 
 

@@ -42,8 +42,9 @@ from services.rollout.engines.sglang_engine import v0_5
 from services.rollout.engines.sglang_engine.control import IN_PLACE, RETRACT, Control
 from services.rollout.engines.sglang_engine.http import Answer, Http
 from services.rollout.engines.sglang_engine.requests import Decode, Sent
-from services.rollout.engines.sglang_engine.shapes import check_state, shapes_of
+from services.rollout.engines.sglang_engine.shapes import shapes_of
 from services.rollout.engines.torch_engine.stoptext import StopText
+from services.rollout.engines.torch_engine.weights import check_shapes
 
 ARRIVAL_S = 0.01  # a step waits this long for tokens
 SCORE_S = 60.0
@@ -69,8 +70,9 @@ class SGLangEngine:
         decode: Decode | None = None,
         clock: Clock | None = None,
         path: str = "sglang",
+        tensor_parallel: int = 1,
     ) -> None:
-        self.path = path
+        self.path, self.tensor_parallel = path, tensor_parallel
         self.version = -1
         self.steps = self.tokens_generated = self.tokens_computed = self.preempted = 0
         self.relabelled = 0  # tokens that were handed on under another version than they are of
@@ -134,7 +136,7 @@ class SGLangEngine:
                 sent.abort_by_s = self._clock.monotonic() + ABORT_S
                 self._ask_abort(sent)
                 if self._control.stands:  # all that it generated has come; nothing more would
-                    self._end(sent, ABORTED)
+                    self._hang_up(sent)
 
     def release(self, sessions: Iterable[int]) -> None:
         """The server's cache is its own affair: it drops what was used longest ago."""
@@ -214,7 +216,7 @@ class SGLangEngine:
         if not isinstance(event, dict):
             self._end(sent, ABORTED, repr(event) if event else "its stream ended early")
             return 0
-        chunk = v0_5.chunk(event, len(sent.tokens))
+        chunk = v0_5.chunk(event, len(sent.tokens), v0_5.plain(sent.request))
         before = len(sent.tokens)
         sent.add(chunk)
         self.tokens_computed += chunk.computed + len(chunk.tokens)
@@ -226,6 +228,7 @@ class SGLangEngine:
             finish = STOP
             if chunk.finish == RUNNING:
                 self._ask_abort(sent)
+                sent.hang_up()
         brought = len(sent.tokens) - before
         self.tokens_generated += brought
         if finish != RUNNING:
@@ -243,13 +246,18 @@ class SGLangEngine:
         now = self._clock.monotonic()
         for sent in [s for s in self._sent.values() if s.abort_by_s is not None]:
             if now >= (sent.abort_by_s or 0.0):
-                self._end(sent, ABORTED)
+                self._hang_up(sent)
             elif now - sent.asked_s >= ABORT_AGAIN_S:
                 self._ask_abort(sent)
 
     def _ask_abort(self, sent: Sent) -> Answer[None]:
         sent.asked_s = self._clock.monotonic()
         return self._http.begin("POST", v0_5.ABORT, {"rid": sent.rid}, deadline_s=ABORT_S)
+
+    def _hang_up(self, sent: Sent) -> None:
+        """Ends here what the server has not ended: it aborts a request that nobody listens to."""
+        sent.hang_up()
+        self._end(sent, ABORTED)
 
     def _end(self, sent: Sent, finish: int, reason: str = "") -> None:
         del self._sent[sent.rid]
@@ -285,7 +293,7 @@ class SGLangEngine:
         """What runs goes on under the new weights: with its cache where `kv_on_update` is keep,
         else it is computed again. What has no token yet starts again, under the new key."""
         self._control.check_alive()
-        check_state(state, self._shapes)
+        check_shapes(state, self._shapes)
         if self._asleep:
             self.version = version
             return
@@ -297,7 +305,7 @@ class SGLangEngine:
             self.swap(state, version)
             return
         self._control.check_alive()
-        check_state(state, self._shapes)
+        check_shapes(state, self._shapes)
         self._halt(RETRACT)
         self._control.regain()
         self._asleep = False
@@ -325,8 +333,7 @@ class SGLangEngine:
             del self._sent[sent.rid]
             del self._rids[sent.request.id]
             self._ask_abort(sent)
-            if sent.stream is not None:
-                sent.stream.cancel()
+            sent.hang_up()
             if sent.abort_by_s is not None:
                 self._end_unsent(sent.request.id, ABORTED)
         back = {s.request.id: s.request for s in untouched if s.abort_by_s is None}

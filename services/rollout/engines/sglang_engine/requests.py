@@ -32,6 +32,11 @@ class Sent:
     abort_by_s: float | None = None  # asked to end: without an answer by then it ends here
     asked_s: float = 0.0  # when the server was last asked to abort it
 
+    def hang_up(self) -> None:
+        """Nothing more of it is wanted."""
+        if self.stream is not None:
+            self.stream.cancel()
+
     def add(self, chunk: Chunk) -> None:
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import Refused
+from common.errors import Refused, RemoteFailure
 from services.rollout.engines.base import ABORTED, LENGTH, RUNNING, STOP, Request
 
 ENVIRONMENT = {
@@ -64,7 +64,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 IN_SESSION = {BEGIN_UPDATE: (), END_UPDATE: ()}
 NEEDS_OF: dict[str, dict[str, tuple[str, ...]]] = {
-    "disk": {FROM_DISK: ("model_path", "load_format", "flush_cache")},
+    "disk": {FROM_DISK: ("model_path", "load_format", "flush_cache", "weight_version")},
     "tensors": {**IN_SESSION, FROM_TENSORS: ("serialized_named_tensors", "flush_cache")},
     "distributed": {
         **IN_SESSION,
@@ -167,8 +167,9 @@ class Chunk:
     reason: str = ""  # why it was aborted, where SGLang says so
 
 
-def chunk(event: Mapping[str, Any], had: int) -> Chunk:
-    """Reads one event of a stream of which `had` tokens have come."""
+def chunk(event: Mapping[str, Any], had: int, plain: bool) -> Chunk:
+    """Reads one event of a stream of which `had` tokens have come. RemoteFailure when it lacks the
+    probabilities of what was sampled from: those of temperature 1 are the same only if `plain`."""
     if "error" in event:
         return Chunk(finish=ABORTED, reason=str(event["error"].get("message", event["error"])))
     meta = event["meta_info"]
@@ -176,11 +177,17 @@ def chunk(event: Mapping[str, Any], had: int) -> Chunk:
     pairs = meta.get("output_token_logprobs", [])[-new:] if new else []
     tokens = [int(pair[1]) for pair in pairs]
     unmodified = [float(pair[0]) for pair in pairs]
-    sampled = meta.get("output_token_sampling_logprobs")
+    sampled = meta.get("output_token_sampling_logprobs", [])[-new:] if new else []
+    if not plain and len(sampled) != len(tokens):
+        raise RemoteFailure(
+            f"{GENERATE} names the probabilities of {len(sampled)} of {len(tokens)} tokens that "
+            "were not sampled at temperature 1 from the whole vocabulary",
+            fix="install the version of `meshrl engine install sglang`",
+        )
     finish = meta["finish_reason"]
     return Chunk(
         tokens=tokens,
-        logprobs=unmodified if not sampled or not new else [float(x) for x in sampled[-new:]],
+        logprobs=unmodified if plain else [float(x) for x in sampled],
         unmodified=unmodified,
         version=int(meta["weight_version"]),
         spans=[(int(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions", ())],

@@ -70,6 +70,7 @@ class TorchEngine:
         self.compute_s = 0.0  # of busy_s: in the model
         self.due_s = 0.0
         self.tokens_computed = 0  # sampled or given, by the model; what was shared does not count
+        self.tensor_parallel = 1
         self.preempted = 0  # requests that gave up their cache to older ones
         self._slots, self._compute, self._memory = slots, compute, memory
         self._shapes = shapes
