@@ -36,7 +36,8 @@ class Control:
         on_cpu: bool = True,
         update_s: float = UPDATE_S,
     ) -> None:
-        self.stands = ""  # how it is paused: RETRACT, IN_PLACE; empty: it is not
+        self.stands = ""  # how it was asked to pause: RETRACT, IN_PLACE; empty: it goes on
+        self._settled = False  # the pause is certain, and what came before it is here
         self.released = False  # it has given back its memory
         self.updates = 0
         self._http, self._watch, self._transport = http, watch, transport
@@ -56,19 +57,25 @@ class Control:
 
     def halt(self, mode: str) -> None:
         """It stands, and what it generated before is on its way here."""
-        if self.stands in (mode, RETRACT):
+        if self._settled and self.stands in (mode, RETRACT):
             return
-        self._post(v0_5.PAUSE, {"mode": mode})
+        self._settled = False
+        # Before it is asked: should the answer be lost, it may stand all the same.
         self.stands = mode
+        self._watch.stands = True
+        self._post(v0_5.PAUSE, {"mode": mode})
         # The pause is not acknowledged. The scheduler answers these in its turn, behind the pause
         # and the tokens before it, by the way that tokens take.
         for _ in range(2):
             self._http.call("GET", v0_5.INFO, deadline_s=CONTROL_S)
+        self._settled = True
 
     def go(self) -> None:
         if self.stands:
+            self._settled = False
             self._post(v0_5.CONTINUE, {"torch_empty_cache": not self._on_cpu})
             self.stands = ""
+            self._watch.stands = False
 
     def release(self) -> None:
         """A server with requests at work would die of this: they are retracted first."""

@@ -17,6 +17,9 @@ STRIKES = 3
 class Watch:
     """`failure` is asked by the engine's thread, which is told by what it raises; looks run on the
     thread that talks to the server. While tokens come there is nothing to ask.
+
+    `stands`: the server is paused. It would not generate for a health check then, and is asked for
+    something that its scheduler answers in a pause too.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class Watch:
     ) -> None:
         """`lost` is asked for the error of a server that has ended."""
         self._http, self._lost, self._answer_s = http, lost, answer_s
+        self.stands = False
         self._strikes = 0
         self._heard = False
         self._graces = 0
@@ -59,7 +63,8 @@ class Watch:
             self._heard = False
             self._strikes = 0
             return
-        reason = await self._http.probe(v0_5.HEALTH, self._answer_s)
+        asked = v0_5.INFO if self.stands else v0_5.HEALTH
+        reason = await self._http.probe(asked, self._answer_s)
         if not reason or self._heard or self._graces != graces:
             self._strikes = 0
             return

@@ -1,0 +1,146 @@
+"""The watch over a real SGLang, and requests and pauses that it does not answer for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from common.errors import DeadlineExceeded, PeerLost
+from services.rollout.engines.base import ABORTED
+from services.rollout.engines.sglang import SGLangEngine
+from services.rollout.engines.sglang_engine import v0_5
+from services.rollout.engines.sglang_engine.control import RETRACT, Control
+from services.rollout.engines.sglang_engine.health import STRIKES, Watch
+from services.rollout.engines.sglang_engine.weights import transport
+from tests.sglang import served
+from tests.sglang.processes import scheduler_of
+from tests.unit.engines.engines_under_test import Listener, built_in, request
+
+LOOK_S, ANSWER_S = 0.2, 2.0
+STRUCK_S = (STRIKES + 1) * (LOOK_S + ANSWER_S)  # a server that answers nothing is lost by then
+
+
+@contextmanager
+def hanging() -> Iterator[None]:
+    scheduler = scheduler_of(served.server().pid)
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+
+
+def failure_of(watch: Watch, within_s: float) -> Exception | None:
+    waited = threading.Event()
+    for _ in range(round(within_s / 0.1)):
+        if watch.failure() is not None:
+            break
+        waited.wait(0.1)
+    return watch.failure()
+
+
+def test_a_server_that_stands_or_sleeps_is_not_lost_and_one_that_hangs_is() -> None:
+    server = served.server()
+    served.release()
+    watch = Watch(server.http, server.lost, LOOK_S, ANSWER_S)
+    weights = transport("auto", server.http, server.launch.model.parent / "weights", 1, "cpu")
+    control = Control(server.http, watch, weights)
+    try:
+        control.halt(RETRACT)
+        assert failure_of(watch, STRUCK_S) is None
+        control.release()
+        assert failure_of(watch, STRUCK_S) is None
+        with hanging():
+            lost = failure_of(watch, 2 * STRUCK_S)
+            assert isinstance(lost, PeerLost) and "in a row" in str(lost)
+    finally:
+        control.close()
+
+
+def started(engine: SGLangEngine, max_new: int) -> Listener:
+    engine.submit([request(1, [1, 2], max_new=max_new, temperature=0.0)])
+    while engine.tokens_generated < 10:
+        engine.step()
+    return Listener(engine)
+
+
+def works(engine: SGLangEngine) -> bool:
+    """Whether the server has a request at work."""
+    loads = served.server().http.call("GET", "/v1/loads", deadline_s=20.0)["loads"]
+    return any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+def test_a_request_that_is_ended_here_is_not_left_at_work_there() -> None:
+    engine = served.engine(max_length=1000)
+    listener = started(engine, 900)
+    stream = engine._sent[engine._rids[1]].stream
+    assert stream is not None
+    with hanging():
+        engine.abort([1])
+        heard = listener.run()[1]  # until the time for an abort is over
+    assert heard.finish == [ABORTED] and len(heard.tokens) >= 10
+    assert stream.cancelled()
+    waited = threading.Event()
+    for _ in range(50):
+        if not works(engine):
+            break
+        waited.wait(0.1)
+    assert not works(engine)
+
+
+def test_what_is_aborted_while_it_stands_is_hung_up_on() -> None:
+    engine = served.engine(max_length=1000)
+    started(engine, 900)
+    stream = engine._sent[engine._rids[1]].stream
+    assert stream is not None
+    engine.pause()
+    engine.abort([1])
+    assert engine.ended and stream.cancelled()
+
+
+def test_a_pause_that_is_not_answered_is_asked_for_again_and_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = served.engine(max_length=1000)
+    listener = started(engine, 400)
+    with hanging():
+        monkeypatch.setattr("services.rollout.engines.sglang_engine.control.CONTROL_S", 1.5)
+        with pytest.raises(DeadlineExceeded):
+            engine.pause()
+        monkeypatch.undo()
+    engine.pause()
+    had = engine.tokens_generated
+    assert not engine.step() and engine.tokens_generated == had
+    engine.resume()
+    expected = Listener(built_in("eager", max_length=1000)).run(
+        request(1, [1, 2], max_new=400, temperature=0.0)
+    )
+    assert listener.run()[1].tokens == expected[1].tokens
+
+
+def test_a_pause_whose_answer_is_lost_is_undone_by_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server stands, and nothing came back that says so."""
+    engine = served.engine()
+    listener = started(engine, 100)
+    http = served.server().http
+    call = http.call
+
+    def lossy(method: str, path: str, body: Any = None, *, deadline_s: float) -> Any:
+        answer = call(method, path, body, deadline_s=deadline_s)
+        if path == v0_5.PAUSE:
+            raise DeadlineExceeded("the answer is lost")
+        return answer
+
+    monkeypatch.setattr(http, "call", lossy)
+    with pytest.raises(DeadlineExceeded, match="lost"):
+        engine.pause()
+    monkeypatch.undo()
+    assert len(listener.run()[1].tokens) == 100
