@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import socket
 import subprocess
 import sys
 import time
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from common.clock import SystemClock
-from common.errors import ConfigError
+from common.errors import ConfigError, PeerLost, RemoteFailure
 from common.host import SystemHost
 from services.rollout.engines import sglang
 from services.rollout.engines.sglang_engine import v0_5
+from services.rollout.engines.sglang_engine.server import free_port
 from tests.sglang import served
 from tests.sglang.interpreter import REPOSITORY, python
 from tests.sglang.processes import directory_of, environment_of, pids_of_session
@@ -67,6 +69,32 @@ def test_without_an_interpreter_the_fix_is_named(tmp_path: Path) -> None:
     how = sglang.launch(str(tmp_path / "python"), TINY, tmp_path, 4, 64)
     with pytest.raises(ConfigError, match="meshrl engine install sglang"):
         start(how)
+
+
+def test_a_port_that_is_handed_out_is_free() -> None:
+    for _ in range(5):
+        with socket.socket() as taker:
+            taker.bind(("127.0.0.1", free_port()))
+
+
+def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.engine()  # an update does not change what a server is known by
+    other = served.server()
+    port = int(other.http.url.rpartition(":")[2])
+    monkeypatch.setattr("services.rollout.engines.sglang_engine.server.free_port", lambda: port)
+    with pytest.raises(PeerLost, match="another server has taken the port"):
+        start(sglang.launch(str(python()), TINY, tmp_path, 4, 64))
+    asyncio.run(other._examine("disk"))
+    assert other.ranks == served.engine().tensor_parallel == 1
+
+
+def test_an_answer_that_is_no_json_is_an_error_of_the_server() -> None:
+    http = served.server().http
+    with pytest.raises(RemoteFailure, match="/docs answered no JSON"):
+        http.call("GET", "/docs", deadline_s=20.0)
+    assert "no JSON" in asyncio.run(http.off_thread(http.probe("/docs", 20.0), 20.0))
 
 
 def test_slots_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:

@@ -78,7 +78,11 @@ class Http:
         if response.status >= 400:
             reason = content.decode(errors="replace")[:REASON]
             raise RemoteFailure(f"{path} answered {response.status}: {reason}", where=self.url)
-        return json.loads(content) if content.strip() else None
+        try:
+            return json.loads(content) if content.strip() else None
+        except ValueError:
+            shown = content.decode(errors="replace")[:REASON]
+            raise RemoteFailure(f"{path} answered no JSON: {shown}", where=self.url) from None
 
     def stream(
         self, path: str, body: dict[str, Any], on_chunk: OnChunk, on_end: OnEnd

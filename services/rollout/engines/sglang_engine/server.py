@@ -47,7 +47,7 @@ class Launch:
     exact_switch: bool = True  # no step is under way when weights change, see `arguments`
     options: tuple[str, ...] = ()  # further flags; the last of a kind holds
 
-    def arguments(self, port: int) -> list[str]:
+    def arguments(self, port: int, name: str) -> list[str]:
         flags: list[str] = [
             *("--model-path", str(self.model), "--load-format", "dummy"),
             *("--skip-tokenizer-init", "--incremental-streaming-output", "--skip-server-warmup"),
@@ -66,13 +66,13 @@ class Launch:
             tokens = self.slots * (self.max_length + ROOM)
         if tokens:
             flags += ["--max-total-tokens", str(tokens)]
-        return [*flags, *self.options]
+        return [*flags, *self.options, "--served-model-name", name]
 
-    def command(self, port: int) -> list[str]:
+    def command(self, port: int, name: str) -> list[str]:
         """Outside our tree and without our paths: Hugging Face's `kernels` has our name."""
         unset = [part for name in OURS for part in ("-u", name)]
         start = [LAUNCHER, "-C", str(self.model), *unset, self.python, "-P"]
-        return [*start, "-m", "sglang.launch_server", *self.arguments(port)]
+        return [*start, "-m", "sglang.launch_server", *self.arguments(port, name)]
 
     def environment(self) -> dict[str, str]:
         own = dict(v0_5.ENVIRONMENT)
@@ -103,8 +103,9 @@ def free_port() -> int:
 class Server:
     """A running server. Its children die with it, and it dies with the process that started it."""
 
-    def __init__(self, launch: Launch, child: Child, http: Http, clock: Clock) -> None:
-        self.launch, self.child, self.http = launch, child, http
+    def __init__(self, launch: Launch, child: Child, http: Http, name: str, clock: Clock) -> None:
+        """`name`: what it was told to call its model, by which it is known."""
+        self.launch, self.child, self.http, self.name = launch, child, http, name
         self._clock = clock
         self.version = ""  # of SGLang
         self.seeded = False  # samples from each request's seed
@@ -117,7 +118,8 @@ class Server:
     ) -> Server:
         """A server that is ready, has what `weights` (a transport) needs and no weights yet.
 
-        From the main thread. ConfigError when it does not start or lacks something.
+        From the main thread. ConfigError when it does not start or lacks something, PeerLost when
+        another server has its port.
         """
         if not os.access(launch.python, os.X_OK):
             raise ConfigError(
@@ -125,15 +127,15 @@ class Server:
                 where="rollout.sglang_python",
                 fix="run `meshrl engine install sglang`, or name the interpreter that has SGLang",
             )
-        port = free_port()
+        port, name = free_port(), os.urandom(8).hex()
         child = host.spawn(
-            launch.command(port),
+            launch.command(port, name),
             name="sglang",
             env=launch.environment(),
             log=launch.log,
             own_session=True,
         )
-        server = cls(launch, child, Http(f"http://127.0.0.1:{port}"), clock)
+        server = cls(launch, child, Http(f"http://127.0.0.1:{port}"), name, clock)
         try:
             await server._ready(deadline_s)
             await server._examine(weights)
@@ -163,8 +165,13 @@ class Server:
         return await self.http.off_thread(self.http.probe(path, PROBE_S), PROBE_S)
 
     async def _examine(self, weights: str) -> None:
-        """Its version, and whether it offers what the adapter uses."""
+        """Its version, and whether it offers what the adapter uses.
+
+        Its port was free when it was chosen, and another server may have taken it since.
+        """
         about = await self._fetch(v0_5.INFO)
+        if about.get("served_model_name") != self.name:
+            raise PeerLost("another server has taken the port of this one", where=self.http.url)
         self.version = str(about.get("version", "unknown"))
         self.ranks = int(about.get("tp_size", 1)) * int(about.get("pp_size", 1))
         self.seeded = bool(about.get("enable_deterministic_inference", False))
