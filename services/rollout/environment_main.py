@@ -8,6 +8,7 @@ value].
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import sys
@@ -19,6 +20,7 @@ import msgpack
 from common.child import Channel
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
+from services.rollout.framing import checked, encodable
 from services.rollout.sessions import ChatSession, Session, TextSession
 from services.rollout.tools import Tool
 
@@ -45,14 +47,14 @@ class Environments:
         """One operation; what the author's code raises becomes the status `raised`."""
         try:
             answer = getattr(self, "_" + operation)(key, argument)
-            msgpack.packb(answer, use_bin_type=True)  # what cannot travel is the author's to know
+            checked(answer)  # what cannot travel is the author's to know
             return "ok", answer
         except KeyError as error:
             if error.args == (key,):
                 return "unknown", f"trajectory {key} has no environment here"
-            return "raised", f"KeyError: {error}"
+            return "raised", encodable(f"KeyError: {error}")
         except Exception as error:
-            return "raised", f"{type(error).__name__}: {error}"
+            return "raised", encodable(f"{type(error).__name__}: {error}")
 
     def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
         session: Session = (
@@ -69,9 +71,6 @@ class Environments:
 
     def _result(self, key: int, value: Any) -> list[Any]:
         return self._open[key].result(value)
-
-    def _text(self, _: int, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids)
 
     def _cut(self, key: int, ids: list[int]) -> list[Any]:
         """The trajectory ends in mid-turn: the turn's text, and the score of an environment that
@@ -96,6 +95,13 @@ class Environments:
         session = self._open.pop(key, None)
         if session is not None:
             session.close()
+
+    def close(self) -> None:
+        """Closes all that is open; what their closing raises is for the log."""
+        for key in list(self._open):
+            status, error = self.perform(key, "close", None)
+            if status == "raised":
+                print(f"closing trajectory {key}: {error}", file=sys.stderr)
 
 
 class SingleTurn:
@@ -148,12 +154,19 @@ def main() -> None:
         }
     factory = resolve(arguments.use, arguments.modules) if arguments.use else None
     served = Environments(factory, tokenizer, arguments.prompt, chat, tools)
-    while (block := channel.recv()) is not None:
-        answers = [
-            [key, *served.perform(key, operation, argument)]
-            for key, operation, argument in msgpack.unpackb(block, raw=False)
-        ]
-        channel.send(msgpack.packb(answers, use_bin_type=True))
+    serve(channel, served)
+    served.close()
+
+
+def serve(channel: Channel, served: Environments) -> None:
+    """Answers the shard until it closes the channel, perhaps in the middle of an operation."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while (block := channel.recv()) is not None:
+            answers = [
+                [key, *served.perform(key, operation, argument)]
+                for key, operation, argument in msgpack.unpackb(block, raw=False)
+            ]
+            channel.send(msgpack.packb(answers, use_bin_type=True))
 
 
 if __name__ == "__main__":

@@ -105,11 +105,6 @@ class EnvironmentPool:
         text, score = await self._perform(key, "cut", ids, replay)
         return text, score
 
-    async def text(self, key: int, ids: list[int]) -> str:
-        """What ids say; the environment is not told."""
-        said: str = await self._perform(key, "text", ids, None)
-        return said
-
     def close_one(self, key: int) -> None:
         self._process(key).put((key, "close", None)).add_done_callback(_observe)
 
@@ -125,10 +120,11 @@ class EnvironmentPool:
             try:
                 if not losses:
                     return await process.put((key, operation, argument))
-                if replay is not None:
-                    await process.put((key, "restore", replay()))
                 # It may have been the one that hung: the second time nobody rides along.
-                return await process.put((key, operation, argument), alone=losses > 1)
+                alone = losses > 1
+                if replay is not None:
+                    await process.put((key, "restore", replay()), alone=alone)
+                return await process.put((key, operation, argument), alone=alone)
             except EnvironmentLost as error:
                 losses += 1
                 hangs += isinstance(error, EnvironmentHung)
@@ -145,8 +141,7 @@ class EnvironmentPool:
                     ) from error
 
     async def close(self) -> None:
-        for process in self._processes:
-            await process.close()
+        await asyncio.gather(*(process.close() for process in self._processes))
 
 
 def _observe(future: asyncio.Future[Any]) -> None:

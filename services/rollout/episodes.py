@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from common.errors import DeadlineExceeded, MeshError
+from common.errors import DeadlineExceeded, PeerLost
 from common.mesh import Mesh
 from common.process import Child
 from services.rollout.environment_process import (
@@ -24,7 +24,11 @@ from services.rollout.environment_process import (
     EnvironmentLost,
     Operation,
     answer_of,
+    dismissed,
+    message_of,
+    steps_of,
 )
+from services.rollout.framing import frames, packed
 
 START_S = 180.0  # importing `verifiers`, and starting its tool servers, on a busy host
 LOOK_S = 0.5  # how often deadlines are looked at
@@ -34,8 +38,8 @@ PROBE = 0  # number of the operation that asks whether it is
 
 @dataclass(slots=True)
 class Open:
-    operation: Operation
     future: asyncio.Future[Any]
+    patience_s: float
     deadline: float  # by the mesh's clock
 
 
@@ -56,7 +60,7 @@ class EpisodeProcess:
         self._fresh = True
         self._numbers = itertools.count(PROBE + 1)
         self._open: dict[int, Open] = {}
-        self._unsent: list[list[Any]] = []
+        self._unsent: list[bytes] = []
         self._probed: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
@@ -72,16 +76,21 @@ class EpisodeProcess:
             future.set_result(None)
             return future
         number = next(self._numbers)
-        patience_s = self._deadline_s + (START_S if self._child is None or self._fresh else 0.0)
+        message = message_of([number, *operation], operation[1], self.name)
+        if not isinstance(message, bytes):
+            future.set_exception(message)
+            return future
+        patience_s = self._deadline_s * steps_of(operation)
+        patience_s += START_S if self._child is None or self._fresh else 0.0
         deadline = self._mesh.clock.monotonic() + patience_s
-        self._open[number] = Open(operation, future, deadline)
-        self._send(number, operation)
+        self._open[number] = Open(future, patience_s, deadline)
+        self._send(message)
         return future
 
-    def _send(self, number: int, operation: Operation) -> None:
+    def _send(self, message: bytes) -> None:
         if not self._unsent:
             self._start(self._flush(), "flush")
-        self._unsent.append([number, *operation])
+        self._unsent.append(message)
 
     def _start(self, work: Any, what: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=f"{what} {self.name}")
@@ -90,16 +99,25 @@ class EpisodeProcess:
 
     async def _flush(self) -> None:
         child = self._child
-        if child is None:
-            self._fresh, self._probed = True, None
-            child = self._child = self._mesh.host.spawn(
-                self._argv, name=self.name, log=self._log, pipe=True
-            )
-            self._start(self._follow(child), "follow")
-        frame, self._unsent = self._unsent, []
-        async with self._sending:
-            with contextlib.suppress(MeshError):  # who follows it finds the channel closed too
-                await child.send(msgpack.packb(frame, use_bin_type=True))
+        try:
+            if child is None:
+                child = self._begin()
+            messages, self._unsent = self._unsent, []
+            async with self._sending:
+                for frame in frames(messages):
+                    await child.send(frame)
+        except PeerLost:
+            return  # who follows it reads its last answers, and then finds the channel closed too
+        except Exception as error:  # half a frame may be out
+            await self._lose(child, error)
+
+    def _begin(self) -> Child:
+        self._fresh, self._probed = True, None
+        child = self._child = self._mesh.host.spawn(
+            self._argv, name=self.name, log=self._log, pipe=True
+        )
+        self._start(self._follow(child), "follow")
+        return child
 
     async def _follow(self, child: Child) -> None:
         try:
@@ -107,7 +125,7 @@ class EpisodeProcess:
                 with contextlib.suppress(DeadlineExceeded):
                     self._answered(await child.recv(LOOK_S))
                 self._look()
-        except (OSError, EOFError, MeshError) as error:
+        except Exception as error:  # whatever it was: nobody else would settle what is open
             await self._lose(child, error)
 
     def _answered(self, block: bytes) -> None:
@@ -116,7 +134,7 @@ class EpisodeProcess:
             if number == PROBE:
                 self._probed = None
                 for late in self._late():
-                    self._settle(late, self._hung())
+                    self._settle(late, self._hung(late))
             else:
                 self._settle(number, answer_of(status, value, self.name))
 
@@ -133,36 +151,39 @@ class EpisodeProcess:
         now = self._mesh.clock.monotonic()
         return [n for n, o in self._open.items() if o.deadline < now]
 
-    def _hung(self) -> EnvironmentHung:
-        return EnvironmentHung(f"no answer in {self._deadline_s:.0f} s")
+    def _hung(self, number: int) -> EnvironmentHung:
+        return EnvironmentHung(f"no answer in {self._open[number].patience_s:.0f} s")
 
     def _look(self) -> None:
         """Asks a process with late answers for a sign of life, and gives up one without."""
         now = self._mesh.clock.monotonic()
         if self._probed is None and self._late():
             self._probed = now
-            self._send(PROBE, (0, "text", []))
+            self._send(packed([PROBE, 0, "text", []]))
         elif self._probed is not None and now > self._probed + PROBE_S:
             raise EnvironmentLost(f"nothing was answered in {PROBE_S:g} s")
 
-    async def _lose(self, child: Child, error: Exception) -> None:
-        usage = child.usage()
-        stopped = usage is not None and usage.state in STOPPED
-        late = [] if stopped else self._late()
-        self._child, self._unsent = None, []
-        for number in list(self._open):
-            lost = EnvironmentLost(f"environment process {self.name}: {error}")
-            self._settle(number, self._hung() if number in late else lost)
-        child.kill()
-        await child.wait(5.0)
+    async def _lose(self, child: Child | None, error: Exception) -> None:
+        """Gives up a process (None: one that did not start) with all that is open in it."""
+        if child is self._child:
+            usage = child.usage() if child is not None else None
+            stopped = usage is not None and usage.state in STOPPED
+            late = [] if stopped else self._late()
+            self._child, self._unsent = None, []
+            for number in list(self._open):
+                lost = EnvironmentLost(f"environment process {self.name}: {error}")
+                self._settle(number, self._hung(number) if number in late else lost)
+        if child is not None:
+            child.kill()
+            await child.wait(5.0)
 
     async def close(self) -> None:
+        """Lets the process clean up what its episodes hold, as far as that ends soon."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for left in self._open.values():
             left.future.cancel()
-        if self._child is not None:
-            self._child.kill()
-            await self._child.wait(5.0)
-            self._child = None
+        child, self._child = self._child, None
+        if child is not None:
+            await dismissed(child)

@@ -23,6 +23,7 @@ from common.child import CHANNEL_FD, FRAME_LIMIT
 from common.errors import MeshError
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
+from services.rollout.framing import checked, encodable, frames, packed
 from services.rollout.verifying import configuration, harness
 from services.rollout.verifying.client import ENGINES, MODEL, EngineClient, serving
 from services.rollout.verifying.episode import Episode, RolloutFailed
@@ -42,11 +43,13 @@ class Episodes:
         if key not in self._open and operation in ("step", "cut"):
             return "unknown", f"trajectory {key} has no environment here"
         try:
-            return "ok", await getattr(self, "_" + operation)(key, argument)
+            answer = await getattr(self, "_" + operation)(key, argument)
+            checked(answer)  # what cannot travel is the environment's to know
+            return "ok", answer
         except MeshError as error:
-            return "raised", f"{error.code}: {error}"
+            return "raised", encodable(f"{error.code}: {error}")
         except Exception as error:
-            return "raised", f"{type(error).__name__}: {error}"
+            return "raised", encodable(f"{type(error).__name__}: {error}")
 
     async def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
         await self._close(key, None)
@@ -89,17 +92,18 @@ class Answers:
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
-        self._ready: list[list[Any]] = []
+        self._ready: list[bytes] = []
 
     def add(self, number: int, status: str, value: Any) -> None:
+        message = packed([number, status, value])
         if not self._ready:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._ready.append([number, status, value])
+        self._ready.append(message)
 
     def _flush(self) -> None:
-        frame = msgpack.packb(self._ready, use_bin_type=True)
-        self._ready = []
-        self._writer.write(len(frame).to_bytes(4, "little") + frame)
+        ready, self._ready = self._ready, []
+        for frame in frames(ready):
+            self._writer.write(len(frame).to_bytes(4, "little") + frame)
 
 
 async def serve(env: Env, chat: Chat, tokenizer: Tokenizer) -> None:

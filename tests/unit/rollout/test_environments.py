@@ -17,12 +17,14 @@ from common.errors import ToolFailed
 from common.host import SystemHost
 from common.jobdata import JobData
 from common.mesh import Mesh
+from common.model.tokenizer import Tokenizer
 from common.random import Random
 from common.state.client import State
 from common.transport.memory import MemoryNetwork, MemoryTransport
 from services.rollout.environments import EnvironmentPool
 
 ROOT = Path(__file__).parents[3]
+TOKENIZER = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))
 DEADLINE_S = 1.0
 MODULE = """\
 import time
@@ -30,16 +32,20 @@ import time
 class Counting:
     def open(self, row):
         self.seen = 0
+        self.mark = row.get("mark")
         return "?1+1="
 
     def step(self, text):
         self.seen += 1
         if "9" in text:
             time.sleep(60)
+        if "5" in text:
+            time.sleep(0.4)
         return {"append": str(self.seen)}
 
     def close(self):
-        pass
+        if self.mark:
+            open(self.mark, "w").write(str(self.seen))
 """
 
 
@@ -67,10 +73,9 @@ async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
 
 
 async def encoded(pool: EnvironmentPool, digit: int) -> list[int]:
-    """The token of a digit: the prompt is "?1+1=", and the vocabulary is in order of characters."""
-    one = (await pool.begin(1 << 20, {}))[1]
-    assert await pool.text(1 << 20, [one + digit - 1]) == str(digit)
-    return [one + digit - 1]
+    """The token of a digit, once the process is up."""
+    await pool.begin(1 << 20, {})
+    return TOKENIZER.encode(str(digit))
 
 
 async def test_a_killed_process_is_replaced_and_its_environments_are_rebuilt(
@@ -109,3 +114,42 @@ async def test_code_that_hangs_fails_by_type_and_takes_no_neighbour_with_it(
     failed = {key: a for key, a in zip(keys, answers, strict=True) if isinstance(a, Exception)}
     assert failed.keys() == {3}
     assert isinstance(failed[3], ToolFailed) and "hung: step()" in str(failed[3])
+
+
+async def test_a_restore_may_take_as_long_as_the_steps_that_it_repeats(
+    pool: EnvironmentPool,
+) -> None:
+    five, two = await encoded(pool, 5), await encoded(pool, 2)
+    (pid,) = pool.pids.values()
+    os.kill(pid, signal.SIGKILL)
+    await pool.begin(2, {})  # started again: the longer deadline of a start is over
+    answer = await pool.step(1, two, lambda: [{}, [["step", five]] * 4])  # 1.6 s, a step 0.4 s
+    assert answer == ("2", "append", five)
+
+
+async def test_what_cannot_travel_fails_alone_and_costs_no_process(pool: EnvironmentPool) -> None:
+    two = await encoded(pool, 2)
+    pids = pool.pids
+    keys = range(1, 5)
+    await asyncio.gather(*(pool.begin(key, {}) for key in keys))
+    bad = {2: {"n": 1 << 64}, 3: {"text": "\ud800"}, 4: {"text": "x" * (64 << 20)}}
+    answers = await asyncio.gather(
+        pool.step(1, two, lambda: [{}, []]),
+        *(pool.begin(key, row) for key, row in bad.items()),
+        return_exceptions=True,
+    )
+    assert answers[0] == ("2", "append", TOKENIZER.encode("1"))
+    for answer, says in zip(answers[1:], ("OverflowError", "surrogates", "limit"), strict=True):
+        assert isinstance(answer, ToolFailed) and says in str(answer)
+    assert pool.pids == pids
+
+
+async def test_the_end_of_the_pool_closes_open_environments(
+    pool: EnvironmentPool, tmp_path: Path
+) -> None:
+    two = await encoded(pool, 2)
+    mark = tmp_path / "mark"
+    await pool.begin(1, {"mark": str(mark)})
+    await pool.step(1, two, lambda: [{}, []])
+    await pool.close()
+    assert mark.read_text() == "1"
