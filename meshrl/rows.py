@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from common.errors import ConfigError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -39,16 +41,36 @@ def exists(path: Path) -> bool:
 def read(path: Path, prompt: str = "", *, chat: bool = False) -> Iterator[Row]:
     """The rows of a dataset, blank lines left out.
 
-    ConfigError names the place of a row that is no object of plain JSON values, or whose `prompt`
-    is no string (with `chat`: no string and no list of messages).
+    ConfigError names the place of a row that is no object of plain JSON values, that cannot be
+    sent, or whose `prompt` is no string (with `chat`: no string and no list of messages).
     """
     for row in _rows(path):
+        travels(row.place, row.value)
         if prompt and not (
             isinstance(row.value.get(prompt), str) or (chat and is_messages(row.value.get(prompt)))
         ):
             kinds = "string, or list of messages," if chat else "string"
             raise ConfigError(f"{row.place}: the row has no {kinds} {prompt!r}")
         yield row
+
+
+def travels(place: str, value: dict[str, Any]) -> None:
+    """ConfigError unless a row can be sent to the process that will work on it."""
+    if not (problem := _unsendable(value)):
+        return
+    culprits = (f"column {k!r}" for k, cell in value.items() if _unsendable({k: cell}))
+    raise ConfigError(
+        f"{place}: {next(culprits, 'the row')} cannot be sent ({problem})",
+        fix="keep to UTF-8 text, integers of 64 bits, and shallow lists and tables",
+    )
+
+
+def _unsendable(value: dict[str, Any]) -> str:
+    try:
+        msgpack.packb(value)
+    except (OverflowError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def is_messages(value: Any) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.config import JobConfig
 from common.errors import ConfigError
+from meshrl.rows import travels
 
 BOOT = Path(__file__).parents[1] / "services" / "rollout" / "verifying" / "boot.py"
 LOAD_S = 1800.0  # a taskset may fetch its data first
@@ -38,6 +39,8 @@ def tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
             f"taskset {environment.verifiers!r} has {len(lines)} tasks",
             fix="that leaves none to train on: lower dataset.held_out_tasks",
         )
+    for number, line in enumerate(lines, 1):
+        travels(f"taskset {environment.verifiers!r}, task {number}", json.loads(line))
     return lines[: dataset.held_out_tasks], lines[dataset.held_out_tasks :]
 
 

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from common.config import EnvironmentConfig, JobConfig
 from common.errors import ConfigError
-from meshrl import rows
+from meshrl import rows, tasksets
 from meshrl.bundle import pack
 from meshrl.jobfile import load
 
@@ -113,6 +114,25 @@ def test_a_value_that_is_no_plain_data_names_row_and_column(
     path = parquet_file(tmp_path / "rows.parquet", cells)
     with pytest.raises(ConfigError, match=rf"rows\.parquet, row 2: {says}"):
         values(path)
+
+
+@pytest.mark.parametrize("value", [1 << 64, -(1 << 63) - 1, "\ud800", [{"a\udfff": 1}]])
+def test_a_value_that_cannot_be_sent_names_row_and_column(tmp_path: Path, value: Any) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a"}, {"prompt": "b", "extra": value}])
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: column 'extra' cannot be sent"):
+        values(path)
+    limits = [{"prompt": "c", "extra": [(1 << 64) - 1, -(1 << 63), "\U0001f600"]}]
+    assert values(jsonl(tmp_path / "rows.jsonl", limits)) == limits
+
+
+def test_a_task_of_a_taskset_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    writer = tmp_path / "python"  # stands in for an interpreter that has the package
+    row = json.dumps({"prompt": "a", "answer": 1 << 64})
+    writer.write_text(f"#!/bin/sh\nfor last; do :; done\necho '{row}' > \"$last\"\n")
+    writer.chmod(0o755)
+    environment = EnvironmentConfig(verifiers="sums", python=str(writer))
+    with pytest.raises(ConfigError, match="taskset 'sums', task 1: column 'answer' cannot be sent"):
+        tasksets.tasks(JobConfig(environment=environment), tmp_path)
 
 
 def test_a_row_without_its_prompt_is_named(tmp_path: Path) -> None:
