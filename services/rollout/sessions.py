@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from common.errors import BadMessage
 from common.model.chat import Call, Chat, Conversation, Message
 from common.model.tokenizer import Tokenizer
+from services.rollout.framing import encodable, packed
 from services.rollout.tools import BadCall, Tool
 
 Action = list[Any]
@@ -151,11 +153,16 @@ class ChatSession:
         if call.name not in self._tools:
             known = ", ".join(self._tools) or "none"
             raise BadCall(f"there is no tool {call.name!r}; there are {known}")
-        return self._tools[call.name].input(call.arguments)
+        value = self._tools[call.name].input(call.arguments)
+        try:
+            packed(value)
+        except BadMessage as error:
+            raise BadCall(f"the arguments cannot be passed on: {error}") from error
+        return value
 
     def _answer(self, call: Call, content: str) -> None:
-        message = {"role": "tool", "tool_call_id": call.id, "content": content}
-        self._answers.append(message | ({"name": call.name} if call.name else {}))
+        message = {"role": "tool", "tool_call_id": call.id, "content": encodable(content)}
+        self._answers.append(message | ({"name": encodable(call.name)} if call.name else {}))
 
     def _action(self, action: Any) -> Action:
         if isinstance(action, dict) and action.get("append"):

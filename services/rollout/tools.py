@@ -19,6 +19,9 @@ NAMES: dict[Any, str] = {
 }
 
 
+KINDS = (*NAMES.values(), "null")
+
+
 class BadCall(Exception):
     """A call that the model wrote and the tool would not understand; its text is for the model."""
 
@@ -65,6 +68,7 @@ class Tool:
         """What the function is called with; BadCall when the arguments are not what it takes."""
         if problem := mismatch(self.parameters, arguments):
             raise BadCall(problem)
+        arguments = whole(self.parameters, arguments)
         return arguments[self._single] if self._single else arguments
 
 
@@ -97,25 +101,50 @@ def _required(hint: Any, table: Any) -> bool:
     return origin is typing.Required or (origin is not typing.NotRequired and table.__total__)
 
 
-def mismatch(wanted: dict[str, Any], value: Any, at: str = "") -> str:
+def mismatch(wanted: Any, value: Any, at: str = "") -> str:
     """Why a value is not what a schema asks for; empty when it is.
 
-    Types, enums, required and further properties are looked at; other keywords are the tool's own
-    business.
+    Types, enums, required and further properties are looked at; other keywords, and types that JSON
+    schema does not know, are the tool's own business.
     """
+    if not isinstance(wanted, dict):  # `true`, which takes anything
+        return ""
     name = at or "the arguments"
     if options := wanted.get("anyOf"):
         problems = [mismatch(option, value, at) for option in options]
         return problems[0] if all(problems) else ""
     if "enum" in wanted and value not in wanted["enum"]:
         return f"{name} must be one of {json.dumps(wanted['enum'])}"
-    kind = wanted.get("type")
-    if kind and not _is(kind, value):
-        return f"{name} must be of type {kind}"
-    if kind == "array" and "items" in wanted:
+    kinds = _kinds(wanted)
+    if kinds and not any(kind not in KINDS or _is(kind, value) for kind in kinds):
+        return f"{name} must be of type {' or '.join(kinds)}"
+    if "array" in kinds and "items" in wanted and isinstance(value, list):
         found = (mismatch(wanted["items"], v, f"{at}[{i}]") for i, v in enumerate(value))
         return next(filter(None, found), "")
-    return _object(wanted, value, at) if kind == "object" else ""
+    return _object(wanted, value, at) if "object" in kinds and isinstance(value, dict) else ""
+
+
+def whole(wanted: Any, value: Any) -> Any:
+    """A value that a schema takes, with integers that were written as 3.0 as integers."""
+    if not isinstance(wanted, dict):
+        return value
+    if options := wanted.get("anyOf"):
+        return whole(next(o for o in options if not mismatch(o, value)), value)
+    if isinstance(value, dict):
+        properties = wanted.get("properties", {})
+        return {key: whole(properties.get(key), item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [whole(wanted.get("items"), item) for item in value]
+    kinds = _kinds(wanted)
+    if isinstance(value, float) and "integer" in kinds and "number" not in kinds:
+        return int(value) if value.is_integer() else value
+    return value
+
+
+def _kinds(wanted: dict[str, Any]) -> list[str]:
+    """The types that a schema names: one, several or none."""
+    kinds = wanted.get("type", [])
+    return [kinds] if isinstance(kinds, str) else list(kinds)
 
 
 def _object(wanted: dict[str, Any], value: dict[str, Any], at: str) -> str:
@@ -140,4 +169,6 @@ def _is(kind: str, value: Any) -> bool:
         return kind == "boolean"
     if kind == "number":
         return isinstance(value, int | float)
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
     return any(name == kind and isinstance(value, of) for of, name in NAMES.items())

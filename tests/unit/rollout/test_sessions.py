@@ -10,7 +10,7 @@ import pytest
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from services.rollout.environment_main import Environments
-from services.rollout.tools import Tool
+from services.rollout.tools import BadCall, Tool
 from tests.unit.rollout.chatting import qwen3_tokenizer
 
 
@@ -160,6 +160,12 @@ def test_the_calls_of_a_turn_are_made_one_after_another_and_answered_together(
         (call("add", a=1, b=2, c=3), "there is no c; there are a, b, how"),
         (call("add", a=1, b=2, how="later"), 'how must be one of ["fast", "slow"]'),
         (call("shout"), "text is missing"),
+        (call("shout", text="\ud800"), "the arguments cannot be passed on: UnicodeEncodeError"),
+        (call("add", a=1, b=10**23), "the arguments cannot be passed on: OverflowError"),
+        (call("add", a=1, b=1e300), "the arguments cannot be passed on: OverflowError"),
+        (call("add", a=1, b=1.5), "b must be of type integer"),
+        (call("div\ud800", **{"\ud800": 1}), "there is no tool 'div\\ud800'"),
+        (call("add", a=1, b=2, **{"\ud800": 3}), "there is no ?; there are"),
         ({"name": ["add"], "arguments": 5}, "a call is a name and an object"),
         ("[" * 100_000, "could not be read"),
     ],
@@ -244,6 +250,47 @@ def test_tools_are_described_by_their_signature() -> None:
     find.parameters = {"type": "object", "properties": {"words": {"type": "array"}}}  # type: ignore
     assert Tool("find", find).parameters["properties"] == {"words": {"type": "array"}}
     assert Tool("find", find).input({"words": []}) == {"words": []}
+
+
+def test_types_are_as_json_schema_has_them() -> None:
+    def find(query: dict[str, Any]) -> None: ...
+
+    find.parameters = {  # type: ignore
+        "type": "object",
+        "properties": {
+            "word": {"type": ["string", "null"]},
+            "page": {"anyOf": [{"type": "null"}, {"type": "integer"}]},
+            "pages": {"type": "array", "items": {"type": "integer"}},
+            "share": {"type": ["integer", "number"]},
+            "other": {"type": "any", "items": True},
+            "free": True,
+        },
+    }
+    tool = Tool("find", find)
+    taken = {"word": None, "page": 3.0, "pages": [1, 2.0], "share": 3.0, "other": [1], "free": {}}
+    assert repr(tool.input(taken)) == repr({**taken, "page": 3, "pages": [1, 2]})
+    assert tool.input({"word": "a"}) == {"word": "a"}
+    for refused, says in (
+        ({"word": 1}, "word must be of type string or null"),
+        ({"pages": [1, 2.5]}, r"pages\[1\] must be of type integer"),
+        ({"share": True}, "share must be of type integer or number"),
+    ):
+        with pytest.raises(BadCall, match=says):
+            tool.input(refused)
+
+
+def test_what_cannot_travel_is_told_and_not_sent(tokenizer: Tokenizer) -> None:
+    class Odd(Guess):
+        def step(self, text: str) -> Any:
+            if text == "raise":
+                raise ValueError("\ud800")
+            return {"tool": "shout", "input": 1 << 64}
+
+    served = Environments(Odd, tokenizer, "", Chat.load("qwen3", {}, tokenizer))
+    served.perform(1, "begin", {"secret": 1})
+    for text, says in (("raise", "ValueError: ?"), ("x", "BadMessage: OverflowError")):
+        status, why = served.perform(1, "step", tokenizer.encode(text + "<|im_end|>"))
+        assert status == "raised" and says in why
 
 
 def test_an_environment_that_answers_nonsense_is_told_what_it_may_answer(
