@@ -37,6 +37,7 @@ from services.rollout.trajectory import NOT_SAMPLED, Ending, Round, Trajectory
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again
 BOUNDS = (32, 64, 96, 128, 192, 256, 512, 1024, 4096, 32768)  # of the histogram of lengths
+CALLS = 1024  # of tools in one turn: an environment that asks for more does not end
 EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
 
 
@@ -308,15 +309,17 @@ class ShardJob:
         """(why the trajectory ended, the environment's own score)."""
         config = self.config.rollout
 
-        def replay() -> Any:
-            return [row, t.replay(), t.tokens[: t.turn_start].tolist()]
+        def replay(answered: bool = False) -> Any:
+            return [row, t.replay(answered=answered), t.tokens[: t.turn_start].tolist()]
 
         def turn() -> Turn:
             return Turn(t, config.max_tokens - t.length)
 
         while True:
-            finish = await self.router.generate(turn, t.version)
-            if finish == LENGTH:
+            # A turn that the ledger knows to have ended is not asked for again: it may have ended
+            # just where there is no room for more.
+            ended = t.open_round is not None
+            if not ended and await self.router.generate(turn, t.version) == LENGTH:
                 said, score = await self.environments.cut(t.id, t.turn.tolist(), replay)
                 t.open_round = Round(said, 0)
                 return "length", score
@@ -329,6 +332,8 @@ class ShardJob:
             else:
                 action, value = await self._told(t, replay)
             while action == "tool":
+                if len(t.open_round.calls()) >= CALLS:
+                    raise ToolFailed(f"the environment asked for over {CALLS} tool calls in a turn")
                 name, argument = value
                 await self._answered(t, name, argument, await self.outside.tool(name, argument))
                 action, value = await self._told(t, replay)
@@ -336,7 +341,7 @@ class ShardJob:
                 return "done", value
             spent = len(t.rounds) + 1 > config.max_turns
             if spent or t.length + len(value) >= config.max_tokens:
-                _, score = await self.environments.cut(t.id, [], replay)
+                _, score = await self.environments.cut(t.id, [], lambda: replay(answered=True))
                 return "turns" if spent else "length", score
             if t.recorded:
                 self.ledger.defer(Kind.APPEND, [t.id, value], t.group)

@@ -160,11 +160,11 @@ class Trajectory:
         rounds = self.rounds + ([self.open_round] if self.open_round else [])
         return [turn for r in rounds for turn in r.history()]
 
-    def replay(self) -> list[Any]:
+    def replay(self, *, answered: bool = False) -> list[Any]:
         """What an environment must be told again to stand where this trajectory stands.
 
-        An open round counts as far as it has got: the environment has seen its turn, not the tool's
-        answer.
+        An open round counts as far as it has got: the environment has seen its turn, and the last
+        tool's value only when it has `answered` to that.
         """
         told: list[Any] = []
         tokens, versions = self.tokens, self.versions
@@ -174,7 +174,7 @@ class Trajectory:
             at += int(np.argmax(sampled)) if len(sampled) else 0
             told.append(["step", tokens[at : at + r.tokens].tolist()])
             at += r.tokens
-            seen = r.earlier if r is self.open_round else r.calls()
+            seen = r.earlier if r is self.open_round and not answered else r.calls()
             told += [["result", value] for _, _, value in seen]
         return told
 

@@ -186,6 +186,8 @@ def test_a_tool_result_that_was_logged_is_not_asked_for_again(tmp_path: Path) ->
     open_round = restored.trajectories[key].open_round
     assert open_round is not None and open_round.answered and open_round.value == 2
     assert restored.trajectories[key].replay() == [["step", [10]]]
+    told = restored.trajectories[key].replay(answered=True)
+    assert told == [["step", [10]], ["result", 2]], "the environment has gone on from its value"
 
 
 def test_buffers_grow_with_the_trajectory() -> None:
