@@ -28,6 +28,8 @@ class Sum(vf.Task[SumData, vf.State, vf.TaskConfig]):
             raise ValueError("no idea what is right")
         if self.data.mood == "undecided":  # past the timeout of its scoring
             await asyncio.sleep(60)
+        if self.data.mood == "garbled":  # no UTF-8 says this
+            raise ValueError("half a pair: \ud800")
         if self.data.mood == "infinite":
             return float("inf")
         last = trace.branches[-1].messages[-1]

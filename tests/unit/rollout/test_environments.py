@@ -123,8 +123,9 @@ async def test_a_restore_may_take_as_long_as_the_steps_that_it_repeats(
     (pid,) = pool.pids.values()
     os.kill(pid, signal.SIGKILL)
     await pool.begin(2, {})  # started again: the longer deadline of a start is over
+    pids = pool.pids
     answer = await pool.step(1, two, lambda: [{}, [["step", five]] * 4])  # 1.6 s, a step 0.4 s
-    assert answer == ("2", "append", five)
+    assert answer == ("2", "append", five) and pool.pids == pids
 
 
 async def test_what_cannot_travel_fails_alone_and_costs_no_process(pool: EnvironmentPool) -> None:

@@ -112,9 +112,11 @@ async def test_a_rollout_of_the_package_is_a_trajectory_of_ours(
             *(row(3, "doubtful"), row(4), row(3), row(3), row(1, "broken"), row(1, "forgetful")),
             row(1, "undecided") | {"timeout": {"scoring": 0.2}},
             row(1, "infinite"),
+            row(1, "garbled"),
         ],
     )
-    doubtful, wrong, cut_in_turn, cut_before, broken, forgetful, undecided, infinite = ts
+    doubtful, wrong, cut_in_turn, cut_before, broken, forgetful = ts[:6]
+    undecided, infinite, garbled = ts[6:]
     openings = await asyncio.gather(*(t.begin() for t in ts))
     assert '"name": "adding_add"' in openings[0]
     assert openings[0].endswith("user\nhow much?<|im_end|>\n<|im_start|>assistant\n")
@@ -138,6 +140,8 @@ async def test_a_rollout_of_the_package_is_a_trajectory_of_ours(
         await forgetful.step("1<|im_end|>")
     with pytest.raises(ToolFailed, match="timed out"):
         await undecided.step("1<|im_end|>")
+    with pytest.raises(ToolFailed, match=r"half a pair: \?"):
+        await garbled.step("1<|im_end|>")
     with pytest.raises(ToolFailed, match="must be finite"):
         await infinite.step("1<|im_end|>")
 
