@@ -99,7 +99,7 @@ def scripts(rng: random.Random, hard: Sequence[bool], samples: int) -> list[Scri
     for prompt, is_hard in enumerate(hard):
         for _ in range(samples):
             steps = [turn(3.6, "small", rng.random() < 0.15) for _ in range(rng.randint(1, 4))]
-            if rng.random() < (0.18 if is_hard else 0.015):
+            if rng.random() < (0.1 if is_hard else 0.005):
                 steps = [turn(3.6, "large", True)]
                 for _ in range(rng.randint(10, 20)):
                     size = "large" if rng.random() < 0.5 else "small"

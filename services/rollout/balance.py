@@ -1,9 +1,9 @@
 """What moves from one engine to another while it waits or runs: the continuous balancer.
 
 Requests that wait at a busy engine go to engines that have none waiting; when nobody waits and an
-engine runs nothing, it takes the requests that the fullest engine runs above its plateau: the batch
-size from which more requests bring hardly more tokens per second, so that giving them away costs
-nothing (RLBoost, arXiv 2510.19225, Algorithm 2, ContinuousLB).
+engine runs nothing, it takes what the fullest one runs above its plateau, at most half of it: the
+plateau is the batch size from which more requests bring hardly more tokens per second, so that
+giving them away costs nothing (RLBoost, arXiv 2510.19225, Algorithm 2, ContinuousLB).
 """
 
 from __future__ import annotations
@@ -72,5 +72,5 @@ def _executing(engines: Sequence[Engine]) -> list[Move]:
         return []
     source = max(busy, key=lambda e: (e.executing, e.name))
     above = source.executing - source.plateau if source.plateau else 0
-    count = min(above, idle[0].bound)
+    count = min(above, source.executing // 2, idle[0].bound)  # beyond half, the other is fuller
     return [Move(source.name, idle[0].name, count, False)] if count >= LEAST_MOVED else []

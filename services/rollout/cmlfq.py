@@ -57,6 +57,14 @@ class Scheduler:
         self.outcomes[decision.outcome] += 1
         return decision
 
+    def restored(self, t: Trajectory) -> None:
+        """Takes up a trajectory that a predecessor began, where its tool returns have it."""
+        course = self._courses.setdefault(t.id, _Course())
+        course.returns = returns_of(t)
+        if course.returns and len(self.buckets) > 1:
+            path = [state for state, _ in course.returns]
+            course.bucket = self.decided(t, path, 0).bucket
+
     def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
         """Where a trajectory in bucket `current` goes on after these tool returns."""
         return decide(self.lengths.estimate(self._prompt(t), path), current, self.buckets)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
+from common.appendfile import AppendFile
 from common.errors import StorageFull
 from common.host import Host
 from services.rollout.lengths import HISTORY, Past
@@ -24,6 +26,8 @@ class History:
         directory.mkdir(parents=True, exist_ok=True)
         self._host, self._path, self._limit = host, directory / NAME, limit
         self._latest = deque(_read(self._path), maxlen=limit)
+        self._file: AppendFile | None = None
+        self._lines = 0
         self._rewrite()
 
     @property
@@ -33,23 +37,27 @@ class History:
 
     def append(self, past: Past) -> None:
         self._latest.append(past)
-        try:
-            self._file.write(_line(past))
-        except StorageFull:
+        if self._file is None:
             return
-        self._lines += 1
+        with suppress(StorageFull):
+            self._file.write(_line(past))
+            self._lines += 1
         if self._lines >= 2 * self._limit:
-            self._file.close()
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """Leaves what is too old behind."""
-        self._host.replace_file(self._path, b"".join(map(_line, self._latest)))
-        self._file = self._host.open_append(self._path)
-        self._lines = len(self._latest)
+        """Leaves what is too old behind; on a full disk the file stays as it is."""
+        with suppress(OSError, StorageFull):
+            self._host.replace_file(self._path, b"".join(map(_line, self._latest)))
+            self._lines = len(self._latest)
+        with suppress(StorageFull):
+            opened = self._host.open_append(self._path)
+            self.close()
+            self._file = opened
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _line(past: Past) -> bytes:

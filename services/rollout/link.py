@@ -56,7 +56,6 @@ class TokenSink(Protocol):
     def forget(self, request: int) -> bool: ...
     def abort(self, engine: str, requests: Iterable[int]) -> None: ...
     async def put(self, engine: str, flush: Tokens) -> None: ...
-    async def settled(self) -> None: ...
 
 
 class EngineLink:
@@ -72,16 +71,17 @@ class EngineLink:
         on_version: Callable[[], None],
     ) -> None:
         self.name = name
-        self.seats = self.bound = seats  # trajectories that it holds, requests that it runs
+        self.seats = seats  # trajectories that it holds
+        self.batch = self.bound = seats  # requests that it runs, and that it may have from here
         self.bucket = 0
         self.version = NO_VERSION
         self.held: set[int] = set()  # trajectories whose slot is here
         self.out: set[int] = set()  # those of them that are having a turn
-        self.ended: list[int] = []  # trajectories whose slots the engine may reuse
+        self.ended: set[int] = set()  # trajectories whose slots the engine may reuse
         self._unwanted: list[int] = []  # requests to abort before the next is submitted
         self.host = ""
         self._costs = {across: MoveCosts(across) for across in (False, True)}  # of moves to here
-        self._others = 0  # requests of other shards
+        self._others: dict[str, int] = {}  # requests of other shards
         self._plateau = 0
         self._rests_until = 0.0
         self._mesh, self._sink, self._sampling = mesh, sink, sampling
@@ -104,22 +104,34 @@ class EngineLink:
             self.bucket,
             self.seats,
             len(self.held),
-            self._others,
+            sum(self._others.values()),
         )
 
     @property
     def whole(self) -> balance.Engine:
         """The engine with what all shards have there."""
-        total = len(self.out) + self._others
-        executing = min(total, self.bound)
+        total = len(self.out) + sum(self._others.values())
+        executing = min(total, self.batch)
         return balance.Engine(
-            self.name, self.bound, executing, total - executing, self._plateau, self.load.version
+            self.name, self.batch, executing, total - executing, self._plateau, self.load.version
         )
+
+    def share(self, count: int) -> int:
+        """How many of `count` requests are this shard's to move: all shards divide them alike, in
+        proportion to what each has here."""
+        have = {**self._others, self._mesh.name: len(self.out)}
+        total = sum(have.values()) or 1
+        parts = {shard: count * n // total for shard, n in have.items()}
+        rest = count - sum(parts.values())
+        return parts[self._mesh.name] + (self._mesh.name in sorted(have)[:rest])
 
     def published(self, stats: Mapping[str, Any]) -> None:
         """Takes what the engine tells of itself in the registry."""
         requests: Mapping[str, int] = stats.get("requests", {})
-        self._others = sum(n for shard, n in requests.items() if shard != self._mesh.name)
+        self._others = {s: n for s, n in requests.items() if s != self._mesh.name}
+        # Room in the engine's own slots is its queue's affair; a smaller batch is the shards'.
+        shards = 1 + len(self._others) if self.batch < self.seats else 1
+        self.bound = -(-self.batch // shards)
         self._plateau = int(stats.get("plateau", 0))
         self.host = str(stats.get("host", ""))
         for costs in self._costs.values():
@@ -149,7 +161,9 @@ class EngineLink:
     def listen(self) -> None:
         """Publishes that this shard waits for the engine once it has been silent for a while."""
         silent = self._mesh.clock.monotonic() - self._heard > SILENT_S
-        if self._requests and silent:
+        if not self._requests:
+            self._silence.close()
+        elif silent:
             self._silence.close()
             self._silence.enter_context(self._mesh.waits.wait("tokens", self.name, self._heard))
 
@@ -162,17 +176,23 @@ class EngineLink:
         submitted = self._batcher.put((request, turn))
         submitted.add_done_callback(lambda f: self._refused(request, f))
         try:
-            async with self._mesh.clock.timeout(TURN_S, f"a turn on {self.name}"):
-                return await future
-        except BaseException as error:
-            if isinstance(error, MeshError):  # it goes on elsewhere, with all that is written down
-                await self._sink.settled()
-            if self._sink.forget(request):
-                abort = Abort(self._mesh.name, np.array([request], np.int64))
-                await self._ref.cast(Engine.abort, abort)
-            raise
+            return await self._ended(request, future)
         finally:
             self._requests.pop(request, None)
+            if self._sink.forget(request):
+                self._abort([request])
+
+    async def _ended(self, request: int, future: asyncio.Future[int]) -> int:
+        """How a turn ends; one that takes too long as aborted, behind what has come of it."""
+        clock = self._mesh.clock
+        try:
+            async with clock.timeout(TURN_S, f"a turn on {self.name}"):
+                return await asyncio.shield(future)
+        except MeshError:
+            self._abort([request])
+            self._sink.abort(self.name, [request])
+            async with clock.timeout(TURN_S, "tokens to be written"):
+                return await future
 
     def costs(self, source: EngineLink) -> MoveCosts:
         """What it takes to move a cache here from `source`."""
@@ -197,8 +217,10 @@ class EngineLink:
         """Asks the engine to abort the trajectory's request: it ends when its last tokens are
         here.
         """
-        ids = [i for i, r in self._requests.items() if r.trajectory is t]
-        abort = Abort(self._mesh.name, np.array(ids, np.int64))
+        self._abort([i for i, r in self._requests.items() if r.trajectory is t])
+
+    def _abort(self, requests: list[int]) -> None:
+        abort = Abort(self._mesh.name, np.array(requests, np.int64))
         task = asyncio.get_running_loop().create_task(self._ref.cast(Engine.abort, abort))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -216,28 +238,30 @@ class EngineLink:
 
     async def _submit(self, batch: list[tuple[int, Turn]]) -> list[Exception | None]:
         ts = [turn.trajectory for _, turn in batch]
-        ended, self.ended = self.ended, []
+        ended, self.ended = self.ended, set()
         if self._unwanted:
             abort = Abort(self._mesh.name, np.array(self._unwanted, np.int64))
             self._unwanted = []
             await self._ref.cast(Engine.abort, abort)
-        await self._ref.call(
-            Engine.submit,
-            Submit(
-                owner=self._mesh.name,
-                incarnation=self._mesh.incarnation,
-                ids=np.array([request for request, _ in batch], np.int64),
-                sessions=np.array([t.id for t in ts], np.int64),
-                lengths=np.array([t.length for t in ts], np.int32),
-                tokens=np.concatenate([t.tokens for t in ts]),
-                begins=np.array([t.length - len(t.turn) for t in ts], np.int32),
-                max_new=np.array([turn.max_new for _, turn in batch], np.int32),
-                temperature=np.array([t.temperature for t in ts], np.float32),
-                seeds=np.array([t.seed for t in ts], np.int64),
-                sampling=self._sampling,
-                ended=np.array(ended, np.int64),
-            ),
+        submit = Submit(
+            owner=self._mesh.name,
+            incarnation=self._mesh.incarnation,
+            ids=np.array([request for request, _ in batch], np.int64),
+            sessions=np.array([t.id for t in ts], np.int64),
+            lengths=np.array([t.length for t in ts], np.int32),
+            tokens=np.concatenate([t.tokens for t in ts]),
+            begins=np.array([t.length - len(t.turn) for t in ts], np.int32),
+            max_new=np.array([turn.max_new for _, turn in batch], np.int32),
+            temperature=np.array([t.temperature for t in ts], np.float32),
+            seeds=np.array([t.seed for t in ts], np.int64),
+            sampling=self._sampling,
+            ended=np.fromiter(ended, np.int64),
         )
+        try:
+            await self._ref.call(Engine.submit, submit)
+        except MeshError:
+            self.ended |= ended  # it may not have heard
+            raise
         return [None] * len(batch)
 
     async def _arrived(self, flush: Tokens) -> None:

@@ -35,6 +35,7 @@ from services.rollout.trajectory import Trajectory
 
 ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
 PATIENCE_S = 120.0  # for so long they may refuse it: engines drain and move as a matter of course
+AWAY_S = 2.0  # who waits longer finds no engine: that is no refusal, an engine rests for less
 PLACE_S = 24 * 3600.0  # a trajectory may wait so long for an engine: spot capacity can be away
 LOOK_AHEAD = 64  # of the queue: so many may go before its head when an engine holds what they need
 BALANCE_S = 1.0  # between two looks at what could move (RLBoost's manager polls as often)
@@ -106,7 +107,7 @@ class Router:
         degrees = {name: int(alive[name].get("tensor_parallel", 1)) for name in alive}
         for name, bucket in assign(degrees, buckets).items():
             link = self.links[name]
-            link.bucket, link.bound = bucket, min(buckets[bucket].batch, self._seats)
+            link.bucket, link.batch = bucket, min(buckets[bucket].batch, self._seats)
             link.published(alive[name])
             link.listen()
         self.dispatch()  # one that rested may serve again
@@ -142,6 +143,7 @@ class Router:
         `turn` is asked again after an engine failed, since the trajectory has grown. ToolFailed
         when ATTEMPTS engines in a row failed it without a new token, or refused it for PATIENCE_S.
         """
+        link: EngineLink | None = None
         while True:
             request = turn()
             t = request.trajectory
@@ -149,27 +151,38 @@ class Router:
                 return STOP  # in the ledger: the engine went with its last token delivered
             if request.max_new <= 0:
                 return LENGTH
-            link = await self._place(t, floor)
+            if link is None:
+                link = await self._place(t, floor)
             await self._bring(t, link)
             length = t.length
             finish = await self._attempt(link, request)
             link.out.discard(t.id)
-            self.dispatch()
             target = self._sent.pop(t.id, "")
             if finish in (STOP, LENGTH):
                 t.attempts, t.failing_since = 0, 0.0
+                self.dispatch()
                 return finish
             self._leave(t, link)
             if target:
                 self.moved += 1
-                t.engine = target
-                continue
-            self.continued += 1
-            link.rest()
-            self._failed(t, finish, grew=t.length > length)
+                link = self._taken(t, target, floor)
+            else:
+                self.continued += 1
+                link.rest()
+                self._failed(t, finish, grew=t.length > length)
+                link = None
+            self.dispatch()
+
+    def _taken(self, t: Trajectory, name: str, floor: int) -> EngineLink | None:
+        """The engine that the balancer meant, if it still has room."""
+        link = self.links.get(name)
+        fits = link is not None and link.load.room and link.load.version >= floor
+        return self._assign(t, name) if fits else None
 
     async def _attempt(self, link: EngineLink, request: Turn) -> int:
         """The finish code of a request on one engine."""
+        if not self._serves(link):
+            return REFUSED  # it went while a cache was on its way there
         try:
             return await link.generate(request)
         except MeshError:
@@ -205,11 +218,22 @@ class Router:
         order = (*self.scheduler.order(t), self._arrivals)
         queued = Queued(order, t, floor, asyncio.get_running_loop().create_future())
         insort(self._queue, queued, key=lambda q: q.order)
+        began = self._mesh.clock.monotonic()
         async with self._mesh.clock.timeout(PLACE_S, "an engine for a trajectory"):
-            return await queued.engine
+            link = await queued.engine
+        waited_s = self._mesh.clock.monotonic() - began
+        if t.failing_since and waited_s > AWAY_S:
+            t.failing_since += waited_s
+        return link
 
     def _request(self, t: Trajectory, floor: int) -> Waiting:
-        return Waiting(floor, t.engine, self.scheduler.bucket(t))
+        return Waiting(floor, t.engine, self._bucket(t, floor))
+
+    def _bucket(self, t: Trajectory, floor: int) -> int:
+        """The trajectory's bucket, or the nearest, rather longer, one that has an engine now."""
+        wanted = self.scheduler.bucket(t)
+        served = {link.bucket for link in self.links.values() if link.version >= floor}
+        return min(served, key=lambda b: (abs(b - wanted), -b), default=wanted)
 
     def _assign(self, t: Trajectory, name: str) -> EngineLink:
         if t.engine != name and t.engine in self.links:
@@ -217,6 +241,7 @@ class Router:
         link = self.links[name]
         link.held.add(t.id)
         link.out.add(t.id)
+        link.ended.discard(t.id)  # of an earlier stay there
         t.engine = name
         return link
 
@@ -231,7 +256,7 @@ class Router:
         """No engine needs to keep what the trajectory left behind."""
         source = self._left.pop(t.id, None)
         if source is not None:
-            source.ended.append(t.id)
+            source.ended.add(t.id)
 
     async def _bring(self, t: Trajectory, link: EngineLink) -> None:
         """Brings a trajectory's keys and values along to `link`, if that is cheaper than computing
@@ -240,13 +265,16 @@ class Router:
         source = self._left.get(t.id)
         if source is link:
             del self._left[t.id]
-        elif source is not None and source.name in self.links and source.load.version >= 0:
+        elif source is not None and self._serves(source):
             choice = link.costs(source).choose(t.length, t.length)
             self.brought[choice.answer] += 1
             if choice.answer == "move":
                 with suppress(MeshError):  # it computes what did not come
                     await link.fetch(t, source)
         self._forget(t)
+
+    def _serves(self, link: EngineLink) -> bool:
+        return self.links.get(link.name) is link and link.load.version >= 0
 
     def dispatch(self) -> None:
         """Gives room that has opened to those who wait."""
@@ -267,8 +295,10 @@ class Router:
         """A tool has answered the trajectory: it may belong to another bucket now."""
         decision = self.scheduler.returned(t)
         if decision.outcome == "causal_signal_agree":
-            if t.engine in self.links:
-                self._leave(t, self.links[t.engine])
+            home = self.links.get(t.engine)
+            if home is not None and home.bucket != self._bucket(t, t.version):
+                self._leave(t, home)
+                self.dispatch()
             self._mesh.telemetry.log.info(
                 "bucket", trajectory=t.id, bucket=decision.bucket, reason=decision.reason
             )
@@ -277,8 +307,8 @@ class Router:
         """Asks engines to let go of requests that are better off elsewhere."""
         for move in balance.balance([link.whole for link in self.links.values()], floor=0):
             source = self.links[move.source]
-            for t in source.movable(move.count, move.pending):
-                if self.links[move.target].version >= t.version:
+            for t in source.movable(source.share(move.count), move.pending):
+                if t.id not in self._sent and self.links[move.target].version >= t.version:
                     self._sent[t.id] = move.target
                     source.let_go(t)
 

@@ -213,7 +213,7 @@ def test_an_idle_engine_takes_what_runs_above_the_plateau_and_no_token_is_lost()
         await bench.clock.sleep(0.3)
         added = await bench.add("engine/g1")
         await everything
-        assert bench.router.moved == SLOTS - 1
+        assert bench.router.moved == SLOTS // 2
         assert bench.router.continued == 0
         generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
         assert generated == SLOTS * LONG
@@ -261,5 +261,52 @@ def test_a_trajectory_that_turns_out_long_changes_engine_and_takes_its_cache_alo
         assert other.engine.tokens_computed < 25  # the first 32 came with it
         assert moved.tokens.tolist() == stayed.tokens.tolist()
         assert moved.logprobs.tolist() == stayed.logprobs.tolist()
+
+    run_virtual(main, limit_s=3600.0)
+
+
+def test_time_without_any_engine_is_no_refusal() -> None:
+    async def story(bench: Bench) -> None:
+        await bench.generate(0)
+        bench.engine.draining = True
+        waits = [bench.begin(member) for member in range(1, 4)]
+        await bench.clock.sleep(2 * LOOK_S)  # they were refused
+        del bench.engines["engine/g0"]
+        await bench.clock.sleep(2 * PATIENCE_S)
+        late = await bench.add("engine/g1")
+        late.draining = True
+        await bench.clock.sleep(2 * LOOK_S)
+        late.draining = False
+        for wait in waits:
+            await wait
+
+    on_bench(story)
+
+
+def test_two_shards_divide_what_moves_and_it_comes_to_rest() -> None:
+    async def story(bench: Bench) -> None:
+        other = bench.shard("rollout/1")
+        await bench.rollout.join(None)
+        bench.plateau = 2
+        mine = [bench.generate(member, new=10 * LONG) for member in range(SLOTS // 2)]
+        theirs = [bench.generate(m, new=10 * LONG, router=other) for m in range(SLOTS // 2)]
+        everything = asyncio.gather(*mine, *theirs)
+        await bench.clock.sleep(0.3)
+        await bench.add("engine/g1")
+        await bench.clock.sleep(20.0)
+        assert bench.router.moved + other.moved == SLOTS // 2
+        await everything
+
+    on_bench(story)
+
+
+def test_who_belongs_to_a_bucket_without_an_engine_is_not_last_for_ever() -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = TwoBuckets(clock, random)  # one engine: the long bucket has none
+        await bench.start()
+        t = await bench.two_turns(bench.router)
+        assert t.length == 55
+        assert bench.router.brought == {}  # it had no reason to leave
+        assert bench.engine.engine.tokens_computed < 55 + 20
 
     run_virtual(main, limit_s=3600.0)
