@@ -269,6 +269,8 @@ class ShardJob:
             return
         self.active[t.id] = t
         try:
+            if t.rounds or t.open_round is not None:
+                self.router.scheduler.restored(t)
             if t.length == 0:
                 t.begin(await self.environments.begin(t.id, row))
                 if t.recorded:
