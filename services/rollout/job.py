@@ -341,7 +341,7 @@ class ShardJob:
                 action, value = await self._told(t, replay)
             if action == "done":
                 return "done", value
-            spent = len(t.rounds) + 1 > config.max_turns
+            spent = len(t.rounds) + 1 >= config.max_turns
             if spent or t.length + len(value) >= config.max_tokens:
                 _, score = await self.environments.cut(t.id, [], lambda: replay(answered=True))
                 return "turns" if spent else "length", score

@@ -130,7 +130,7 @@ async def test_an_environment_that_is_rebuilt_for_its_cut_knows_the_last_tools_v
     t = Trajectory(0, 0, 0, 0, 0)
     t.recorded = False
     t.begin(await pool.begin({}))
-    job = shard_job(pool, "2", max_turns=2)
+    job = shard_job(pool, "2", max_turns=3)
     assert await job._turns(t, {}) == ("turns", 0.5)
     assert Asking.seen == ["step 2", "result 2"] * 3 + ["cut "]
 
