@@ -84,7 +84,8 @@ class Launcher(Hooks):
         await self.stop_services()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=GRACE_S)
         self._tasks.clear()
         if hasattr(self, "state"):
             await self.state.close()
