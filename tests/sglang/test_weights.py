@@ -27,6 +27,7 @@ from tests.sglang import served
 from tests.sglang.processes import scheduler_of
 from tests.unit.engines.engines_under_test import (
     TINY,
+    Heard,
     Listener,
     built_in,
     decoder,
@@ -42,20 +43,32 @@ def decoding(engine: SGLangEngine, tokens: int) -> None:
         pass
 
 
+def living_through(engine: SGLangEngine, version: int) -> dict[int, Heard]:
+    """Three requests of which one at least was under way when weights came. The server decodes by
+    itself, so that on a busy machine they may all be over before that: then it is done again.
+    """
+    for _ in range(8):
+        engine.submit([request(i, [i, 2], max_new=110, temperature=0.0) for i in range(3)])
+        decoding(engine, engine.tokens_generated + 30)
+        engine.swap(decoder(1).state_dict(), version)
+        heard = Listener(engine).run()
+        if any(0 < h.versions.count(0) < 110 for h in heard.values()):
+            return heard
+        engine.swap(decoder(0).state_dict(), 0)
+    pytest.fail("all requests were over before the weights came, eight times")
+
+
 @each_transport
 @pytest.mark.parametrize("kv_on_update", ["keep", "recompute"])
 def test_a_request_that_lives_through_an_update_has_tokens_of_both(
     weights: str, kv_on_update: str
 ) -> None:
     engine = served.engine(weights=weights, kv_on_update=kv_on_update)
-    engine.submit([request(i, [i, 2], max_new=110, temperature=0.0) for i in range(3)])
-    decoding(engine, 30)
-    engine.swap(decoder(1).state_dict(), 5)
-    heard = Listener(engine).run()
+    heard = living_through(engine, 5)
     assert engine.version == 5 and engine.relabelled == 0
     for i, h in heard.items():
         old = h.versions.count(0)
-        assert h.versions == [0] * old + [5] * (110 - old) and 0 < old < 110
+        assert h.versions == [0] * old + [5] * (110 - old)
         before = Listener(built_in("eager")).run(request(i, [i, 2], max_new=old, temperature=0.0))
         assert h.tokens[:old] == before[i].tokens
         if kv_on_update == "recompute":

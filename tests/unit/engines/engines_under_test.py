@@ -116,6 +116,10 @@ class Listener:
         self.engine, self.advance = engine, advance
         self.heard: dict[int, Heard] = {}
 
+    def of(self, id: int) -> Heard:
+        """What has been heard of one request."""
+        return self.heard.setdefault(id, Heard())
+
     def drain(self) -> None:
         flush = self.engine.drain()
         if flush is not None:
@@ -131,7 +135,7 @@ class Listener:
         assert total == len(flush.tokens) == len(flush.logprobs) == len(flush.versions)
         at = 0
         for id, count, finish in zip(flush.ids, flush.counts, flush.finish, strict=True):
-            heard = self.heard.setdefault(int(id), Heard())
+            heard = self.of(int(id))
             part = slice(at, at + int(count))
             at += int(count)
             heard.tokens += flush.tokens[part].tolist()

@@ -174,7 +174,9 @@ def test_submitting_an_id_again_while_it_is_in_work_changes_nothing(listener: Li
     engine = listener.engine
     engine.submit([request(i, max_new=9) for i in range(6)])
     steps(listener, 3)
-    heard = listener.run(*(request(i, max_new=9) for i in range(6)))
+    listener.drain()
+    in_work = [i for i in range(6) if not listener.of(i).finish]  # a server may have ended some
+    heard = listener.run(*(request(i, max_new=9) for i in in_work))
     assert all(len(h.tokens) == 9 for h in heard.values())
 
 
