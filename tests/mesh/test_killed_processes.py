@@ -83,7 +83,9 @@ def assert_nothing_lost(run: Run, steps: int) -> dict[str, Any]:
 def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
-    mesh = run(rollout__max_tokens=600, rollout__stop="[]")
+    # At 5 ms a step, trajectories of 600 tokens are far from over when the shard is killed.
+    pace = "5/64/100000"
+    mesh = run(rollout__max_tokens=600, rollout__stop="[]", rollout__pace=pace)
 
     def many_tokens() -> bool:
         return mesh.in_ledger(Kind.TOKENS) >= 8
