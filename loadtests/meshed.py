@@ -63,8 +63,9 @@ async def meshed(name: str) -> AsyncIterator[tuple[Mesh, EngineProcesses, Path]]
         engines = EngineProcesses(server.url, directory)
         mesh = None
         try:
-            while not (directory / "redis" / "redis.sock").exists():
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(START_S):
+                while not (directory / "redis" / "redis.sock").exists():
+                    await asyncio.sleep(0.02)
             settings = MeshSettings(redis_url=server.url, run_root=scratch, host="one")
             mesh = await Mesh.open(name, name.partition("/")[0], settings)
             await mesh.join(None)

@@ -50,6 +50,7 @@ PAST = 80  # trajectories of each prompt that were seen before
 BORDER = 300  # tokens between the short and the long bucket
 ANSWER = 25  # tokens that a tool's answer adds to the context
 LOOK_S = 0.25
+ATTACH_S = 30.0
 ANSWERS = {
     ("small", "success"): "done",
     ("small", "failure"): "error: exit status 1",
@@ -175,8 +176,9 @@ async def makespan(
 
     looking = asyncio.create_task(look())
     try:
-        while len([link for link in router.links.values() if link.version >= 0]) < 2:
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(ATTACH_S):
+            while sum(link.version >= 0 for link in router.links.values()) < 2:
+                await asyncio.sleep(0.02)
         began = time.perf_counter()
         await asyncio.gather(*(trajectory(router, i, s) for i, s in enumerate(plan)))
         return time.perf_counter() - began, router
