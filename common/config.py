@@ -81,6 +81,7 @@ class RolloutConfig:
     sglang_weights: str = "auto"  # how they reach it: disk | tensors | distributed; auto: disk
     buckets: list[BucketConfig] = field(default_factory=list)  # short ones first; empty: one
     pace: str = ""  # an accelerator's, which the engine is slowed down to; empty: its own
+    lengths: list[int] = field(default_factory=list)  # forced, in tokens, by trajectory; empty: no
 
 
 @dataclass(frozen=True)

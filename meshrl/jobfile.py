@@ -195,6 +195,8 @@ class _Checker:
             raise self.fail("rollout.min_p", "rollout.min_p must be at most 1")
         if "" in config.rollout.stop_text:
             raise self.fail("rollout.stop_text", "rollout.stop_text holds an empty text")
+        if any(length < 1 for length in config.rollout.lengths):
+            raise self.fail("rollout.lengths", "rollout.lengths must all be at least 1")
         self._scheduling(config)
         if config.min_group > config.algorithm.group_size:
             raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
@@ -349,7 +351,8 @@ def _name(kind: Any) -> str:
         return "a table"
     words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
     if get_origin(kind) is list:
-        return "a list of strings"
+        of = "whole numbers" if get_args(kind) == (int,) else "strings"
+        return f"a list of {of}"
     if get_origin(kind) is dict:
         return "a table"
     return words.get(kind, str(kind))

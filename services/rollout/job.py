@@ -71,9 +71,10 @@ class ShardJob:
 
     def _sampling(self) -> Sampling:
         rollout = self.config.rollout
+        forced = bool(rollout.lengths)  # then nothing else ends a turn
         return Sampling(
-            stop=self._stop_ids(),
-            stop_text=rollout.stop_text,
+            stop=[] if forced else self._stop_ids(),
+            stop_text=[] if forced else rollout.stop_text,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
@@ -315,7 +316,7 @@ class ShardJob:
             return [row, t.replay(answered=answered), t.tokens[: t.turn_start].tolist()]
 
         def turn() -> Turn:
-            return Turn(t, config.max_tokens - t.length)
+            return Turn(t, self._limit(t) - t.length)
 
         while True:
             # A turn that the ledger knows to have ended is not asked for again: it may have ended
@@ -348,6 +349,15 @@ class ShardJob:
             if t.recorded:
                 self.ledger.defer(Kind.APPEND, [t.id, value], t.group)
             t.appended(value)
+
+    def _limit(self, t: Trajectory) -> int:
+        """Tokens at which the trajectory is cut, its prompt included."""
+        rollout = self.config.rollout
+        if not rollout.lengths:
+            return rollout.max_tokens
+        index = t.group * self.config.algorithm.group_size + t.member
+        forced = rollout.lengths[index % len(rollout.lengths)]
+        return min(t.prompt_length + forced, rollout.max_tokens)
 
     async def _told(self, t: Trajectory, replay: Any) -> tuple[str, Any]:
         """What the environment does after the last tool's value."""

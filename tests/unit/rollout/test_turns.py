@@ -81,7 +81,7 @@ class Rebuilt:
         return self._perform("cut", ids, replay)
 
 
-def shard_job(pool: Rebuilt, said: str, **rollout: int) -> ShardJob:
+def shard_job(pool: Rebuilt, said: str, **rollout: Any) -> ShardJob:
     """One that samples what is `said` in each turn, as far as there is room."""
 
     async def generate(turn: Callable[[], Turn], _: int) -> int:
@@ -163,3 +163,27 @@ async def test_an_environment_that_never_stops_calling_tools_fails(
     t.begin(await pool.begin({}))
     with pytest.raises(ToolFailed, match=f"over {CALLS} tool calls"):
         await shard_job(pool, "2")._turns(t, {})
+
+
+@pytest.mark.parametrize("member, length", [(0, 3), (1, 1), (2, 3)])
+async def test_a_trajectory_is_cut_at_the_length_that_its_job_forces(
+    member: int, length: int
+) -> None:
+    pool = Rebuilt(lossy=False)
+    t = Trajectory(0, member, 0, 0, 0)
+    t.recorded = False
+    t.begin(await pool.begin({}))
+    job = shard_job(pool, "", lengths=[3, 1])
+    asked = []
+
+    async def generate(turn: Callable[[], Turn], _: int) -> int:
+        request = turn()
+        asked.append(request.max_new)
+        request.trajectory.sampled(*arrays(TOKENIZER.encode("234567")[: request.max_new]))
+        return LENGTH
+
+    job.router.generate = generate  # type: ignore[method-assign]
+    assert await job._turns(t, {}) == ("length", 0.5)
+    assert asked == [length]
+    assert t.length == t.prompt_length + length
+    assert Asking.seen == [f"cut {'234567'[:length]}"]
