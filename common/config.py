@@ -23,11 +23,37 @@ class ModelConfigSection:
     tokenizer: str = ""  # a tokenizer.json; empty: the one in `path`
 
 
+INITIAL = "initial"  # as the path of a frozen model: the weights that training begins from
+
+
+@dataclass(frozen=True)
+class FrozenModelConfig:
+    path: str = ""  # a Hugging Face directory; initial: the job's first weights; empty: no such one
+    engine: str = "torch"
+    engine_path: str = "auto"  # of the built-in engine, as rollout.path
+    dtype: str = "float32"  # of its weights and cache: float32 | bfloat16
+    max_tokens: int = 0  # of a sequence; 0: rollout.max_tokens
+
+
+@dataclass(frozen=True)
+class ModelsConfig:
+    reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # of the KL term
+    teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # that is distilled
+    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # that judges
+
+    @property
+    def declared(self) -> dict[str, FrozenModelConfig]:
+        """The frozen models that the job has, by role."""
+        every = {"reference": self.reference, "teacher": self.teacher, "reward": self.reward}
+        return {role: model for role, model in every.items() if model.path}
+
+
 @dataclass(frozen=True)
 class DatasetConfig:
     train: str = ""  # JSONL, Parquet or a `datasets` directory
     held_out: str = ""  # the same, never trained on
     prompt: str = "prompt"  # the row's key that holds the prompt
+    response: str = "response"  # the row's key that holds what sft learns to answer
     tasks: int = 0  # of a verifiers taskset, trained on when `train` names no file; 0: all
     held_out_tasks: int = 0  # of a verifiers taskset, its first ones
 
@@ -47,9 +73,24 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True)
+class JudgeConfig:
+    use: str = ""  # model: [models.reward]; or the base URL of an OpenAI-compatible server
+    template: str = ""  # what it is asked, with {prompt} and {answer}; or a file that says it
+    yes: str = "yes"  # what it answers to what is right
+    no: str = "no"  # and to what is wrong
+    model: str = ""  # its name at the server
+    key: str = ""  # environment variable that holds the server's key; empty: it needs none
+    max_tokens: int = 512  # that the server may answer with
+    in_flight: int = 16  # requests of a shard at the server at a time
+    deadline_s: float = 60.0  # for one verdict
+    patience_s: float = 600.0  # for one that has to be asked for again
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     use: str = ""  # module:function
     deadline_s: float = 10.0
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
 
 
 @dataclass(frozen=True)
@@ -128,11 +169,25 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationDataset:
+    name: str  # what its figures are called by
+    path: str  # rows as in dataset.held_out
+    problems: int = 256  # its first ones
+    samples: int = 1  # of each problem
+    temperature: float = 1.0  # 0: greedy
+    pass_at: list[int] = field(default_factory=list)  # each k of pass@k, at most `samples`
+    solved: float = 1.0  # reward from which a sample counts as right
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     every: int = 10  # steps; 0: only before and after
     before: bool = True
     after: bool = True
     problems: int = 256  # of the held-out set
+    datasets: list[EvaluationDataset] = field(default_factory=list)  # beside the held-out set
+    best: str = ""  # figure whose best version is kept, as held_out.greedy; empty: none
+    hold_s: float = 900.0  # that the next step may wait for the evaluation of the last
 
 
 @dataclass(frozen=True)
@@ -159,6 +214,7 @@ class JobConfig:
     cache: str = "~/.cache/meshrl"  # warm starts; empty: none
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfigSection = field(default_factory=ModelConfigSection)
+    models: ModelsConfig = field(default_factory=ModelsConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -174,8 +230,13 @@ class JobConfig:
     @property
     def min_group(self) -> int:
         """Scored members below which a group is dropped."""
-        chosen = self.algorithm.min_group
-        return chosen if chosen >= 0 else max(2, self.algorithm.group_size - 2)
+        chosen, size = self.algorithm.min_group, self.algorithm.group_size
+        return chosen if chosen >= 0 else max(min(2, size), size - 2)
+
+    @property
+    def supervised(self) -> bool:
+        """Whether trajectories are given by the dataset instead of sampled."""
+        return self.algorithm.name == "sft"
 
     def document(self) -> dict[str, Any]:
         """The job as plain data, for Redis and for `--dry-run`."""
