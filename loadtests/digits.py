@@ -1,0 +1,152 @@
+"""The task of the trainer's load test: a tiny random Qwen2 that learns to write digits.
+
+A trajectory's reward is the share of its tokens that are digits; its length is forced. `write`
+makes all that two trainers need to train the same thing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+from common.model.tokenizer import character_tokenizer
+from loadtests.peers.make_model import Shape, write_model
+
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"  # "_" pads and "$" ends for who needs that
+SHAPE = Shape("qwen2", hidden=128, layers=2, heads=4, kv_heads=2, ffn=512, vocabulary=96)
+ROWS = 512
+PROMPT = 4  # tokens: 3+4=
+EQUAL = 64  # tokens of each completion
+MEDIAN, SIGMA = 24, 1.4  # of the lognormal: the longest tenth then has half of all tokens
+LEARNING_RATE = 3e-3
+
+MODULE = '''"""The reward."""
+
+
+def share_of_digits(row, turns):
+    text = turns[-1]["text"]
+    return sum(c in "0123456789" for c in text) / len(text)
+'''
+
+JOB = """name = "digits"
+seed = {seed}
+out = "{out}"
+cache = ""
+
+[mesh]
+workers = {workers}
+
+[model]
+path = "model"
+
+[dataset]
+train = "rows.jsonl"
+
+[reward]
+use = "digits_reward:share_of_digits"
+
+[rollout]
+slots = {batch}
+max_tokens = {max_tokens}
+lengths = {lengths}
+
+[algorithm]
+group_size = {group}
+groups_per_step = {groups}
+max_staleness = {staleness}
+clip_high = 0.2
+filter_zero_variance = false
+
+[optimizer]
+muon_lr = 0.0
+adamw_lr = {learning_rate}
+warmup_steps = 0
+final_lr = 1.0
+
+[evaluation]
+every = 0
+before = false
+after = false
+
+[budget]
+steps = {steps}
+"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where the files lie, and how large a step is."""
+
+    folder: Path
+    lengths: tuple[int, ...]  # of completions, in order, cyclically
+    batch: int = 64
+    group: int = 8
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / "rows.jsonl"
+
+    def lengths_file(self) -> Path:
+        path = self.folder / "lengths.json"
+        path.write_text(json.dumps(self.lengths))
+        return path
+
+    def job_file(
+        self, out: Path, steps: int, seed: int = 0, staleness: int = 1, workers: int = 2
+    ) -> Path:
+        """Writes the job that trains the task with MeshRL."""
+        path = self.folder / f"{out.name}.toml"
+        path.write_text(
+            JOB.format(
+                seed=seed,
+                out=out,
+                workers=workers,
+                batch=self.batch,
+                max_tokens=PROMPT + max(self.lengths),
+                lengths=list(self.lengths),
+                group=self.group,
+                groups=self.batch // self.group,
+                staleness=staleness,
+                learning_rate=LEARNING_RATE,
+                steps=steps,
+            )
+        )
+        return path
+
+
+def write(folder: Path, lengths: tuple[int, ...]) -> Task:
+    """The model, its tokenizer, prompts and the reward, in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    task = Task(folder, lengths)
+    write_model(task.model, SHAPE)
+    character_tokenizer(CHARACTERS, task.model / "tokenizer.json")
+    rng = random.Random(0)
+    prompts = [f"{rng.randint(0, 9)}+{rng.randint(0, 9)}=" for _ in range(ROWS)]
+    task.rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (folder / "digits_reward.py").write_text(MODULE)
+    return task
+
+
+def long_tail(batch: int = 64, steps: int = 16, seed: int = 0) -> tuple[int, ...]:
+    """Lengths of `steps` batches, each the same quantiles of the lognormal in an order of its own.
+
+    So every step has as many tokens as the others, and a tail.
+    """
+    normal = NormalDist(math.log(MEDIAN), SIGMA)
+    quantiles = [round(math.exp(normal.inv_cdf((i + 0.5) / batch))) for i in range(batch)]
+    rng = random.Random(seed)
+    return tuple(n for _ in range(steps) for n in rng.sample(quantiles, batch))
+
+
+def tail_share(lengths: tuple[int, ...]) -> float:
+    """Share of all tokens that the longest tenth has."""
+    ordered = sorted(lengths, reverse=True)
+    return sum(ordered[: len(ordered) // 10]) / sum(ordered)
