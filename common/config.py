@@ -132,10 +132,27 @@ class AlgorithmConfig:
     groups_per_step: int = 16
     min_group: int = -1  # members that must be scored; -1: group_size - 2
     max_staleness: int = 2  # versions
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 3.0
+    clip_low: float = -1.0  # ratios below 1 - this are clipped; negative: the algorithm's own
+    clip_high: float = -1.0  # ratios above 1 + this are clipped; negative: the algorithm's own
+    dual_clip: float = -1.0  # bound on ratios of bad tokens; 0: none, negative: the algorithm's own
     filter_zero_variance: bool = True
+    refill_filtered: bool = False  # a filtered group is replaced by another
+    aggregation: str = ""  # tokens | sequences | constant; empty: the algorithm's own
+    loss_constant: int = 0  # tokens that "constant" divides by; 0: rollout.max_tokens
+    overlong_buffer: int = -1  # last tokens, in which length costs; negative: the algorithm's own
+    overlong_penalty: float = 1.0  # reward that a trajectory of full length loses
+    kl: str = "k3"  # estimate of the divergence from the reference: k1 | k2 | k3
+    kl_coefficient: float = 0.0  # 0: no reference is needed
+    kl_in: str = "loss"  # loss | reward
+    correction: str = "none"  # of tokens from an older policy: none | decoupled | tis | mis
+    correction_level: str = "token"  # token | sequence
+    correction_low: float = -1.0  # lowest weight that mis keeps; negative: its own
+    correction_high: float = -1.0  # largest weight; negative: the correction's own
+    updates: int = 1  # of the optimizer in a step, each on its share of the groups
+    discount: float = 1.0  # of later rewards, per token; ppo and reinforce_pp
+    gae_lambda: float = 1.0  # ppo: from one-step advantages, 0, to those of whole trajectories, 1
+    value_clip: float = 0.2  # ppo: how far a value may move in a step without losing its gradient
+    value_coefficient: float = 0.5  # ppo: of the value loss beside the policy's
 
 
 @dataclass(frozen=True)
