@@ -3,6 +3,10 @@
 Muon (Jordan 2024, kellerjordan.github.io/posts/muon) differs from `torch.optim.Muon` in two ways:
 the Newton-Schulz iteration runs in the parameter's own precision instead of bfloat16, and matrices
 of one shape go through it together.
+
+Of parameters that FSDP has cut by rows, each rank updates its own: the gradient is then that of its
+rows, parameter after parameter. AdamW is elementwise; Muon's matrices are made whole for the
+iteration, each rank's share of them.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from common.config import OptimizerConfig
+from services.trainer.sharding import group_of, local, on_whole
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ_STEPS = 5
@@ -41,7 +46,7 @@ class Optimizer:
             muon = config.muon_lr > 0 and parameter.dim() >= 2
             chosen = muon and name.rsplit(".", 1)[-1] not in NOT_FOR_MUON
             (matrices if chosen else rest).append(part)
-            offset += parameter.numel()
+            offset += part.numel
         self._adamw = AdamW(rest, config.adamw_lr, config.weight_decay)
         self._muons = [
             Muon(alike, config.muon_lr, config.weight_decay) for alike in by_shape(matrices)
@@ -67,13 +72,19 @@ class Optimizer:
 
 
 class Part:
-    """A parameter and where its gradient lies in the flat one."""
+    """A parameter, or this rank's rows of it, and where its gradient lies in the flat one."""
 
     def __init__(self, name: str, parameter: nn.Parameter, offset: int) -> None:
         self.name = name
         self.parameter = parameter
-        self.numel = parameter.numel()
+        self.shape = local(parameter.detach()).shape
+        self.numel = self.shape.numel()
         self.span = slice(offset, offset + self.numel)
+
+    @property
+    def values(self) -> Tensor:
+        """What is updated; FSDP may put it elsewhere between two steps."""
+        return local(self.parameter.detach())
 
 
 def by_shape(parts: Iterable[Part]) -> list[list[Part]]:
@@ -89,10 +100,10 @@ class AdamW:
 
     def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
         self._parts, self._lr, self._weight_decay = parts, lr, weight_decay
-        total = sum(part.numel for part in parts)
         self._sizes = [part.numel for part in parts]
-        self._mean = torch.zeros(total)
-        self._square = torch.zeros(total)
+        device = parts[0].parameter.device if parts else None
+        self._mean = torch.zeros(sum(self._sizes), device=device)
+        self._square = torch.zeros_like(self._mean)
         self._steps = 0
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
@@ -107,14 +118,14 @@ class AdamW:
         move = self._mean / (self._square.sqrt().div_(scale).add_(EPSILON))
         move *= -lr / (1 - BETAS[0] ** self._steps)
         for part, delta in zip(self._parts, torch.split(move, self._sizes), strict=True):
-            part.parameter.mul_(1 - lr * self._weight_decay)
-            part.parameter.add_(delta.view_as(part.parameter))
+            values = part.values.mul_(1 - lr * self._weight_decay)
+            values.add_(delta.view(part.shape))
 
     def state(self) -> dict[str, Tensor]:
         state = {"adamw.steps": torch.tensor(self._steps)}
         for kind, moment in (("mean", self._mean), ("square", self._square)):
             for part, piece in zip(self._parts, torch.split(moment, self._sizes), strict=True):
-                state[f"adamw.{kind}.{part.name}"] = piece.view_as(part.parameter).clone()
+                state[f"adamw.{kind}.{part.name}"] = piece.view(part.shape).clone()
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -129,18 +140,25 @@ class Muon:
 
     def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
         self._parts, self._lr, self._weight_decay = parts, lr, weight_decay
-        shape = parts[0].parameter.shape
-        self._stretch = max(1.0, shape[-2] / shape[-1]) ** 0.5  # tall matrices move further
-        self._momentum = torch.zeros(len(parts), *shape)
+        first = parts[0].parameter
+        self._height = first.shape[-2]
+        self._stretch = max(1.0, first.shape[-2] / first.shape[-1]) ** 0.5  # tall ones move further
+        self._momentum = torch.zeros(len(parts), *parts[0].shape, device=first.device)
+        # A stack of matrices is cut between matrices, which stay whole.
+        self._group = group_of(first) if first.dim() == 2 else None
 
     def step(self, gradient: Tensor, lr_factor: float) -> None:
-        own = torch.stack([gradient[part.span].view_as(part.parameter) for part in self._parts])
+        own = torch.stack([gradient[part.span].view(part.shape) for part in self._parts])
         self._momentum.lerp_(own, 1 - MOMENTUM)
-        update = orthogonal(own.lerp_(self._momentum, MOMENTUM))
+        own.lerp_(self._momentum, MOMENTUM)
+        if self._group is None:
+            update = orthogonal(own)
+        else:
+            update = on_whole(own, self._height, orthogonal, self._group)
         lr = self._lr * lr_factor
         for part, delta in zip(self._parts, update, strict=True):
-            part.parameter.mul_(1 - lr * self._weight_decay)
-            part.parameter.add_(delta, alpha=-lr * self._stretch)
+            values = part.values.mul_(1 - lr * self._weight_decay)
+            values.add_(delta, alpha=-lr * self._stretch)
 
     def state(self) -> dict[str, Tensor]:
         moments = zip(self._parts, self._momentum, strict=True)

@@ -1,0 +1,110 @@
+"""How FSDP2 cuts parameters, by rows, and what has to cross ranks because of it.
+
+A rank's flat gradient is that of its rows, parameter after parameter; the whole one that a hybrid
+sends is cut the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cuts a model in place: its layers one by one, then the rest.
+
+    Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins.
+    """
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What of a parameter lies here; writing to it changes the parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def group_of(parameter: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that a parameter is cut over."""
+    return parameter.device_mesh.get_group() if isinstance(parameter, DTensor) else None
+
+
+def rows(total: int, rank: int, ranks: int) -> slice:
+    """Which of a parameter's rows a rank has: as many as the others, the last ones fewer."""
+    each = -(-total // ranks)
+    return slice(min(rank * each, total), min((rank + 1) * each, total))
+
+
+def cut(
+    whole: NDArray[np.float32], shapes: Iterable[torch.Size], rank: int, ranks: int
+) -> NDArray[np.float32]:
+    """A rank's part of a flat array over all parameters."""
+    pieces, offset = [], 0
+    for shape in shapes:
+        own, width = rows(shape[0], rank, ranks), shape[1:].numel()
+        pieces.append(whole[offset + own.start * width : offset + own.stop * width])
+        offset += shape.numel()
+    return np.concatenate(pieces)
+
+
+def gather(piece: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor | None:
+    """The whole tensor of `shape`, on rank 0; every rank calls it with its rows."""
+    ranks = group.size()
+    padded = piece.new_zeros(-(-shape[0] // ranks), *shape[1:])
+    padded[: len(piece)] = piece
+    first = group.rank() == 0
+    parts = [torch.empty_like(padded) for _ in range(ranks)] if first else None
+    dist.gather(padded, parts, group=group, group_dst=0)
+    return torch.cat(parts)[: shape[0]] if parts is not None else None
+
+
+def scatter(
+    whole: Tensor | None, piece: Tensor, shape: torch.Size, group: dist.ProcessGroup
+) -> None:
+    """Fills each rank's rows from the whole tensor, which rank 0 has."""
+    ranks = group.size()
+    each = -(-shape[0] // ranks)
+    padded = piece.new_zeros(each, *shape[1:])
+    parts = None
+    if group.rank() == 0:
+        assert whole is not None, "rank 0 has what is scattered"
+        spread = piece.new_zeros(each * ranks, *shape[1:])
+        spread[: shape[0]] = whole
+        parts = list(torch.split(spread, each))
+    dist.scatter(padded, parts, group=group, group_src=0)
+    piece.copy_(padded[: len(piece)])
+
+
+def on_whole(
+    matrices: Tensor, height: int, function: Callable[[Tensor], Tensor], group: dist.ProcessGroup
+) -> Tensor:
+    """`function` of whole matrices, of which each rank gives its rows [count, rows, columns] and
+    gets them back.
+
+    Each rank computes its share of the matrices: two exchanges, and no work done twice.
+    """
+    ranks, (count, own, width) = group.size(), matrices.shape
+    each, share = -(-height // ranks), -(-count // ranks)
+    sent = matrices.new_zeros(ranks, share, each, width)
+    sent.view(-1, each, width)[:count, :own] = matrices
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    whole = received.transpose(0, 1).reshape(share, ranks * each, width)
+    made = torch.zeros_like(whole)
+    made[:, :height] = function(whole[:, :height])
+    sent = made.view(share, ranks, each, width).transpose(0, 1).contiguous()
+    dist.all_to_all_single(received, sent, group=group)
+    return received.view(-1, each, width)[:count, :own]
