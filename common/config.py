@@ -14,6 +14,7 @@ class MeshConfig:
     device: str = "cpu"  # what workers compute on
     bind: str = "tcp://127.0.0.1:*"  # where every process listens
     advertise: str = ""  # what it tells others; empty: the bound address
+    metrics: str = "127.0.0.1:*"  # where each process serves its metrics and health; off
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,18 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    rank: int = 0  # of the adapters that are trained in place of the model; 0: the model itself
+    alpha: float = 32.0  # what adapters add is multiplied by alpha / rank
+    targets: list[str] = field(default_factory=lambda: ["qkv", "output", "gate_up", "down"])
+
+    @property
+    def scale(self) -> float:
+        """What the product of an adapter's factors is multiplied by."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     muon_lr: float = 0.003  # matrices; 0: AdamW on everything
     adamw_lr: float = 0.001
@@ -213,6 +226,13 @@ class BudgetConfig:
 
 
 @dataclass(frozen=True)
+class TrackingConfig:
+    tensorboard: bool | str = False  # true: files in RUN/tensorboard; or in that directory
+    wandb: str = ""  # project; empty: not there
+    trackio: str = ""  # project; empty: not there
+
+
+@dataclass(frozen=True)
 class PlannerConfig:
     interval_s: float = 1.0
     imbalance: float = 1.15  # ratio of the two stage times from which a move is considered
@@ -237,11 +257,13 @@ class JobConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     @property
@@ -291,5 +313,6 @@ def _value(kind: Any, value: Any, key: str) -> Any:
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
-        raise ConfigError(f"{key} must be {origin.__name__}, not {value!r}")
+        name = getattr(origin, "__name__", origin)
+        raise ConfigError(f"{key} must be {name}, not {value!r}")
     return value

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from common.config import JobConfig
@@ -46,6 +47,7 @@ AT_LEAST: dict[str, float] = {
     "algorithm.max_staleness": 0,
     "training.bin_tokens": 1,
     "training.keep_checkpoints": 1,
+    "lora.rank": 0,
     "evaluation.every": 0,
     "budget.steps": 1,
     "planner.min_rollout": 1,
@@ -343,6 +345,8 @@ def _fits(kind: Any, value: Any) -> bool:
         )
     if is_dataclass(kind):
         return isinstance(value, dict)
+    if origin is UnionType:
+        return any(_fits(argument, value) for argument in arguments)
     return isinstance(value, origin)
 
 
@@ -355,4 +359,6 @@ def _name(kind: Any) -> str:
         return f"a list of {of}"
     if get_origin(kind) is dict:
         return "a table"
+    if get_origin(kind) is UnionType:
+        return ", or ".join(_name(argument) for argument in get_args(kind))
     return words.get(kind, str(kind))

@@ -11,6 +11,7 @@ from common.api.weights import Fetch, Manifest, Stage, Staged, Tensor, Weights
 from common.bulk import BulkClient
 from common.errors import BadMessage
 from common.mesh import Mesh
+from common.model.lora import is_adapter
 from common.patience import patiently
 from common.store import STORE, get, put
 
@@ -34,9 +35,14 @@ async def stage(
     lineage: int,
     version: int,
     tensors: Mapping[str, torch.Tensor],
+    base: Manifest | None = None,
 ) -> str:
-    """Writes tensors durably and returns their manifest's digest; nobody sees the version yet."""
-    described: list[Tensor] = []
+    """Writes tensors durably and returns their manifest's digest; nobody sees the version yet.
+
+    The version has the tensors of `base` too, of which only the names are written; Refused when
+    the store does not hold them any more.
+    """
+    described = [tensor for tensor in base.tensors if tensor.name not in tensors] if base else []
     for chunk in _chunks(tensors):
         content = b"".join(_bytes(tensor) for _, tensor in chunk)
         digest = await put(mesh, bulk, content, f"storing weights of version {version}")
@@ -53,13 +59,15 @@ async def stage(
 
 
 def _chunks(tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
-    chunks: list[list[tuple[str, torch.Tensor]]] = [[]]
-    filled = 0
-    for name, tensor in tensors.items():
+    """What goes into one chunk; adapters never lie in one with what they are added to."""
+    chunks: list[list[tuple[str, torch.Tensor]]] = []
+    filled, changes = 0, False
+    for name, tensor in sorted(tensors.items(), key=lambda item: is_adapter(item[0])):
         size = tensor.numel() * tensor.element_size()
-        if filled and filled + size > CHUNK_BYTES:
+        new = is_adapter(name) != changes or (filled and filled + size > CHUNK_BYTES)
+        if new or not chunks:
             chunks.append([])
-            filled = 0
+            filled, changes = 0, is_adapter(name)
         chunks[-1].append((name, tensor))
         filled += size
     return chunks
@@ -74,12 +82,33 @@ async def fetch(
     mesh: Mesh, bulk: BulkClient, digest: str
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """The tensors of a manifest, in its order; digests are checked chunk by chunk."""
-    ref = mesh.ref(STORE)
-    manifest = await patiently(mesh.clock, lambda: ref.call(Weights.manifest, Fetch(digest)))
-    chunks: dict[str, bytes] = {}
-    for chunk in dict.fromkeys(t.chunk for t in manifest.tensors):
-        chunks[chunk] = await get(mesh, bulk, chunk, "weights")
-    return manifest, {t.name: tensor_of(t, chunks[t.chunk]) for t in manifest.tensors}
+    return await Fetcher(mesh, bulk).fetch(digest)
+
+
+class Fetcher:
+    """Fetches one version after the other. Of versions with adapters it keeps the other chunks,
+    which all of them share.
+    """
+
+    def __init__(self, mesh: Mesh, bulk: BulkClient) -> None:
+        self._mesh, self._bulk = mesh, bulk
+        self._kept: dict[str, bytes] = {}
+        self.bytes = 0  # that came over
+
+    async def fetch(self, digest: str) -> tuple[Manifest, dict[str, torch.Tensor]]:
+        """As the function `fetch`."""
+        mesh = self._mesh
+        ref = mesh.ref(STORE)
+        manifest = await patiently(mesh.clock, lambda: ref.call(Weights.manifest, Fetch(digest)))
+        chunks: dict[str, bytes] = {}
+        for chunk in dict.fromkeys(t.chunk for t in manifest.tensors):
+            if (found := self._kept.get(chunk)) is None:
+                found = await get(mesh, self._bulk, chunk, "weights")
+                self.bytes += len(found)
+            chunks[chunk] = found
+        changing = {t.chunk for t in manifest.tensors if is_adapter(t.name)}
+        self._kept = {c: chunks[c] for c in chunks if changing and c not in changing}
+        return manifest, {t.name: tensor_of(t, chunks[t.chunk]) for t in manifest.tensors}
 
 
 def tensor_of(described: Tensor, chunk: bytes) -> torch.Tensor:

@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +16,16 @@ from common.bulk import BulkClient
 from common.errors import ConfigError, MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh, MeshSettings, run
-from common.model.transfer import fetch
+from common.model.lora import merged
+from common.model.transfer import Fetcher
 from common.patience import patiently
 from common.state import jobs
-from services.rollout.engine_build import opened
+from services.rollout.engine_build import model_config, opened
 from services.rollout.engine_service import EngineService
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
 LOOK_S = 0.3  # how often the job's version is looked at without a hint
+MERGE_S = 300.0  # for adapters to become part of the model
 SWITCH_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
 
 
@@ -99,22 +103,37 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
     driver.start(service)
     await mesh.join(service, stats=stats)
     try:
-        await follow(mesh, service, job_id)
+        await follow(mesh, service, job_id, plain=partial(_plain, data))
     finally:
         driver.stop()
         await mesh.leave()
 
 
-async def follow(mesh: Mesh, service: EngineService, job: str, look_s: float = LOOK_S) -> None:
+Tensors = dict[str, torch.Tensor]
+
+
+def _plain(data: JobData, tensors: Tensors) -> Tensors:
+    """A version's tensors as an engine takes them: adapters become part of the model."""
+    return merged(model_config(data), tensors, data.config.lora.scale)
+
+
+async def follow(
+    mesh: Mesh,
+    service: EngineService,
+    job: str,
+    look_s: float = LOOK_S,
+    plain: Callable[[Tensors], Tensors] = dict,
+) -> None:
     """Keeps the engine at the job's committed version: looks at each hint, and each `look_s`."""
-    bulk = BulkClient(mesh)
+    fetcher = Fetcher(mesh, BulkClient(mesh))
     while True:
         service.changed.clear()
         try:
             row = await jobs.job(mesh.state, job)
             stale = row is not None and row.version >= 0 and row.manifest != service.manifest
             if row is not None and stale and not service.asleep:
-                _, tensors = await fetch(mesh, bulk, row.manifest)
+                _, tensors = await fetcher.fetch(row.manifest)
+                tensors = await mesh.host.run_blocking(plain, tensors, deadline_s=MERGE_S)
                 await service.swap(tensors, row.version, row.manifest)
         except MeshError as error:
             mesh.telemetry.log.warning("weights", error=str(error))

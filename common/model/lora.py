@@ -1,0 +1,211 @@
+"""Low-rank adapters of a decoder's projections (LoRA, arXiv 2106.09685): added while training,
+merged for engines, written in PEFT's layout.
+
+A matrix W of [rows, columns] acts as W + scale * B A, with A [rank, columns] and B [rows, rank].
+Each of Hugging Face's projections has adapters of its own, also where ours are one matrix, so that
+PEFT can read them: `layers.3.adapters.q_proj.a`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from common.errors import ConfigError
+from common.model.config import ModelConfig
+
+State = Mapping[str, Tensor]
+
+FUSED = {  # our matrix of a layer -> Hugging Face's, in row order
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "output": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+_MODULES = {"qkv": "self_attn", "output": "self_attn", "gate_up": "mlp", "down": "mlp"}
+_PART = ".adapters."  # in the name of every tensor of an adapter
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One of Hugging Face's projections as rows of one of our matrices."""
+
+    name: str  # q_proj
+    fused: str  # qkv
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def module(self) -> str:
+        """Hugging Face's name of it within a layer."""
+        return f"{_MODULES[self.fused]}.{self.name}"
+
+
+def projections(config: ModelConfig) -> dict[str, Projection]:
+    """By Hugging Face's name, those of one (dense) layer."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = {
+        "qkv": (queries, keys, keys),
+        "output": (config.hidden_size,),
+        "gate_up": (config.ffn_size, config.ffn_size),
+        "down": (config.hidden_size,),
+    }
+    columns = {
+        "qkv": config.hidden_size,
+        "output": queries,
+        "gate_up": config.hidden_size,
+        "down": config.ffn_size,
+    }
+    found = {}
+    for fused, names in FUSED.items():
+        start = 0
+        for name, count in zip(names, rows[fused], strict=True):
+            found[name] = Projection(name, fused, start, count, columns[fused])
+            start += count
+    return found
+
+
+def targeted(targets: Sequence[str]) -> list[str]:
+    """Hugging Face's names of what `lora.targets` means, in their order; ConfigError if unknown."""
+    known = [name for names in FUSED.values() for name in names]
+    chosen: set[str] = set()
+    for target in targets:
+        if target not in known and target not in FUSED:
+            raise ConfigError(
+                f"there is no projection {target!r} to adapt",
+                where="lora.targets",
+                fix=f"use any of {', '.join([*FUSED, *known])}",
+            )
+        chosen |= set(FUSED.get(target, (target,)))
+    return [name for name in known if name in chosen]
+
+
+class LowRank(nn.Module):
+    """The two factors of one projection's change; `b` starts at zero, so nothing changes yet."""
+
+    def __init__(self, rank: int, rows: int, columns: int, like: Tensor) -> None:
+        super().__init__()
+        self.a = nn.Parameter(like.new_empty(rank, columns))
+        self.b = nn.Parameter(like.new_zeros(rows, rank))
+
+
+class Adapters(nn.Module):
+    """The adapters of one layer. Base matrices are used as they are: their gradient, a third of
+    the arithmetic of a full pass, is never computed.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        names: Collection[str],
+        rank: int,
+        scale: float,
+        like: Tensor,
+    ) -> None:
+        """Of the projections `names`, in `like`'s dtype and on its device; `a` is not set yet."""
+        super().__init__()
+        self._scale = scale
+        self._fused: dict[str, list[tuple[int, LowRank | None]]] = {}
+        for part in projections(config).values():
+            own = None
+            if part.name in names:
+                own = LowRank(rank, part.rows, part.columns, like)
+                self.add_module(part.name, own)
+            self._fused.setdefault(part.fused, []).append((part.rows, own))
+
+    def added(self, fused: str, x: Tensor, y: Tensor) -> Tensor:
+        """`y`, which is `x` through our matrix `fused`, with what the adapters add."""
+        parts = self._fused[fused]
+        present: list[Tensor] = [own.a for _, own in parts if own is not None]
+        if not present:
+            return y
+        narrow = linear(x, present[0] if len(present) == 1 else torch.cat(present)) * self._scale
+        pieces = iter(narrow.chunk(len(present), -1))
+        changes = [
+            y.new_zeros(*y.shape[:-1], rows) if own is None else linear(next(pieces), own.b)
+            for rows, own in parts
+        ]
+        return y + (changes[0] if len(changes) == 1 else torch.cat(changes, -1))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of a model belongs to an adapter."""
+    return _PART in name
+
+
+def merged(config: ModelConfig, tensors: State, scale: float) -> dict[str, Tensor]:
+    """The plain decoder's tensors of base and adapters, summed in float32; `tensors` stays as it
+    is. Without adapters, the same tensors.
+    """
+    plain = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    parts = projections(config)
+    sums: dict[str, Tensor] = {}
+    for name in tensors:
+        layer, is_part, rest = name.partition(_PART)
+        if not is_part or not rest.endswith(".a"):
+            continue
+        part = parts[rest.removesuffix(".a")]
+        target = f"{layer}.{part.fused}"
+        whole = sums.setdefault(target, plain[target].to(torch.float32, copy=True))
+        a, b = tensors[name].float(), tensors[name.removesuffix("a") + "b"].float()
+        whole[part.start : part.start + part.rows].addmm_(b, a, alpha=scale)
+    return plain | {name: whole.to(plain[name].dtype) for name, whole in sums.items()}
+
+
+def to_peft(config: ModelConfig, tensors: State) -> dict[str, Tensor]:
+    """The adapters among `tensors` under PEFT's names."""
+    parts = projections(config)
+    found = {}
+    for name, tensor in tensors.items():
+        layer, is_part, rest = name.partition(_PART)
+        if is_part:
+            projection, _, factor = rest.rpartition(".")
+            target = f"base_model.model.model.{layer}.{parts[projection].module}"
+            found[f"{target}.lora_{factor.upper()}.weight"] = tensor
+    return found
+
+
+def save_adapter(
+    path: str | Path, config: ModelConfig, tensors: State, alpha: float, base: str
+) -> None:
+    """Writes a directory that `peft.PeftModel.from_pretrained` reads: adapter_config.json and
+    adapter_model.safetensors. `base`: where the base model is, a directory or a published name.
+    """
+    theirs = to_peft(config, tensors)
+    if not theirs:
+        raise ConfigError("the weights hold no adapters", fix="train them with lora.rank above 0")
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name in theirs}
+    rank = next(tensor.shape[0] for name, tensor in theirs.items() if ".lora_A." in name)
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(names),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    unfinished = directory / "adapter_model.safetensors.part"
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in theirs.items()},
+        unfinished,
+        metadata={"format": "pt"},
+    )
+    os.replace(unfinished, directory / "adapter_model.safetensors")
