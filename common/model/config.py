@@ -12,7 +12,11 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
 }
+_QK_NORM = ("qwen3", "qwen3_moe")
+_NO_BIAS_KEY = ("qwen2", "mixtral")  # their biases are always, or never, there
 _LLAMA3_KEYS = (
     "factor",
     "low_freq_factor",
@@ -25,7 +29,7 @@ _LLAMA3_KEYS = (
 class ModelConfig:
     """What `Decoder` needs to know; widths in features, `rope_scaling` as config.json has it."""
 
-    architecture: str  # llama | qwen2 | qwen3
+    architecture: str  # of ARCHITECTURES
     vocab_size: int
     hidden_size: int
     layers: int
@@ -43,6 +47,12 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+    experts: int = 0  # of a layer whose feed-forward part is a mixture; 0: every layer is dense
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    normalise_routing: bool = False  # the chosen experts' probabilities are made to sum to 1
+    balance_coefficient: float = 0.0  # of the load-balancing loss
+    dense_layers: tuple[int, ...] = ()  # of a mixture of experts, ascending
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -63,6 +73,24 @@ class ModelConfig:
                 where="config.json: head_dim",
                 fix="use an even head_dim",
             )
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ConfigError(
+                f"{self.experts_per_token} of {self.experts} experts cannot be chosen",
+                where="config.json: num_experts_per_tok",
+                fix="use a number from 1 to that of the experts",
+            )
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers with a mixture of experts, ascending."""
+        if not self.experts:
+            return ()
+        return tuple(i for i in range(self.layers) if i not in self.dense_layers)
+
+    @property
+    def expert_shape(self) -> tuple[int, int]:
+        """Experts that a token is sent to: (sparse layers, experts in each)."""
+        return len(self.sparse_layers), self.experts_per_token
 
     @property
     def output_bias(self) -> bool:
@@ -88,13 +116,14 @@ class ModelConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            qk_norm=architecture == "qwen3",
+            qk_norm=architecture in _QK_NORM,
             attention_bias=architecture == "qwen2" or bool(raw.get("attention_bias", False)),
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             max_positions=int(raw.get("max_position_embeddings", 2048)),
             bos_id=raw.get("bos_token_id"),
             eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
             pad_id=raw.get("pad_token_id"),
+            **_mixture(architecture, raw),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -120,19 +149,61 @@ class ModelConfig:
             "eos_token_id": eos,
             "pad_token_id": self.pad_id,
         }
-        if self.architecture != "qwen2":
+        if self.architecture not in _NO_BIAS_KEY:
             raw["attention_bias"] = self.attention_bias
         if self.architecture == "llama":
             raw["mlp_bias"] = False
-        else:
+        elif self.architecture != "mixtral":
             raw["use_sliding_window"] = False
-        return raw
+        return raw | self._mixture_to_hf()
+
+    def _mixture_to_hf(self) -> dict[str, Any]:
+        chosen = {
+            "num_experts_per_tok": self.experts_per_token,
+            "router_aux_loss_coef": self.balance_coefficient,
+        }
+        if self.architecture == "mixtral":
+            widths = {"intermediate_size": self.expert_ffn_size, "sliding_window": None}
+            return chosen | widths | {"num_local_experts": self.experts}
+        if self.architecture == "qwen3_moe":
+            return chosen | {
+                "num_experts": self.experts,
+                "moe_intermediate_size": self.expert_ffn_size,
+                "norm_topk_prob": self.normalise_routing,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": list(self.dense_layers),
+            }
+        return {}
 
 
 def _need(raw: Mapping[str, Any], key: str) -> int:
     if key not in raw:
         raise ConfigError(f"{key} is missing", where="config.json", fix=f"add {key}")
     return int(raw[key])
+
+
+def _mixture(architecture: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a mixture of experts."""
+    if architecture not in ("qwen3_moe", "mixtral"):
+        return {}
+    count = "num_local_experts" if "num_local_experts" in raw else "num_experts"
+    found: dict[str, Any] = {
+        "experts": _need(raw, count),
+        "experts_per_token": _need(raw, "num_experts_per_tok"),
+        "balance_coefficient": float(raw.get("router_aux_loss_coef", 0.001)),
+    }
+    if architecture == "mixtral":
+        return found | {
+            "expert_ffn_size": _need(raw, "intermediate_size"),
+            "normalise_routing": True,
+        }
+    step, listed = int(raw.get("decoder_sparse_step", 1)), raw.get("mlp_only_layers") or ()
+    layers = range(_need(raw, "num_hidden_layers"))
+    return found | {
+        "expert_ffn_size": _need(raw, "moe_intermediate_size"),
+        "normalise_routing": bool(raw.get("norm_topk_prob", False)),
+        "dense_layers": tuple(i for i in layers if i in listed or (i + 1) % step),
+    }
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
@@ -168,8 +239,14 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
             where="config.json: mlp_bias",
             fix="use a model without them",
         )
-    sliding = raw.get("use_sliding_window", False) and raw.get("sliding_window")
-    if sliding:
+    if raw.get("router_jitter_noise"):
+        raise ConfigError(
+            "noise on what a router sees is not implemented",
+            where="config.json: router_jitter_noise",
+            fix="set it to 0",
+        )
+    always = raw.get("model_type") == "mixtral"  # others have a switch beside the width
+    if (always or raw.get("use_sliding_window", False)) and raw.get("sliding_window"):
         raise ConfigError(
             "sliding-window attention is not implemented",
             where="config.json: use_sliding_window",

@@ -1,4 +1,5 @@
-"""The one model definition, for training and for generating: a dense Llama or Qwen decoder.
+"""The one model definition, for training and for generating: a Llama, Qwen or Mixtral decoder,
+dense or with a mixture of experts (`moe.py`).
 
 It differs from the textbook in two ways. Attention is passed in, so the model knows nothing of
 packing, caches or parallelism. Query, key and value projections are one matrix, gate and up
@@ -8,6 +9,7 @@ projections another (rows in that order), because a small model spends its time 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,10 @@ from torch.nn.functional import embedding, linear, silu
 
 from common.model.attention import Attention
 from common.model.config import ModelConfig
+from common.model.moe import Experts, Routed, Routing
+
+if TYPE_CHECKING:
+    from common.model.lora import Adapters
 
 _EMBEDDING_STD = 0.02
 
@@ -37,19 +43,45 @@ class Decoder(nn.Module):
         self.config = config
         d, vocab = config.hidden_size, config.vocab_size
         self.embedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
-        self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.layers))
+        self._sparse = frozenset(config.sparse_layers)
+        self.layers = nn.ModuleList(
+            (SparseLayer if index in self._sparse else Layer)(config, dtype)
+            for index in range(config.layers)
+        )
         self.final_norm = nn.Parameter(torch.empty(d, dtype=dtype))
         if not config.tie_embeddings:
             self.unembedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
         table = rope_table(config, max_positions or config.max_positions)
         self.register_buffer("rope", table.to(dtype), persistent=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """Hidden states [.., hidden_size], normalised, of `tokens` [..] at `positions` [..]."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        experts: Tensor | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """Hidden states [.., hidden_size], normalised, of `tokens` [..] at `positions` [..].
+
+        Of a mixture of experts, `experts` [.., sparse layers, k] says where to send each token
+        (`moe.UNKNOWN`: where the router does), and `routing` is told where each went.
+        """
         hidden = embedding(tokens, self.embedding)
         cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)
+        counted = routing.counted if routing is not None else None
+        routed: list[Routed] = []
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, cos, sin, index, attention)
+            if index in self._sparse:  # not its type: a layer may be wrapped
+                given = experts[..., len(routed), :] if experts is not None else None
+                hidden, told = layer(hidden, cos, sin, index, attention, given, counted)
+                routed.append(told)
+            else:
+                hidden = layer(hidden, cos, sin, index, attention)
+        if routing is not None and routed:
+            routing.experts = torch.stack([told.experts for told in routed], -2)
+            losses = torch.stack([told.balance for told in routed])
+            routing.balance = losses.mean() * self.config.balance_coefficient
         return normed(hidden, self.final_norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -64,7 +96,7 @@ class Decoder(nn.Module):
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
-            std = parameter.shape[1] ** -0.5
+            std = parameter.shape[-1] ** -0.5
             if name.endswith("embedding"):
                 std = _EMBEDDING_STD
             elif name.endswith(("output", "down")):
@@ -92,15 +124,30 @@ class Layer(nn.Module):
         self.output = parameter(d, queries)
         self.output_bias = parameter(d) if config.output_bias else None
         self.mlp_norm = parameter(d)
-        self.gate_up = parameter(2 * config.ffn_size, d)
-        self.down = parameter(d, config.ffn_size)
+        self.adapters: Adapters | None = None  # what low-rank training adds to the projections
+        self._feed_forward(dtype)
+
+    def _feed_forward(self, dtype: torch.dtype) -> None:
+        """Allocates what comes behind `mlp_norm`."""
+        d, width = self.config.hidden_size, self.config.ffn_size
+        self.gate_up = nn.Parameter(torch.empty(2 * width, d, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(d, width, dtype=dtype))
 
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
     ) -> Tensor:
+        hidden = self.attend(hidden, cos, sin, index, attention)
+        x = normed(hidden, self.mlp_norm, self.config.norm_eps)
+        gate, up = self._projected("gate_up", x).chunk(2, -1)
+        return hidden + self._projected("down", silu(gate) * up)
+
+    def attend(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
+    ) -> Tensor:
+        """The residual stream with what attention adds."""
         c = self.config
         queries, keys = c.heads, c.kv_heads
-        heads = linear(normed(hidden, self.attention_norm, c.norm_eps), self.qkv, self.qkv_bias)
+        heads = self._projected("qkv", normed(hidden, self.attention_norm, c.norm_eps))
         heads = torch.unflatten(heads, -1, (queries + 2 * keys, c.head_dim))
         qk, v = heads.split_with_sizes((queries + keys, keys), -2)
         if self.query_norm is not None and self.key_norm is not None:
@@ -110,9 +157,34 @@ class Layer(nn.Module):
             qk = torch.cat((q, k), -2)
         q, k = rotate(qk, cos, sin).split_with_sizes((queries, keys), -2)
         mixed = attention(index, q, k, v).flatten(-2)
-        hidden = hidden + linear(mixed, self.output, self.output_bias)
-        gate, up = linear(normed(hidden, self.mlp_norm, c.norm_eps), self.gate_up).chunk(2, -1)
-        return hidden + linear(silu(gate) * up, self.down)
+        return hidden + self._projected("output", mixed)
+
+    def _projected(self, name: str, x: Tensor) -> Tensor:
+        """`x` through one of the layer's matrices, its bias and its adapters."""
+        y = linear(x, getattr(self, name), getattr(self, name + "_bias", None))
+        return y if self.adapters is None else self.adapters.added(name, x, y)
+
+
+class SparseLayer(Layer):
+    """A layer whose feed-forward part is a mixture of experts."""
+
+    def _feed_forward(self, dtype: torch.dtype) -> None:
+        self.experts = Experts(self.config, dtype)
+
+    def forward(  # type: ignore[override]  # it also tells where tokens went
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        index: int,
+        attention: Attention,
+        experts: Tensor | None = None,
+        counted: Tensor | None = None,
+    ) -> tuple[Tensor, Routed]:
+        hidden = self.attend(hidden, cos, sin, index, attention)
+        x = normed(hidden, self.mlp_norm, self.config.norm_eps)
+        added, routed = self.experts(x, experts, counted)
+        return hidden + added, routed
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ _OUTSIDE = {
     "final_norm": "model.norm.weight",
     "unembedding": "lm_head.weight",
 }
+_MIXTURE = {  # architecture -> where a layer has its router, and its experts' gate, up and down
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+}
+SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = (  # what may lie beside a tokenizer.json and belongs to it
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -46,7 +53,8 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Mo
     directory = Path(path)
     config = load_config(directory)
     decoder = Decoder(config, dtype)
-    decoder.load_state_dict(state_from_hf(config, _read_tensors(directory)))
+    with ExitStack() as files:
+        decoder.load_state_dict(state_from_hf(config, _Tensors(directory, files)))
     return config, decoder
 
 
@@ -59,8 +67,12 @@ def save_model(
     config: ModelConfig,
     state: State,
     tokenizer_file: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a directory that `load_model` and `transformers` read; each file appears whole."""
+    """Writes a directory that `load_model` and `transformers` read; each file appears whole.
+
+    Weights of more than `shard_bytes` are cut into several files, with an index.
+    """
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     dtype = str(state["embedding"].dtype).removeprefix("torch.")
@@ -69,13 +81,7 @@ def save_model(
         ids = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
         generation = ids | {"pad_token_id": config.pad_id, "do_sample": True}
         _write_json(directory / "generation_config.json", generation)
-    tensors = {  # clones, because safetensors refuses tensors that share memory, as slices do
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in state_to_hf(config, state).items()
-    }
-    unfinished = directory / "model.safetensors.part"
-    save_file(tensors, unfinished, metadata={"format": "pt"})
-    os.replace(unfinished, directory / "model.safetensors")
+    _write_tensors(directory, state_to_hf(config, state), shard_bytes)
     if tokenizer_file is not None:
         _copy_tokenizer(Path(tokenizer_file), directory, config)
 
@@ -92,6 +98,8 @@ def state_to_hf(config: ModelConfig, state: State) -> dict[str, Tensor]:
             if ours + fused in state:
                 pieces = torch.split(state[ours + fused], list(parts.values()))
                 theirs |= {prefix + part: piece for part, piece in zip(parts, pieces, strict=True)}
+        if ours + "experts.router" in state:
+            theirs |= _experts_to_hf(config, state, ours + "experts.", prefix)
     return theirs
 
 
@@ -104,12 +112,41 @@ def state_from_hf(config: ModelConfig, tensors: State) -> dict[str, Tensor]:
     for index in range(config.layers):
         target, prefix = f"layers.{index}.", f"model.layers.{index}."
         for name, source in _WHOLE.items():
-            if _has(config, name):
+            if _has(config, name, index):
                 ours[target + name] = _tensor(tensors, prefix + source)
         for fused, parts in _fused(config).items():
-            if _has(config, fused):
+            if _has(config, fused, index):
                 ours[target + fused] = torch.cat([_tensor(tensors, prefix + p) for p in parts])
+        if index in config.sparse_layers:
+            ours |= _experts_from_hf(config, tensors, target + "experts.", prefix)
     return ours
+
+
+def _experts_to_hf(config: ModelConfig, state: State, ours: str, prefix: str) -> dict[str, Tensor]:
+    """A layer's experts one by one, as views."""
+    block, names = _MIXTURE[config.architecture]
+    theirs = {f"{prefix}{block}.gate.weight": state[ours + "router"]}
+    both = zip(state[ours + "gate_up"].unbind(), state[ours + "down"].unbind(), strict=True)
+    for expert, (gate_up, down) in enumerate(both):
+        for name, part in zip(names, (*gate_up.chunk(2), down), strict=True):
+            theirs[f"{prefix}{block}.experts.{expert}.{name}.weight"] = part
+    return theirs
+
+
+def _experts_from_hf(
+    config: ModelConfig, tensors: State, ours: str, prefix: str
+) -> dict[str, Tensor]:
+    """A layer's experts as matrices [experts, ..]."""
+    block, names = _MIXTURE[config.architecture]
+    found = [
+        [_tensor(tensors, f"{prefix}{block}.experts.{i}.{name}.weight") for name in names]
+        for i in range(config.experts)
+    ]
+    return {
+        ours + "router": _tensor(tensors, f"{prefix}{block}.gate.weight"),
+        ours + "gate_up": torch.stack([torch.cat((gate, up)) for gate, up, _ in found]),
+        ours + "down": torch.stack([down for _, _, down in found]),
+    }
 
 
 def _fused(config: ModelConfig) -> dict[str, dict[str, int]]:
@@ -123,7 +160,9 @@ def _fused(config: ModelConfig) -> dict[str, dict[str, int]]:
     }
 
 
-def _has(config: ModelConfig, name: str) -> bool:
+def _has(config: ModelConfig, name: str, layer: int) -> bool:
+    if name in ("gate_up", "down"):
+        return layer not in config.sparse_layers
     if name in ("query_norm", "key_norm"):
         return config.qk_norm
     if name == "qkv_bias":
@@ -141,23 +180,76 @@ def _tensor(tensors: State, name: str) -> Tensor:
     return tensors[name]
 
 
-def _read_tensors(directory: Path) -> dict[str, Tensor]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+class _Tensors(Mapping[str, Tensor]):
+    """A directory's tensors, each read when it is asked for; `files` keeps their files open."""
+
+    def __init__(self, directory: Path, files: ExitStack) -> None:
+        index = directory / _INDEX
+        shards = [_SINGLE]
+        if index.is_file():
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        self._shard: dict[str, Any] = {}
+        for shard in shards:
+            opened = files.enter_context(safe_open(_present(directory / shard), framework="pt"))
+            self._shard |= dict.fromkeys(opened.keys(), opened)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._shard[name].get_tensor(name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shard
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shard)
+
+    def __len__(self) -> int:
+        return len(self._shard)
+
+
+def _write_tensors(directory: Path, tensors: State, shard_bytes: int) -> None:
+    """One file, or several and their index; files of an earlier, other cut are removed after."""
+    shards = _cut(tensors, shard_bytes)
+    names = [_SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for file, shard in zip(names, shards, strict=True):
+        whole = {  # clones, because safetensors refuses tensors that share memory, as slices do
+            name: tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name in shard
+        }
+        unfinished = directory / f"{file}.part"
+        save_file(whole, unfinished, metadata={"format": "pt"})
+        os.replace(unfinished, directory / file)
+    if len(shards) > 1:
+        weight_map = {
+            name: file for file, shard in zip(names, shards, strict=True) for name in shard
+        }
+        size = sum(_bytes(tensor) for tensor in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        _write_json(directory / _INDEX, index)
     else:
-        shards = ["model.safetensors"]
-    return {
-        name: tensor
-        for shard in shards
-        for name, tensor in _read_shard(_present(directory / shard))
-    }
+        (directory / _INDEX).unlink(missing_ok=True)
+    for old in (directory / _SINGLE, *directory.glob("model-*-of-*.safetensors")):
+        if old.name not in names:
+            old.unlink(missing_ok=True)
 
 
-def _read_shard(file: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(file, framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-            yield name, tensors.get_tensor(name)
+def _cut(tensors: State, shard_bytes: int) -> list[list[str]]:
+    """Names, in order, in shards of at most so many bytes (a larger tensor has one of its own)."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + _bytes(tensor) > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += _bytes(tensor)
+    return shards
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _present(file: Path) -> Path:

@@ -48,6 +48,22 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "num_key_value_heads": 3}),
+    "qwen3 moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3 moe with dense layers": (
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+        | {"num_experts_per_tok": 2},
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
 }
 
 both_ways = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -126,6 +142,44 @@ def test_shards_with_an_index_are_read_as_one(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_what_exceeds_a_shard_is_written_as_several_that_transformers_reads(
+    family: str, tmp_path: Path
+) -> None:
+    theirs_at(tmp_path / "theirs", family, tied=False)
+    config, decoder = load_model(tmp_path / "theirs")
+    save_model(tmp_path, config, decoder.state_dict())
+    save_model(tmp_path, config, decoder.state_dict(), shard_bytes=40_000)
+    shards = list(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2 and not (tmp_path / "model.safetensors").exists()
+    assert all(shard.stat().st_size < 44_000 for shard in shards)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    _, again = load_model(tmp_path)
+    tokens = some_tokens()
+    assert torch.equal(ours_of(again, tokens), ours_of(decoder, tokens))
+    torch.testing.assert_close(
+        ours_of(decoder, tokens), theirs_of(model, tokens), atol=1e-5, rtol=0
+    )
+
+
+def test_one_file_takes_the_place_of_shards(tmp_path: Path) -> None:
+    theirs_at(tmp_path, "mixtral", tied=False, shard_size="30KB")
+    config, decoder = load_model(tmp_path)
+    decoder.initialise(torch.Generator().manual_seed(4))
+    save_model(tmp_path, config, decoder.state_dict())
+    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
+    _, again = load_model(tmp_path)
+    assert torch.equal(ours_of(again, some_tokens()), ours_of(decoder, some_tokens()))
+
+
+def test_every_other_layer_may_be_dense() -> None:
+    raw = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16}
+    raw |= {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    config = ModelConfig.from_hf(SHAPE | raw | {"num_hidden_layers": 6})
+    assert config.sparse_layers == (1, 5) and config.expert_shape == (2, 2)
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
 @families
 def test_a_state_survives_the_way_there_and_back(family: str, tmp_path: Path) -> None:
     theirs_at(tmp_path, family, tied=False)
@@ -159,11 +213,21 @@ def test_older_config_files_name_the_rope_otherwise(tmp_path: Path) -> None:
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
         ("num_key_value_heads", 4),
         ("head_dim", 7),
+        ("router_jitter_noise", 0.1),
     ],
 )
 def test_what_the_decoder_cannot_do_is_refused_by_its_key(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key):
         ModelConfig.from_hf({"model_type": "llama"} | SHAPE | {key: value})
+
+
+@pytest.mark.parametrize(
+    "key, value", [("num_experts_per_tok", 5), ("num_experts_per_tok", 0), ("sliding_window", 64)]
+)
+def test_a_mixture_that_cannot_be_run_is_refused_by_its_key(key: str, value: Any) -> None:
+    raw = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(ConfigError, match=key if key != "sliding_window" else "sliding"):
+        ModelConfig.from_hf(raw | SHAPE | {key: value})
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

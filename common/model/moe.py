@@ -1,0 +1,126 @@
+"""A mixture of experts in place of a layer's feed-forward part, as Qwen3-MoE and Mixtral have it.
+
+It differs from the textbook in one way: which experts a token is sent to may be given. What an
+engine sampled with one routing is then trained with the same, although the router has changed by
+then, or rounds otherwise; the experts' weights still come from the router as it is, so that it
+learns (rollout routing replay, arXiv 2510.11370).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from common.model.config import ModelConfig
+
+UNKNOWN = -1  # in place of an expert's number: the router decides for that token
+_WHOLE_ROWS = 8  # features of bfloat16 in 16 bytes: the grouped kernel takes no other multiples
+
+
+@dataclass(slots=True)
+class Routing:
+    """What a forward pass is asked about its routing, and its answers."""
+
+    counted: Tensor | None = None  # bool [..]: tokens that `balance` is measured over
+    experts: Tensor | None = None  # [.., sparse layers, k]: where each token was sent
+    balance: Tensor | None = None  # scalar loss, a sum over the counted tokens; see `balance`
+
+
+class Routed(NamedTuple):
+    """One layer's share of a `Routing`. (A tuple: FSDP and checkpoints look into those.)"""
+
+    experts: Tensor  # [.., k]
+    balance: Tensor  # scalar; 0 where no token is counted
+
+
+class Experts(nn.Module):
+    """`experts_per_token` SwiGLUs of many for each token, added by the router's probabilities."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        count, d, width = config.experts, config.hidden_size, config.expert_ffn_size
+        self.router = nn.Parameter(torch.empty(count, d, dtype=dtype))
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * width, d, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(count, d, width, dtype=dtype))
+
+    def forward(
+        self, x: Tensor, experts: Tensor | None = None, counted: Tensor | None = None
+    ) -> tuple[Tensor, Routed]:
+        """Of tokens x [.., hidden_size]: what the experts add, and where each token was sent.
+
+        `experts` [.., k] says where to; a token for which one of them is UNKNOWN goes where the
+        router sends it.
+        """
+        c, shape = self.config, x.shape
+        x = x.reshape(-1, shape[-1])
+        probabilities = linear(x, self.router).softmax(-1, dtype=torch.float32)
+        chosen = probabilities.detach().topk(c.experts_per_token).indices
+        if experts is not None:
+            given = experts.reshape(chosen.shape).to(chosen.dtype)
+            chosen = torch.where((given < 0).any(-1, keepdim=True), chosen, given)
+        shares = probabilities.gather(-1, chosen)
+        if c.normalise_routing:
+            shares = shares / shares.sum(-1, keepdim=True)
+        apart = self._through(x, chosen)
+        y = torch.bmm(shares.to(x.dtype).unsqueeze(1), apart).view(shape)
+        loss = x.new_zeros(())
+        if counted is not None:
+            loss = balance(probabilities, chosen, counted.reshape(-1))
+        return y, Routed(chosen.view(*shape[:-1], c.experts_per_token), loss)
+
+    def _through(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """[n, k, hidden_size]: what the chosen experts [n, k] make of x [n, hidden_size]."""
+        n, k = chosen.shape
+        ordered, order = chosen.flatten().sort(stable=True)  # tokens of an expert, side by side
+        numbers = torch.arange(self.config.experts, device=x.device)
+        ends = torch.searchsorted(ordered, numbers, right=True)
+        rows = x.index_select(0, order // k)
+        grouped = groups_here(self.config, x)
+        made = self._grouped(rows, ends) if grouped else self._one_by_one(rows, ends)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(n * k, device=x.device)
+        return made.index_select(0, back).view(n, k, -1)
+
+    def _one_by_one(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """An expert after the other, those with tokens."""
+        stops = ends.tolist()
+        parts = []
+        # unbind: its gradient is one stack, that of an index would be a matrix of zeros for each
+        weights = zip(self.gate_up.unbind(), self.down.unbind(), strict=True)
+        for start, stop, (gate_up, down) in zip([0, *stops], stops, weights, strict=False):
+            if stop > start:
+                gate, up = linear(rows[start:stop], gate_up).chunk(2, -1)
+                parts.append(linear(silu(gate) * up, down))
+        return torch.cat(parts) if parts else rows
+
+    def _grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """All experts at once, without the host knowing where each begins."""
+        stops = ends.to(torch.int32)
+        gate, up = torch._grouped_mm(rows, self.gate_up.mT, offs=stops).chunk(2, -1)
+        return torch._grouped_mm(silu(gate) * up, self.down.mT, offs=stops)
+
+
+def balance(probabilities: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
+    """The sum, over the counted tokens, of: experts x the sum over experts of (choices that fell on
+    one, a token) x (its mean probability). Where all are equally busy it is k a token, and least.
+
+    Equations 4 to 6 of the Switch Transformer (arXiv 2101.03961), times the number of tokens, so
+    that what several bins give may be added. `probabilities` [n, experts], `chosen` [n, k].
+    """
+    count, k = probabilities.shape[-1], chosen.shape[-1]
+    weight = counted.to(probabilities.dtype)
+    fell = torch.zeros(count, dtype=probabilities.dtype, device=chosen.device)
+    fell = fell.scatter_add(0, chosen.flatten(), weight.repeat_interleave(k))
+    return count * fell @ (weight @ probabilities) / weight.sum().clamp(min=1)
+
+
+def groups_here(config: ModelConfig, like: Tensor) -> bool:
+    """Whether all experts run as one kernel on tensors such as `like`; else the host learns how
+    many tokens each has, and no CUDA graph can hold that."""
+    whole = config.hidden_size % _WHOLE_ROWS == config.expert_ffn_size % _WHOLE_ROWS == 0
+    return whole and like.is_cuda and like.dtype == torch.bfloat16
