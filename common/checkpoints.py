@@ -6,6 +6,14 @@ import json
 from pathlib import Path
 
 
+STATE = "state"  # below a checkpoint's directory: all that training depends on beside the weights
+
+
+def checkpoint_name(lineage: int, step: int, manifest: str) -> str:
+    """Of a checkpoint's manifest, without `.json`, and of the directory beside it."""
+    return f"step-{lineage:03d}-{step:06d}-{manifest[:8]}"
+
+
 def all_checkpoints(run_dir: Path) -> list[Path]:
     """Manifests in the order of lineage and step; one may be of a step that was never committed."""
     return sorted((run_dir / "checkpoints").glob("step-*.json"))

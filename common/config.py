@@ -181,7 +181,9 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class TrainingConfig:
     bin_tokens: int = 2560  # token budget of a bin, the unit of training work
+    checkpoint_every: int = 8  # steps; those since are repeated from their records
     keep_checkpoints: int = 3
+    deterministic: bool = False  # rounds wait for the whole batch, so that runs can be compared
     bin_deadline_s: float = (
         20.0  # a hybrid's bin that is not back by then is recomputed by the core
     )

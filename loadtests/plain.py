@@ -210,7 +210,7 @@ def train_step(job: Job, learner: Learner, groups: list[list[Finished]], factor:
         rewards = np.array([done.reward for done in group])
         advantages = algorithm(config.name).advantages(rewards, config)
         for done, advantage in zip(group, [] if advantages is None else advantages, strict=False):
-            done.sequence.advantage = float(advantage)
+            done.sequence.advantages = np.array(advantage, np.float32)
             used.append(done.sequence)
     if used:
         bins = make_bins(used, job.config.training.bin_tokens)

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from common.config import JobConfig
+from common.config import INITIAL, JobConfig
 from common.errors import ConfigError
 from common.model.chat import Chat, format_of
 from common.model.tokenizer import Tokenizer
 from common.pace import profile
-from meshrl import references, rows
+from meshrl import jobmodels, references, rows
 from meshrl.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "reward.use", "warm_start.demonstrations")
@@ -28,6 +28,12 @@ CHOICES = {
     "rollout.sglang_weights": ("auto", "disk", "tensors", "distributed"),
     "rollout.path": ("auto", "native", "eager", "graphs"),
     "rollout.dtype": ("float32", "bfloat16"),
+    **{f"models.{role}.engine": ("torch",) for role in jobmodels.FROZEN},
+    **{
+        f"models.{role}.engine_path": ("auto", "native", "eager", "graphs")
+        for role in jobmodels.FROZEN
+    },
+    **{f"models.{role}.dtype": ("float32", "bfloat16") for role in jobmodels.FROZEN},
     "algorithm.name": ("grpo",),
 }
 AT_LEAST: dict[str, float] = {
@@ -42,11 +48,15 @@ AT_LEAST: dict[str, float] = {
     "rollout.kv_tokens": 0,
     "rollout.top_k": 0,
     "rollout.min_p": 0.0,
-    "algorithm.group_size": 2,  # an advantage needs something to compare with
+    "algorithm.group_size": 1,
     "algorithm.groups_per_step": 1,
     "algorithm.max_staleness": 0,
     "training.bin_tokens": 1,
+    "training.checkpoint_every": 1,
     "training.keep_checkpoints": 1,
+    **{f"models.{role}.max_tokens": 0 for role in jobmodels.FROZEN},
+    "reward.judge.max_tokens": 1,
+    "reward.judge.in_flight": 1,
     "lora.rank": 0,
     "evaluation.every": 0,
     "budget.steps": 1,
@@ -133,7 +143,9 @@ class _Checker:
     def check(self, document: dict[str, Any], base: Path) -> JobConfig:
         self._keys_and_types(document)
         config = self._absolute(self._built(document), base)
+        config = jobmodels.supervised(config, document, self.fail)
         self._values(config)
+        jobmodels.check(config, document, self.fail)
         self._files(config)
         self._verifiers(config)
         self._references(config, base)
@@ -171,6 +183,12 @@ class _Checker:
             return str((base / Path(text).expanduser()).resolve()) if text else ""
 
         model, dataset, environment = config.model, config.dataset, config.environment
+        judge, evaluation = config.reward.judge, config.evaluation
+        frozen = {
+            role: replace(m, path=m.path if m.path == INITIAL else place(m.path))
+            for role, m in config.models.declared.items()
+        }
+        held = [replace(d, path=place(d.path)) for d in evaluation.datasets]
         python = environment.python and os.path.abspath(base / environment.python)
         return replace(
             config,
@@ -178,6 +196,11 @@ class _Checker:
             model=replace(model, path=place(model.path), tokenizer=place(model.tokenizer)),
             dataset=replace(dataset, train=place(dataset.train), held_out=place(dataset.held_out)),
             environment=replace(environment, python=python),  # as it is: links lead out of a venv
+            models=replace(config.models, **frozen),
+            reward=replace(
+                config.reward, judge=replace(judge, template=jobmodels.filled(judge, base))
+            ),
+            evaluation=replace(evaluation, datasets=held),
         )
 
     def _values(self, config: JobConfig) -> None:
@@ -202,11 +225,13 @@ class _Checker:
         self._scheduling(config)
         if config.min_group > config.algorithm.group_size:
             raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
-        if config.planner.training + config.planner.min_rollout > config.mesh.workers:
+        scoring = int(bool(config.models.declared))
+        if config.planner.training + config.planner.min_rollout + scoring > config.mesh.workers:
             raise self.fail(
                 "mesh.workers",
                 f"mesh.workers = {config.mesh.workers} are too few for {config.planner.training} "
-                f"that train and {config.planner.min_rollout} that roll out",
+                f"that train and {config.planner.min_rollout} that roll out"
+                + (", and one for the job's frozen models" if scoring else ""),
             )
 
     def _scheduling(self, config: JobConfig) -> None:
@@ -249,10 +274,18 @@ class _Checker:
             for row in rows.read(Path(name), prompt, chat=bool(config.environment.chat)):
                 if row.identity in seen:
                     raise self.fail(key, f"{row.place} is also in dataset.train")
+                if config.supervised and key == "dataset.train":
+                    jobmodels.answered(config, row, self.fail)
                 own.add(row.identity)
             if not own:
                 raise self.fail(key, f"{name} holds no rows")
             seen = own
+        for d in config.evaluation.datasets:
+            found = rows.exists(Path(d.path)) and rows.read(
+                Path(d.path), prompt, chat=bool(config.environment.chat)
+            )
+            if not found or not any(True for _ in found):
+                raise self.fail("evaluation.datasets", f"{d.name}: {d.path} holds no rows")
 
     def _verifiers(self, config: JobConfig) -> None:
         environment = config.environment
@@ -297,7 +330,12 @@ class _Checker:
         )
 
     def _references(self, config: JobConfig, base: Path) -> None:
-        if not (config.reward.use or config.environment.use or config.environment.verifiers):
+        rewarded = config.reward.use or config.reward.judge.use or config.environment.use
+        if not (
+            rewarded
+            or config.environment.verifiers
+            or config.algorithm.name in jobmodels.REWARDLESS
+        ):
             raise self.fail("reward", "no reward", 'Set reward.use = "module:function"')
         for key, reference in all_references(config):
             try:

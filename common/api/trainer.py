@@ -1,4 +1,4 @@
-"""What the core of a training gang offers to its hybrids: bins to lease, and a place for their
+"""What the core of a training gang offers to its hybrids: rounds to lease, and a place for their
 gradients.
 """
 
@@ -19,14 +19,14 @@ class BinRequest:
 
 @message
 class BinLease:
-    """A bin to compute, or `index` = -1: none came in time."""
+    """A round to compute, or `index` = -1: none came in time."""
 
     step: int
     version: int
     epoch: str  # the core's incarnation
     index: int
     manifest: str  # digest of the weights to compute it with
-    arrays: dict[str, Array]
+    bins: list[dict[str, Array]]
 
 
 @message
@@ -36,9 +36,8 @@ class BinResult:
     version: int
     epoch: str
     index: int
-    gradient: (
-        Array  # float32, sum over the bin's token losses, in the order of the learner's parameters
-    )
+    manifest: str
+    gradient: Array  # float32, of the sum over the round's losses, in the order of parameters
     stats: Any
     busy_s: float
 

@@ -4,7 +4,10 @@ bytes.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
+
+import numpy as np
 
 from common.interface import Call, Interface
 from common.wire import Array, message
@@ -45,16 +48,15 @@ class Fetch:
 
 @message
 class Checkpoint:
-    """What training continues from: the staged weights, the optimizer's tensors, and the job's
-    account.
+    """What training continues from: the staged weights, and the job's account at that step. The
+    rest lies in the checkpoint's directory.
     """
 
     job: str
     lineage: int
     step: int
     weights: str  # digest of the weights' manifest
-    optimizer: str  # digest of the optimizer's manifest
-    account: Any  # common.state.steps.checkpoint_state
+    account: Any
 
 
 @message
@@ -80,6 +82,10 @@ class Group:
     versions: Array  # int32, -1 where the model did not sample
     rewards: Array  # float32 [members], NaN: the member failed and is not trained
     ends: list[str]  # why each member ended: done, length, turns, or its error
+    # Log-probabilities of the job's frozen models beside `logprobs`, 0 for what begins a member and
+    # for members that failed; empty: the job has no such model.
+    reference: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    teacher: Array = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
 class Weights(Interface):

@@ -42,14 +42,15 @@ class GroupRow:
 
 
 @dataclass(frozen=True)
-class Leased:
-    groups: list[GroupRow]
-
-
-@dataclass(frozen=True)
 class Waiting:
     reason: str
     on: str  # the shard that is waited for; empty when no group is open
+
+
+@dataclass(frozen=True)
+class Leased:
+    groups: list[GroupRow]  # so far, oldest first
+    waiting: Waiting | None  # for the rest of the step's groups
 
 
 @dataclass(frozen=True)
@@ -152,20 +153,18 @@ async def forget_segment(state: State, job: str, shard: str, token: int, name: s
     await state.run("note_segment", [job_prefix(job)], args)
 
 
-async def lease_groups(
-    state: State, job: str, trainer: str, token: int, step: int, op_id: str = ""
-) -> Leased | Waiting:
+async def lease_groups(state: State, job: str, trainer: str, token: int, step: int) -> Leased:
     """The groups of step `step`, which turns version step - 1 into version step: steps count from
     1.
 
-    The same groups for the same trainer and step, so that it needs no operation id. Stale groups
-    are given back on the way. Refused when `step` is not next.
+    Those that are ready are leased at once; the same ones come again, with more, for the same
+    trainer and step, so that it needs no operation id. Stale groups are given back on the way.
+    Refused when `step` is not next.
     """
     args = {"job": job, "trainer": trainer, "token": token, "step": step}
     answer = await state.run("lease_groups", [job_prefix(job)], args)
-    if "waiting" in answer:
-        return Waiting(answer["waiting"], answer["on"])
-    return Leased([group_row(row) for row in answer["groups"]])
+    waiting = Waiting(answer["waiting"], answer["on"]) if "waiting" in answer else None
+    return Leased([group_row(row) for row in answer["groups"] or []], waiting)
 
 
 async def in_flight(state: State, job: str) -> InFlight:

@@ -17,8 +17,10 @@ from services.trainer.batching import Sequence
 
 @dataclass
 class Batch:
-    """The sequences of a step, and what its metrics say of them."""
+    """What a step trains on, group by group, and what its metrics say of it."""
 
+    version: int  # that is being trained
+    config: JobConfig
     sequences: list[Sequence] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     filtered: list[int] = field(default_factory=list)
@@ -28,6 +30,26 @@ class Batch:
         default_factory=list
     )  # per group: trained version - lowest token version
     mixed: int = 0  # trajectories sampled by more than one version
+
+    def add(self, group: Group) -> list[Sequence]:
+        """The sequences of a group that train, in its order; none if it is filtered."""
+        hooks = algorithm(self.config.algorithm.name)
+        members = members_of(group)
+        self.groups.append(group.group)
+        self.staleness.append(staleness(group, self.version))
+        self.mixed += sum(len(np.unique(s.versions[s.mask])) > 1 for s in members)
+        self.lengths += [len(s.tokens) for s in members]
+        rewards = group.rewards[np.isfinite(group.rewards)]
+        self.rewards += rewards.tolist()
+        advantages = hooks.advantages(rewards.astype(np.float64), self.config.algorithm)
+        if advantages is None:
+            self.filtered.append(group.group)
+            return []
+        for sequence, advantage in zip(members, advantages, strict=True):
+            sequence.advantages = np.array(advantage, np.float32)
+        trained = [sequence for sequence in members if sequence.trained]
+        self.sequences += trained
+        return trained
 
     @property
     def tokens(self) -> int:
@@ -50,37 +72,18 @@ class Batch:
         }
 
 
-def assemble(groups: list[Group], version: int, config: JobConfig) -> Batch:
-    """The batch that trains version `version`; a group's order is that of `groups`, a member's that
-    in its group.
-    """
-    batch = Batch()
-    hooks = algorithm(config.algorithm.name)
-    for group in groups:
-        batch.groups.append(group.group)
-        members = _members(group)
-        sampled = group.versions[group.versions >= 0]
-        batch.staleness.append(version - int(sampled.min()) if len(sampled) else 0)
-        batch.mixed += sum(len(np.unique(s.versions[s.mask])) > 1 for s in members)
-        batch.lengths += [len(s.tokens) for s in members]
-        rewards = group.rewards[np.isfinite(group.rewards)]
-        batch.rewards += rewards.tolist()
-        advantages = hooks.advantages(rewards.astype(np.float64), config.algorithm)
-        if advantages is None:
-            batch.filtered.append(group.group)
-            continue
-        for sequence, advantage in zip(members, advantages, strict=True):
-            sequence.advantage = float(advantage)
-            if sequence.mask[1:].any():
-                batch.sequences.append(sequence)
-    return batch
+def staleness(group: Group, version: int) -> int:
+    """Versions that the oldest token the model sampled lies behind `version`."""
+    sampled = group.versions[group.versions >= 0]
+    return version - int(sampled.min()) if len(sampled) else 0
 
 
-def _members(group: Group) -> list[Sequence]:
-    """The scored members of a group."""
+def members_of(group: Group) -> list[Sequence]:
+    """The scored members of a group, in its order."""
     ends = np.cumsum(group.lengths)
     found = []
-    for end, length, reward in zip(ends, group.lengths, group.rewards, strict=True):
+    scored = zip(ends, group.lengths, group.rewards, strict=True)
+    for member, (end, length, reward) in enumerate(scored):
         if np.isfinite(reward):
             where = slice(int(end - length), int(end))
             versions = np.array(group.versions[where])
@@ -90,6 +93,8 @@ def _members(group: Group) -> list[Sequence]:
                     logprobs=np.array(group.logprobs[where]),
                     mask=versions >= 0,
                     versions=versions,
+                    group=group.group,
+                    member=member,
                 )
             )
     return found

@@ -12,22 +12,14 @@ from typing import Any
 
 import torch
 
-from common.api.weights import Load, Weights
-from common.bulk import BulkClient
 from common.errors import ConfigError
 from common.jobdata import JobData
-from common.mesh import Mesh
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model
 from common.model.tokenizer import Tokenizer
-from common.model.transfer import fetch
-from common.patience import patiently
-from common.store import STORE
 from services.trainer import warm_start
-from services.trainer.learner import MODEL, Learner
-
-LOAD_S = 600.0  # of a learner's state into memory
+from services.trainer.learner import Learner
 
 
 def fresh_learner(data: JobData) -> Learner:
@@ -40,7 +32,7 @@ def fresh_learner(data: JobData) -> Learner:
         generator = torch.Generator()
         generator.manual_seed(config.seed)
         model.initialise(generator)
-    return Learner(model, config.optimizer, config.algorithm)
+    return Learner(model, config.optimizer, config.algorithm, config.rollout.temperature)
 
 
 def warm(data: JobData, learner: Learner, progress: Callable[[int, float], None]) -> bool:
@@ -99,25 +91,6 @@ def function(data: JobData, reference: str) -> Callable[..., Any]:
     module, _, name = reference.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
-
-
-async def from_checkpoint(
-    mesh: Mesh, bulk: BulkClient, data: JobData, learner: Learner, name: str, manifest: str
-) -> None:
-    """Puts the learner where the checkpoint `name` of the weights `manifest` left it."""
-    store = mesh.ref(STORE)
-    load = Load(data.id, name)
-    checkpoint = await patiently(mesh.clock, lambda: store.call(Weights.load, load))
-    if checkpoint.weights != manifest:
-        raise ConfigError(
-            f"checkpoint {name} holds other weights than version {checkpoint.step} was made of",
-            where=mesh.name,
-            fix="remove it, and resume the run from the one before",
-        )
-    _, weights = await fetch(mesh, bulk, checkpoint.weights)
-    _, optimizer = await fetch(mesh, bulk, checkpoint.optimizer)
-    state = {MODEL + key: tensor for key, tensor in weights.items()} | optimizer
-    await mesh.host.run_blocking(learner.load, state, deadline_s=LOAD_S)
 
 
 def check(data: JobData) -> None:

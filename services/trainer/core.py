@@ -1,8 +1,7 @@
-"""The core of a training gang: leases groups, has their bins computed, steps, stages, commits."""
+"""The core of a training gang: leases groups, has their rounds computed, steps, stages, commits."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from common.actor import Actor, call
@@ -10,24 +9,24 @@ from common.api.engine import Engine
 from common.api.hint import Look
 from common.api.role import Drain, Drained
 from common.api.trainer import BinLease, BinRequest, BinResult, BinTaken, Trainer
-from common.api.weights import Checkpoint, Group, Weights
-from common.blob import unpack
+from common.api.weights import Group
 from common.bulk import BulkClient
-from common.errors import BadMessage, MeshError, NotFound
+from common.errors import MeshError, NotFound
 from common.jobdata import JobData
 from common.mesh import Mesh
 from common.model.transfer import stage
 from common.patience import patiently
-from common.state import groups, jobs, registry, steps
-from common.store import STORE, get
-from services.trainer.batch import Batch, assemble
-from services.trainer.batching import make_bins
-from services.trainer.beginning import from_checkpoint, warm
-from services.trainer.gradients import COMPUTE_S, Gradients
-from services.trainer.learner import MODEL, BinStats, Learner
-from services.trainer.optimizers import lr_factor
-
-POLL_S = 0.03  # how often ready groups are looked for
+from common.state import jobs, registry, steps
+from services.trainer.batch import Batch, staleness
+from services.trainer.beginning import warm
+from services.trainer.checkpointing import Checkpoints
+from services.trainer.compute import COMPUTE_S, LocalCompute
+from services.trainer.gradients import Gradients
+from services.trainer.intake import POLL_S, Intake
+from services.trainer.learner import Learner
+from services.trainer.recovery import Recovery
+from services.trainer.stats import update_metrics
+from services.trainer.step import Step, Stepped
 
 
 class TrainerCore(Actor):
@@ -40,11 +39,19 @@ class TrainerCore(Actor):
         self.learner = learner
         self.bulk = BulkClient(mesh)
         self.ready = False
+        self.phase = "starting"  # of its work, for whoever looks
         self.steps_done, self.lineage, self.manifest = 0, 0, ""
         self.tokens = 0
         self.busy_s, self.wait_s = 0.0, 0.0
         self.warm_fraction = 0.0
-        self.gradients = Gradients(mesh, learner, gang, data.config.training.bin_deadline_s)
+        self.compute = LocalCompute(mesh, learner)
+        self.gradients = Gradients(mesh, self.compute, gang, data.config.training.bin_deadline_s)
+        self.intake = Intake(mesh, self.bulk, data.id)
+        self.checkpoints = Checkpoints(mesh, data, self.compute, learner.model.config)
+
+    def enter(self, phase: str, step: int) -> None:
+        """A step goes through waiting, staging, checkpointing, committing and telling."""
+        self.phase = phase
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -53,6 +60,7 @@ class TrainerCore(Actor):
             "ready": self.ready,
             "gang": self.gang,
             "core": True,
+            "phase": self.phase,
             "step": self.steps_done,
             "tokens": self.tokens,
             "busy_s": self.busy_s,
@@ -66,12 +74,12 @@ class TrainerCore(Actor):
     async def lease_bin(self, request: BinRequest) -> BinLease:
         lease = await self.gradients.lease(request.gang, request.wait_s)
         return lease or BinLease(
-            self.steps_done + 1, self.steps_done, self.mesh.incarnation, -1, "", {}
+            self.steps_done + 1, self.steps_done, self.mesh.incarnation, -1, "", []
         )
 
     @call(Trainer.bin_done)
-    def bin_done(self, result: BinResult) -> BinTaken:
-        return BinTaken(self.gradients.done(result))
+    async def bin_done(self, result: BinResult) -> BinTaken:
+        return BinTaken(await self.gradients.done(result))
 
     @call(Trainer.drain)
     def drain(self, request: Drain) -> Drained:
@@ -82,6 +90,7 @@ class TrainerCore(Actor):
 
     async def begin(self) -> None:
         """Puts the learner where the job stands; makes version 0 if there is none."""
+        await self.checkpoints.clear()
         row = await self._row()
         if row.version < 0:
             if row.phase == "queued":
@@ -89,17 +98,28 @@ class TrainerCore(Actor):
             with self.mesh.loading():
                 cached = await self._warm()
             await self._commit_initial(cached)
-            row = await self._row()
         else:
             with self.mesh.loading():
-                await from_checkpoint(
-                    self.mesh, self.bulk, self.data, self.learner, row.checkpoint, row.manifest
-                )
-        self.steps_done, self.lineage, self.manifest = row.version, row.lineage, row.manifest
+                await self._recover(row)
         self.warm_fraction = 1.0
         if row.phase in ("queued", "warm_start"):
             await self._phase("baseline")
         self.ready = True
+
+    async def _recover(self, row: jobs.JobRow) -> None:
+        recovery = Recovery(
+            self.mesh, self.bulk, self.data, self.compute, self.intake, self._make_step
+        )
+        stands = await recovery.recover(row)
+        self.steps_done, self.lineage, self.manifest = (
+            stands.version,
+            stands.lineage,
+            stands.manifest,
+        )
+        self.checkpoints.name, self.checkpoints.step = stands.checkpoint, stands.checkpoint_step
+
+    def _make_step(self, number: int, manifest: str) -> Step:
+        return Step(self.mesh, self.data.config, self.compute, self.gradients, number, manifest)
 
     async def _row(self) -> jobs.JobRow:
         row = await patiently(self.mesh.clock, lambda: jobs.job(self.mesh.state, self.data.id))
@@ -128,8 +148,11 @@ class TrainerCore(Actor):
         )
 
     async def _commit_initial(self, cached: bool) -> None:
-        lineage = 0
-        weights, name = await self._stage(lineage, 0, {"version": 0, "warm_start_cached": cached})
+        weights = await self.compute.weights()
+        manifest = await stage(self.mesh, self.bulk, self.data.id, 0, 0, weights)
+        account = {"version": 0, "warm_start_cached": cached}
+        await self.checkpoints.begin(0, 0, manifest, weights, account)
+        await self.checkpoints.settled(required=True)
         await patiently(
             self.mesh.clock,
             lambda: steps.commit_initial(
@@ -137,11 +160,12 @@ class TrainerCore(Actor):
                 self.data.id,
                 self.mesh.name,
                 self.mesh.token,
-                lineage,
-                weights,
-                name,
+                0,
+                manifest,
+                self.checkpoints.name,
             ),
         )
+        self.manifest = manifest
 
     async def train(self) -> None:
         """Steps until the budget is spent, or the job has ended."""
@@ -153,6 +177,7 @@ class TrainerCore(Actor):
                 row = await self._row()
                 continue
             await self._step(self.steps_done + 1)
+        self.phase = "done"
         while True:  # the role process stays until its gang is moved
             await self.mesh.clock.sleep(60.0)
 
@@ -160,14 +185,14 @@ class TrainerCore(Actor):
 
     async def _step(self, step: int) -> None:
         clock = self.mesh.clock
-        started = clock.monotonic()
-        found = await self._groups(step)
-        waited = clock.monotonic() - started
-        began = clock.monotonic()
-        batch = await self._batch(found, step)
-        metrics: dict[str, Any] = batch.metrics()
-        metrics |= await self._update(step, batch)
-        busy = clock.monotonic() - began
+        started, waited_before = clock.monotonic(), self.intake.waited_s
+        self.enter("waiting", step)
+        self.gradients.busy_s = {}
+        groups = self.intake.groups(step, self._stale)
+        done = await self._make_step(step, self.manifest).run(groups)
+        waited = self.intake.waited_s - waited_before
+        busy = clock.monotonic() - started - waited
+        metrics = done.batch.metrics() | update_metrics(done.bins, done.norm, done.stats)
         metrics |= {
             "step": step,
             "wait_s": waited,
@@ -175,112 +200,30 @@ class TrainerCore(Actor):
             "wall": clock.wall(),
             "workers": dict(self.gradients.busy_s),
         }
-        await self._commit(step, batch, metrics)
-        self.busy_s += clock.monotonic() - began
+        await self._commit(step, done, metrics)
+        self.busy_s += clock.monotonic() - started - waited
         self.wait_s += waited
-        self.tokens += batch.tokens
+        self.tokens += done.batch.tokens
 
-    async def _lease_groups(self, step: int) -> list[groups.GroupRow]:
-        answer = await self._try_lease(step)
-        if isinstance(answer, groups.Leased):
-            return answer.groups
-        with self.mesh.wait("ready groups", on=answer.on or "rollout/0"):
-            while not isinstance(answer, groups.Leased):
-                await self.mesh.clock.sleep(POLL_S)
-                answer = await self._try_lease(step)
-        return answer.groups
-
-    async def _try_lease(self, step: int) -> groups.Leased | groups.Waiting:
-        return await patiently(
-            self.mesh.clock,
-            lambda: groups.lease_groups(
-                self.mesh.state, self.data.id, self.mesh.name, self.mesh.token, step
-            ),
-        )
-
-    async def _groups(self, step: int) -> list[Group]:
-        """The groups of a step with their bytes; one whose bytes are gone or garbled goes back."""
-        while True:
-            leased = await self._lease_groups(step)
-            found = await asyncio.gather(*(self._group(row) for row in leased))
-            poisoned = [row for row, group in zip(leased, found, strict=True) if group is None]
-            for row in poisoned:
-                await self._give_back(row)
-            if not poisoned:
-                return [group for group in found if group is not None]
-
-    async def _give_back(self, row: groups.GroupRow) -> None:
-        name, token = self.mesh.name, self.mesh.token
-        operation = f"poisoned-{row.group}"
-        await patiently(
-            self.mesh.clock,
-            lambda: groups.group_requeued(
-                self.mesh.state, self.data.id, name, token, row.group, "poisoned", operation
-            ),
-        )
-
-    async def _batch(self, found: list[Group], step: int) -> Batch:
-        return await self.mesh.host.run_blocking(
-            assemble, found, step - 1, self.data.config, deadline_s=COMPUTE_S
-        )
-
-    async def _group(self, row: groups.GroupRow) -> Group | None:
-        try:
-            content = await get(self.mesh, self.bulk, row.digest, f"group {row.group}")
-            return unpack(Group, content)
-        except (NotFound, BadMessage) as error:
-            self.mesh.telemetry.log.error("group", group=row.group, error=str(error))
-            return None
-
-    async def _update(self, step: int, batch: Batch) -> dict[str, Any]:
-        """The optimizer step of a batch; a batch with nothing to learn from changes nothing."""
-        self.gradients.busy_s = {}
-        if not batch.sequences:
-            return update_metrics(0, 0.0, BinStats())
-        run = self.mesh.host.run_blocking
-        config = self.data.config
-        bins = await run(
-            make_bins, batch.sequences, config.training.bin_tokens, step - 1, deadline_s=COMPUTE_S
-        )
-        gradient, stats = await self.gradients.total(step, bins, self.manifest)
-        factor = lr_factor(step - 1, config.budget.steps, config.optimizer)
-        norm = await run(self.learner.apply, gradient, stats.tokens, factor, deadline_s=COMPUTE_S)
-        return update_metrics(len(bins), norm, stats)
+    def _stale(self, group: Group) -> bool:
+        """Of its stored tokens, whatever its row in Redis says."""
+        return staleness(group, self.steps_done) > self.data.config.algorithm.max_staleness
 
     # -- staging and the commit ------------------------------------------------------------------
 
-    async def _stage(self, lineage: int, version: int, account: dict[str, Any]) -> tuple[str, str]:
-        """Weights and optimizer made durable under a checkpoint; (weights' manifest, its name)."""
-        state = await self.mesh.host.run_blocking(self.learner.state, deadline_s=COMPUTE_S)
-        weights = {
-            key.removeprefix(MODEL): value for key, value in state.items() if key.startswith(MODEL)
-        }
-        rest = {key: value for key, value in state.items() if not key.startswith(MODEL)}
-        staged, optimizer = await asyncio.gather(
-            stage(self.mesh, self.bulk, self.data.id, lineage, version, weights),
-            stage(self.mesh, self.bulk, self.data.id, lineage, version, rest),
-        )
-        request = Checkpoint(
-            job=self.data.id,
-            lineage=lineage,
-            step=version,
-            weights=staged,
-            optimizer=optimizer,
-            account=account,
-        )
-        store = self.mesh.ref(STORE)
-        saved = await patiently(self.mesh.clock, lambda: store.call(Weights.save, request))
-        return staged, saved.name
-
-    async def _commit(self, step: int, batch: Batch, metrics: dict[str, Any]) -> None:
-        account = await patiently(
-            self.mesh.clock,
-            lambda: steps.checkpoint_state(
-                self.mesh.state, self.data.id, batch.groups, batch.filtered
-            ),
-        )
-        weights, checkpoint = await self._stage(self.lineage, step, account)
-        record = {"bins": metrics["bins"], "seed": self.data.config.seed}
+    async def _commit(self, step: int, done: Stepped, metrics: dict[str, Any]) -> None:
+        self.enter("staging", step)
+        weights = await self.compute.weights()
+        manifest = await stage(self.mesh, self.bulk, self.data.id, self.lineage, step, weights)
+        if self.checkpoints.due(step):
+            self.enter("checkpointing", step)
+            account = await self._account(done.batch)
+            await self.checkpoints.begin(self.lineage, step, manifest, weights, account)
+            metrics["checkpoint_pause_s"] = self.checkpoints.pause_s
+        if step == self.data.config.budget.steps:
+            await self.checkpoints.settled(required=True)
+        self.enter("committing", step)
+        record = {"ranks": self.compute.ranks, "updates": done.updates}
         committed = await patiently(
             self.mesh.clock,
             lambda: steps.commit_step(
@@ -290,17 +233,26 @@ class TrainerCore(Actor):
                 self.mesh.token,
                 self.lineage,
                 step,
-                batch.groups,
-                batch.filtered,
-                weights,
-                checkpoint,
+                done.batch.groups,
+                done.batch.filtered,
+                manifest,
+                self.checkpoints.name,
                 metrics,
                 record,
-                covered=step,
+                covered=self.checkpoints.step,
             ),
         )
-        self.steps_done, self.manifest = committed.version, weights
+        self.steps_done, self.manifest = committed.version, manifest
+        self.enter("telling", step)
         await self._tell_engines()
+
+    async def _account(self, batch: Batch) -> dict[str, Any]:
+        return await patiently(
+            self.mesh.clock,
+            lambda: steps.checkpoint_state(
+                self.mesh.state, self.data.id, batch.groups, batch.filtered
+            ),
+        )
 
     async def _tell_engines(self) -> None:
         """A hint that there is a new version; an engine that misses it looks by itself."""
@@ -310,20 +262,3 @@ class TrainerCore(Actor):
                     await self.mesh.ref(entry.name).cast(Engine.look, Look("version"))
         except MeshError as error:
             self.mesh.telemetry.log.warning("hint", error=str(error))
-
-
-def update_metrics(bins: int, norm: float, stats: BinStats) -> dict[str, Any]:
-    """What a step's metrics say of its gradient; sums become means over the trained tokens."""
-    tokens = max(1, stats.tokens)
-    return {
-        "bins": bins,
-        "grad_norm": norm,
-        "loss": stats.loss_sum / tokens,
-        "entropy": stats.entropy_sum / tokens,
-        "clipped": stats.clipped / tokens,
-        "kl": stats.kl_sum / tokens,
-        "logprob_gap": stats.gap_max if stats.fresh_tokens else None,
-        "logprob_gap_mean": stats.gap_sum / max(1, stats.fresh_tokens),
-        "fresh_tokens": stats.fresh_tokens,
-        "model_tokens": stats.tokens,
-    }

@@ -1,55 +1,57 @@
-"""A step's gradient: the sum over its bins, computed by the core and by hybrids that lease some."""
+"""A step's gradient: the sum over its rounds, by the core and by hybrids that lease some."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from common.api.trainer import BinLease, BinResult
 from common.errors import BadMessage, DeadlineExceeded
 from common.mesh import Mesh
-from services.trainer.batching import Bin
-from services.trainer.bins import BinBoard
-from services.trainer.learner import BinStats, Learner, add
+from services.trainer.bins import RoundBoard
+from services.trainer.compute import Compute, Round
+from services.trainer.stats import BinStats
 
-COMPUTE_S = 3600.0  # deadline of one piece of arithmetic
-PATIENT_BINS = 5.0  # a leased bin may take this many times as long as bins take on average
-LEAST_BIN_S = 1.0
-LONGEST_HOLD_S = 10.0  # of a hybrid's question, while there is no bin
-
-Result = tuple[torch.Tensor, BinStats]
+PATIENT_ROUNDS = 5.0  # a leased round may take this many times as long as rounds take on average
+LEAST_ROUND_S = 1.0
+LONGEST_HOLD_S = 10.0  # of a hybrid's question, while there is no round
+LOOK_S = 5.0  # how long the core waits for rounds before it looks again
 
 
 class StepWork:
-    """The bins of the step that is being computed."""
+    """The rounds of the update that is being computed."""
 
-    def __init__(self, step: int, bins: list[Bin], manifest: str) -> None:
-        self.step, self.bins, self.manifest = step, bins, manifest
-        self.board: BinBoard[Result] = BinBoard(len(bins))
+    def __init__(self, step: int, manifest: str) -> None:
+        self.step, self.manifest = step, manifest
+        self.board = RoundBoard()
+        self.rounds: list[Round] = []
+        self.stats: dict[int, BinStats] = {}
 
 
 class Gradients:
-    """Offers the bins of one step at a time; `busy_s` says who spent how long on them."""
+    """Offers the rounds of one update at a time; `busy_s` says who spent how long on them."""
 
-    def __init__(self, mesh: Mesh, learner: Learner, gang: str, bin_deadline_s: float) -> None:
-        self._mesh, self._learner, self._gang = mesh, learner, gang
+    def __init__(self, mesh: Mesh, compute: Compute, gang: str, bin_deadline_s: float) -> None:
+        self._mesh, self._compute, self._gang = mesh, compute, gang
         self._bin_deadline_s = bin_deadline_s
         self.busy_s: dict[str, float] = {}  # by gang
         self._work: StepWork | None = None
-        self._offered = asyncio.Event()  # there may be a bin for a hybrid
-        self._progress = asyncio.Event()  # a result to look at
-        self._bin_s = 0.0  # moving average of a bin's time
+        self._offered = asyncio.Event()  # there may be a round for a hybrid
+        self._progress = asyncio.Event()  # something to look at for the core
+        self._round_s = 0.0  # moving average of a round's time
+
+    # -- hybrids ---------------------------------------------------------------------------------
 
     async def lease(self, gang: str, wait_s: float) -> BinLease | None:
-        """The next bin for a hybrid; None when none comes within `wait_s`."""
+        """The next round for a hybrid; None when none comes within `wait_s`."""
         clock = self._mesh.clock
         deadline = clock.monotonic() + min(wait_s, LONGEST_HOLD_S)
         while (lease := self._lease(gang)) is None and clock.monotonic() < deadline:
             self._offered.clear()
             try:
-                async with clock.timeout(max(0.001, deadline - clock.monotonic()), "a bin"):
+                async with clock.timeout(max(0.001, deadline - clock.monotonic()), "a round"):
                     await self._offered.wait()
             except DeadlineExceeded:
                 return None
@@ -57,9 +59,9 @@ class Gradients:
 
     def _lease(self, gang: str) -> BinLease | None:
         work = self._work
-        if work is None:
+        if work is None or not work.manifest:
             return None
-        patience_s = min(max(LEAST_BIN_S, PATIENT_BINS * self._bin_s), self._bin_deadline_s)
+        patience_s = min(max(LEAST_ROUND_S, PATIENT_ROUNDS * self._round_s), self._bin_deadline_s)
         index = work.board.lease(gang, self._mesh.clock.monotonic() + patience_s)
         if index is None:
             return None
@@ -69,62 +71,91 @@ class Gradients:
             epoch=self._mesh.incarnation,
             index=index,
             manifest=work.manifest,
-            arrays=work.bins[index].to_arrays(),
+            bins=[bin.to_arrays() for bin in work.rounds[index]],
         )
 
-    def done(self, result: BinResult) -> bool:
+    def released(self, gang: str) -> None:
+        """A hybrid is gone: what it had is anybody's."""
+        if self._work is not None and self._work.board.release(gang):
+            self._offered.set()
+            self._progress.set()
+
+    async def done(self, result: BinResult) -> bool:
         """Counts a hybrid's result; False when the step has moved on or another came first."""
         work = self._work
-        if work is None or (result.step, result.epoch) != (work.step, self._mesh.incarnation):
+        key = result.step, result.epoch, result.manifest
+        if work is None or key != (work.step, self._mesh.incarnation, work.manifest):
             return False
-        if result.gradient.shape != (self._learner.size,) or result.gradient.dtype != np.float32:
+        if result.gradient.shape != (self._compute.size,) or result.gradient.dtype != np.float32:
             raise BadMessage(
-                f"a gradient of {result.gradient.shape} for a model of {self._learner.size}"
+                f"a gradient of {result.gradient.shape} for a model of {self._compute.size}"
             )
-        gradient = torch.from_numpy(np.array(result.gradient))
-        counted = work.board.done(result.index, (gradient, BinStats(**result.stats)))
+        stats = BinStats(**result.stats)
+        counted = work.board.done(result.index)
+        if counted:
+            work.stats[result.index] = stats
+            await self._compute.keep(result.index, result.gradient)
         self._spent(result.gang, result.busy_s)
         self._progress.set()
         return counted
 
-    async def total(self, step: int, bins: list[Bin], manifest: str) -> Result:
-        """Sum over the bins, in their order, by whoever computed each with `manifest`'s weights."""
-        work = self._work = StepWork(step, bins, manifest)
+    # -- the core --------------------------------------------------------------------------------
+
+    async def begin(self, step: int, manifest: str) -> None:
+        """An update's rounds are offered from now on, to be computed with `manifest`'s weights."""
+        await self._compute.begin()
+        self._work = StepWork(step, manifest)
+
+    def offer(self, rounds: Sequence[Round]) -> None:
+        work = self._at_work()
+        work.rounds += rounds
+        work.board.grow(len(rounds))
         self._offered.set()
+        self._progress.set()
+
+    def close(self) -> None:
+        """No more rounds will come."""
+        self._at_work().board.closed = True
+        self._progress.set()
+
+    async def run(self) -> BinStats:
+        """Computes what hybrids do not, until all rounds of the closed board are there."""
+        work = self._at_work()
         try:
             while not work.board.complete:
+                self._progress.clear()
                 index = work.board.take(self._mesh.clock.monotonic())
                 if index is None:
                     await self._others(work)
                 else:
-                    work.board.done(index, await self._own(bins[index]))
+                    await self._own(work, index)
         finally:
             self._work = None
-        results = work.board.in_order()
-        return await self._mesh.host.run_blocking(add, results, deadline_s=COMPUTE_S)
+        return sum((work.stats[i] for i in range(work.board.count)), BinStats())
 
-    async def _own(self, bin: Bin) -> Result:
+    def _at_work(self) -> StepWork:
+        assert self._work is not None, "no update has begun"
+        return self._work
+
+    async def _own(self, work: StepWork, index: int) -> None:
         began = self._mesh.clock.monotonic()
-        result = await self._mesh.host.run_blocking(
-            self._learner.gradient, bin, deadline_s=COMPUTE_S
-        )
+        stats = await self._compute.compute(index, work.rounds[index])
         took = self._mesh.clock.monotonic() - began
-        self._bin_s = took if not self._bin_s else 0.8 * self._bin_s + 0.2 * took
+        self._round_s = took if not self._round_s else 0.8 * self._round_s + 0.2 * took
         self._spent(self._gang, took)
-        return result
+        if work.board.done(index):
+            work.stats[index] = stats
 
     def _spent(self, gang: str, seconds: float) -> None:
         self.busy_s[gang] = self.busy_s.get(gang, 0.0) + seconds
 
     async def _others(self, work: StepWork) -> None:
-        """Until a hybrid's result comes or its lease runs out."""
-        self._progress.clear()
+        """Until a round or a result comes, or a hybrid's lease runs out."""
         expiry = work.board.next_expiry()
-        if work.board.complete or expiry is None:
-            return
-        left_s = max(0.01, expiry - self._mesh.clock.monotonic())
+        now = self._mesh.clock.monotonic()
+        left_s = LOOK_S if expiry is None else min(LOOK_S, max(0.01, expiry - now))
         try:
-            async with self._mesh.clock.timeout(left_s, "a hybrid's bin"):
+            async with self._mesh.clock.timeout(left_s, "rounds"):
                 await self._progress.wait()
         except DeadlineExceeded:
             return

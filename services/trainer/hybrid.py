@@ -74,9 +74,9 @@ class Hybrid(Actor):
             await self.mesh.host.run_blocking(load, weights, deadline_s=COMPUTE_S)
             self._manifest = lease.manifest
         began = clock.monotonic()
-        arrays = {name: array.copy() for name, array in lease.arrays.items()}
+        bins = [Bin.from_arrays(arrays) for arrays in lease.bins]
         gradient, stats = await self.mesh.host.run_blocking(
-            self.learner.gradient, Bin.from_arrays(arrays), deadline_s=COMPUTE_S
+            self.learner.round_gradient, bins, deadline_s=COMPUTE_S
         )
         took = clock.monotonic() - began
         self.bins += 1
@@ -87,6 +87,7 @@ class Hybrid(Actor):
             version=lease.version,
             epoch=lease.epoch,
             index=lease.index,
+            manifest=lease.manifest,
             gradient=gradient.numpy(),
             stats=asdict(stats),
             busy_s=took,

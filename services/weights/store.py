@@ -5,6 +5,7 @@ to keep of them.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from common.actor import Actor, call
 from common.api.weights import Checkpoint, Fetch, Load, Manifest, Saved, Stage, Staged, Weights
 from common.blob import pack, unpack
 from common.bulk import ChunkStore
+from common.checkpoints import checkpoint_name
 from common.errors import MeshError, NotFound, Refused
 from common.mesh import Mesh
 from common.state import groups, jobs
@@ -78,16 +80,14 @@ class WeightStore(Actor):
         """Writes a checkpoint's manifest; it counts once a step commit names it."""
         # Whoever writes it: a trainer that was replaced, and wakes, must not write over what its
         # successor has committed, so the name tells the weights too.
-        name = f"step-{request.lineage:03d}-{request.step:06d}-{request.weights[:8]}"
-        for digest in (request.weights, request.optimizer):
-            await self._keep(digest)
+        name = checkpoint_name(request.lineage, request.step, request.weights)
+        await self._keep(request.weights)
         path = await self._checkpoint_path(request.job, name)
         document = {
             "job": request.job,
             "lineage": request.lineage,
             "step": request.step,
             "weights": request.weights,
-            "optimizer": request.optimizer,
             "account": request.account,
         }
         content = json.dumps(document, indent=1).encode()
@@ -147,10 +147,12 @@ class WeightStore(Actor):
         live = {row.manifest} if row.manifest else set()
         for name in expired(names, row.checkpoint, keep):
             (directory / f"{name}.json").unlink(missing_ok=True)
+            remove = self.mesh.host.run_blocking
+            await remove(shutil.rmtree, directory / name, True, deadline_s=IO_S)
             names.remove(name)
         for name in names:
             checkpoint = await self.load(Load(row.id, name))
-            live |= {checkpoint.weights, checkpoint.optimizer}
+            live.add(checkpoint.weights)
         for digest in list(live):
             live |= {t.chunk for t in (await self._manifest(digest)).tensors}
         return live

@@ -244,7 +244,7 @@ class World:
             assert row is not None
             step = row.version + 1
             leased = await groups.lease_groups(self.state, JOB, mesh.name, mesh.token, step)
-            if isinstance(leased, groups.Waiting):
+            if leased.waiting is not None:
                 await self.clock.sleep(0.5)
                 continue
             training = sum(

@@ -1,5 +1,6 @@
 -- uses: groups
--- The oldest ready groups for one step; the same ones again for the same trainer and step.
+-- The oldest ready groups for one step, as many as there are: the same ones again for the same
+-- trainer and step, and more, until the step has all that it takes.
 if not holds(a.trainer, a.token) then return fenced(a.trainer) end
 local job = hash(JOB .. ':job')
 local version, staleness = tonumber(job.version), tonumber(job.max_staleness)
@@ -18,53 +19,49 @@ for _, group in ipairs(redis.call('ZRANGE', index('leased'), 0, -1)) do
 end
 
 local chosen = redis.call('ZRANGE', index('leased'), 0, -1)
-local mine = #chosen
+
+-- A slow group may be passed over, so that the tail stalls nobody, but only so often, so that short
+-- ones are not favoured for long: then its place in the step is kept for it.
+local kept, awaited = 0, nil
+for _, group in ipairs(redis.call('ZRANGE', index('open'), 0, -1)) do
+  if #chosen + kept == wanted then break end
+  if tonumber(redis.call('HGET', group_key(group), 'passed')) >= staleness then
+    kept = kept + 1
+    awaited = awaited or group
+  end
+end
+
 local stale = {}
-if mine < wanted then
-  for _, group in ipairs(redis.call('ZRANGE', index('ready'), 0, -1)) do
-    if #chosen == wanted then break end
-    local row = redis.call('HMGET', group_key(group), 'min_version', 'prompt', 'samples', 'passed')
-    if version - tonumber(row[1]) > staleness then
-      give_back(group, {state = 'ready', prompt = row[2], passed = row[4]}, true)
-      count('stale_requeued', tonumber(row[3]))
-      stale[#stale + 1] = {group = tonumber(group), prompt = tonumber(row[2]),
-        samples = tonumber(row[3]), min_version = tonumber(row[1])}
-    else
-      chosen[#chosen + 1] = group
-    end
+for _, group in ipairs(redis.call('ZRANGE', index('ready'), 0, -1)) do
+  if #chosen + kept == wanted then break end
+  local row = redis.call('HMGET', group_key(group), 'min_version', 'prompt', 'samples', 'passed')
+  if version - tonumber(row[1]) > staleness then
+    give_back(group, {state = 'ready', prompt = row[2], passed = row[4]}, true)
+    count('stale_requeued', tonumber(row[3]))
+    stale[#stale + 1] = {group = tonumber(group), prompt = tonumber(row[2]),
+      samples = tonumber(row[3]), min_version = tonumber(row[1])}
+  else
+    move(group, 'ready', 'leased')
+    redis.call('HSET', group_key(group), 'trainer', a.trainer, 'trainer_token', a.token,
+      'step', a.step)
+    chosen[#chosen + 1] = group
   end
 end
 if #stale > 0 then event('stale', {job = a.job, version = version, groups = stale}) end
 
-local open = redis.call('ZRANGE', index('open'), 0, 0)
-if #chosen < wanted then
-  local reason, on = #chosen .. ' of ' .. wanted .. ' groups are ready', ''
-  if open[1] then
-    on = redis.call('HGET', group_key(open[1]), 'shard')
-    reason = reason .. ', group ' .. open[1] .. ' of ' .. on .. ' is the oldest that is open'
-  end
-  return cjson.encode({waiting = reason, on = on})
-end
-
--- A slow group may be passed over, so that the tail stalls nobody, but only so often, so that short
--- ones are not favoured for long.
 table.sort(chosen, function(x, y) return tonumber(x) < tonumber(y) end)
-if mine < wanted then
-  local newest = chosen[wanted]
-  for _, group in ipairs(redis.call('ZRANGEBYSCORE', index('open'), '-inf', '(' .. newest)) do
-    local row = redis.call('HMGET', group_key(group), 'passed', 'shard')
-    if tonumber(row[1]) >= staleness then
-      return cjson.encode({waiting = 'group ' .. group .. ' of ' .. row[2], on = row[2]})
-    end
-  end
-end
-
 local rows = {}
 for n, group in ipairs(chosen) do
-  move(group, redis.call('HGET', group_key(group), 'state'), 'leased')
-  redis.call('HSET', group_key(group), 'trainer', a.trainer, 'trainer_token', a.token,
-    'step', a.step)
   rows[n] = hash(group_key(group))
   rows[n].group = tonumber(group)
 end
-return cjson.encode({groups = rows})
+if #chosen == wanted then return cjson.encode({groups = rows}) end
+
+local oldest = awaited or redis.call('ZRANGE', index('open'), 0, 0)[1]
+local reason, on = #chosen .. ' of ' .. wanted .. ' groups are ready', ''
+if oldest then
+  on = redis.call('HGET', group_key(oldest), 'shard')
+  reason = reason .. ', group ' .. oldest .. ' of ' .. on
+  reason = reason .. (awaited and ' is waited for' or ' is the oldest that is open')
+end
+return cjson.encode({groups = rows, waiting = reason, on = on})

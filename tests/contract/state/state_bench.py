@@ -144,7 +144,9 @@ class Seats:
         )
 
     async def lease(self, step: int) -> groups.Leased | groups.Waiting:
-        return await groups.lease_groups(self.state, JOB, TRAINER, self.trainer, step)
+        """All that the step takes, or what it waits for."""
+        leased = await groups.lease_groups(self.state, JOB, TRAINER, self.trainer, step)
+        return leased.waiting or leased
 
     async def leased(self, step: int) -> list[int]:
         answer = await self.lease(step)

@@ -262,8 +262,8 @@ async def test_a_slow_group_is_passed_over_so_often_and_then_waited_for(bench: B
         await seats.step(step)
     [after] = [g for g in await seats.admit() if g.group == 3]
     await seats.finish(after)
-    waiting = await seats.lease(3)
-    assert waiting == Waiting(f"group {slow.group} of {SHARD}", SHARD)
+    reason = f"0 of 1 groups are ready, group {slow.group} of {SHARD} is waited for"
+    assert await seats.lease(3) == Waiting(reason, SHARD)
     await seats.finish(slow)
     assert await seats.leased(3) == [slow.group]
 
@@ -279,7 +279,8 @@ async def test_a_requeued_prompt_is_not_passed_over_for_longer(bench: Bench) -> 
     successor, younger = await seats.admit()
     assert successor.prompt == slow.prompt
     await seats.finish(younger)
-    assert await seats.lease(2) == Waiting(f"group {successor.group} of {SHARD}", SHARD)
+    reason = f"0 of 1 groups are ready, group {successor.group} of {SHARD} is waited for"
+    assert await seats.lease(2) == Waiting(reason, SHARD)
 
 
 async def test_with_no_staleness_a_step_waits_for_every_older_group(bench: Bench) -> None:
@@ -289,6 +290,17 @@ async def test_with_no_staleness_a_step_waits_for_every_older_group(bench: Bench
     await seats.finish(opened[1])
     assert isinstance(await seats.lease(1), Waiting)
     await seats.finish(opened[0])
+    assert await seats.leased(1) == [0, 1]
+
+
+async def test_groups_are_leased_as_they_become_ready(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=2)
+    opened = await seats.admit()
+    await seats.finish(opened[1])
+    part = await groups.lease_groups(bench.state, JOB, TRAINER, seats.trainer, 1)
+    assert [row.group for row in part.groups] == [1] and part.waiting is not None
+    await seats.finish(opened[0])
+    await seats.finish(opened[2])
     assert await seats.leased(1) == [0, 1]
 
 

@@ -1,5 +1,7 @@
 """Bins: what lies where, and what of it is trained."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,17 +18,18 @@ def sequence(length, seed=0, version=0):
         logprobs=random.normal(size=length).astype(np.float32),
         mask=random.random(length) < 0.5,
         versions=np.full(length, version, np.int32),
-        advantage=float(random.normal()),
+        advantages=random.normal(size=length).astype(np.float32),
+        extras={"reference": random.normal(size=length).astype(np.float32)},
     )
 
 
 def unpacked(bins):
     """Every sequence's places, in no particular order, as tuples of arrays."""
     for bin in bins:
-        for row in range(bin.shape[0]):
-            for segment in range(bin.segments[row].max() + 1):
-                where = bin.segments[row] == segment
-                yield {name: array[row, where] for name, array in bin.to_arrays().items()}
+        for start, end in itertools.pairwise(bin.starts):
+            arrays = bin.to_arrays()
+            del arrays["starts"]
+            yield {name: array[start:end] for name, array in arrays.items()}
 
 
 @given(st.lists(st.integers(2, 320), min_size=1, max_size=40), st.integers(320, 2560))
@@ -42,13 +45,8 @@ def test_every_sequence_is_in_the_bins_once_and_whole(lengths, budget):
         assert (part["positions"] == np.arange(len(one.tokens) - 1)).all()
         assert (part["mask"] == one.mask[1:]).all()
         assert (part["behaviour"] == one.logprobs[1:]).all()
-        assert (part["advantage"] == np.float32(one.advantage)).all()
-
-
-def test_padding_carries_no_loss():
-    for bin in make_bins([sequence(50), sequence(70)], 2560):
-        padding = bin.segments == -1
-        assert padding.any() and not bin.mask[padding].any() and not bin.fresh[padding].any()
+        assert (part["advantage"] == one.advantages[1:]).all()
+        assert (part["extra.reference"] == one.extras["reference"][1:]).all()
 
 
 def test_tokens_are_fresh_while_all_before_them_is_of_the_trained_version():
@@ -83,13 +81,14 @@ def test_arrays_that_are_no_bin_are_refused():
         {k: v for k, v in arrays.items() if k != "mask"},
         arrays | {"more": arrays["mask"]},
         arrays | {"tokens": arrays["tokens"].astype(np.int64)},
-        arrays | {"behaviour": arrays["behaviour"][:, :-1]},
-        {name: array[0] for name, array in arrays.items()},
+        arrays | {"behaviour": arrays["behaviour"][:-1]},
+        arrays | {"starts": arrays["starts"][::-1]},
+        {name: array[None] for name, array in arrays.items()},
     ):
         with pytest.raises(BadMessage, match="bin"):
             Bin.from_arrays(wrong)
 
 
 def test_a_sequence_without_anything_to_predict_is_refused():
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(ValueError, match="fewer than two tokens"):
         make_bins([sequence(1)], 2560)

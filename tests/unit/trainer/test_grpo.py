@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from common.config import AlgorithmConfig
 from common.errors import ConfigError
 from services.trainer.algorithms import algorithm, grpo
+from services.trainer.algorithms.terms import Terms
 
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
 
@@ -39,11 +40,16 @@ tokens = st.tuples(
 ).filter(away_from_corners)
 
 
+def terms(logprobs, behaviour, advantage):
+    one = torch.zeros(len(logprobs), dtype=torch.int64)
+    return Terms(logprobs, behaviour, logprobs.detach(), advantage, one, 1)
+
+
 @given(st.lists(tokens, min_size=1, max_size=40))
 def test_loss_and_gradient_are_those_of_the_clipped_objective(sampled):
     logprobs, behaviour, advantage = torch.tensor(sampled, dtype=torch.float64).T
     logprobs.requires_grad_()
-    losses = grpo.token_loss(logprobs, behaviour, advantage, CONFIG)
+    losses = grpo.token_loss(terms(logprobs, behaviour, advantage), CONFIG)
     losses.sum().backward()
     expected = [plain_loss(*token) for token in sampled]
     assert losses.tolist() == pytest.approx([loss for loss, _ in expected], rel=1e-9)
@@ -52,7 +58,8 @@ def test_loss_and_gradient_are_those_of_the_clipped_objective(sampled):
 
 def test_on_policy_tokens_have_the_policy_gradient():
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    grpo.token_loss(logprobs, logprobs.detach(), torch.tensor([1.5, -0.5]), CONFIG).sum().backward()
+    made = terms(logprobs, logprobs.detach(), torch.tensor([1.5, -0.5]))
+    grpo.token_loss(made, CONFIG).sum().backward()
     assert logprobs.grad.tolist() == [-1.5, 0.5]
 
 

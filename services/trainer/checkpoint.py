@@ -1,0 +1,59 @@
+"""What a step depends on beside the weights, as files: `torch.distributed.checkpoint` in
+safetensors, so that one number of ranks can load what another wrote, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+
+
+def save_state(
+    path: Path, state: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Writes tensors, or each rank's shards of them, below `path`; every rank of `group` calls it.
+    Without a group, one process does.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    with _alone_is_fine():
+        dcp.save(dict(state), storage_writer=writer, process_group=group, no_dist=group is None)
+    for file in [*path.iterdir(), path]:
+        _sync(file)
+
+
+def load_state(
+    path: Path, state: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Fills the tensors of `state` in place from what any number of ranks wrote."""
+    reader = HuggingFaceStorageReader(str(path))
+    with _alone_is_fine():
+        dcp.load(dict(state), storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextlib.contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """torch warns whoever saves without a process group, which is what one process does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _sync(path: Path) -> None:
+    """Onto the disk: a step commit will name it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

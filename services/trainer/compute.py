@@ -1,0 +1,128 @@
+"""Where a core's arithmetic runs: in this process, or on a gang of ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.mesh import Mesh
+from services.trainer import checkpoint
+from services.trainer.batching import Bin
+from services.trainer.learner import Learner
+from services.trainer.stats import BinStats
+
+COMPUTE_S = 3600.0  # deadline of one piece of arithmetic
+SAVE_S = 3600.0
+
+Round = Sequence[Bin]  # one for each rank
+
+
+class Compute(Protocol):
+    """Gradients of rounds are kept, by index, until `apply` adds them up in that order."""
+
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def size(self) -> int:
+        """Numbers in a flat gradient."""
+
+    async def begin(self) -> None:
+        """A step begins, or begins again: gradients that are kept are forgotten."""
+
+    async def compute(self, index: int, round: Round) -> BinStats:
+        """Computes and keeps the gradient sum of a round's bins."""
+
+    async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
+        """Keeps what a hybrid computed of a round: flat, in the order of the parameters."""
+
+    async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
+        """One optimizer step from the kept rounds 0 .. rounds - 1; the norm before clipping."""
+
+    async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
+        """`logprobs` or `values` at each place of each bin, 0 where nothing is trained."""
+
+    async def weights(self) -> dict[str, Tensor]:
+        """The whole model's float32 master weights, by name; copies."""
+
+    async def snapshot(self) -> Any:
+        """What `write` takes: all that the next step depends on beside the weights; copies."""
+
+    async def write(self, snapshot: Any, path: Path) -> None:
+        """Makes a snapshot durable in the directory `path`, while training goes on."""
+
+    async def restore(self, path: Path, weights: dict[str, Tensor]) -> None:
+        """Goes on from what was written, on as many ranks as there are now."""
+
+
+class LocalCompute:
+    """One process, one learner."""
+
+    ranks = 1
+
+    def __init__(self, mesh: Mesh, learner: Learner) -> None:
+        self._mesh, self.learner = mesh, learner
+        self.size = learner.size
+        self._sum: Tensor | None = None
+        self._added = 0  # rounds that are in the sum
+        self._kept: dict[int, Tensor] = {}  # those that came before their turn
+        self._busy = asyncio.Lock()  # one piece of arithmetic at a time
+
+    async def begin(self) -> None:
+        self._sum, self._added = None, 0
+        self._kept.clear()
+
+    async def compute(self, index: int, round: Round) -> BinStats:
+        (bin,) = round
+        async with self._busy:
+            gradient, stats = await self._run(self.learner.gradient, bin)
+        self._add(index, gradient)
+        return stats
+
+    async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
+        self._add(index, torch.from_numpy(np.array(gradient)))
+
+    def _add(self, index: int, gradient: Tensor) -> None:
+        """In the order of rounds, because float addition has one."""
+        self._kept[index] = gradient
+        while (following := self._kept.pop(self._added, None)) is not None:
+            self._sum = following if self._sum is None else self._sum.add_(following)
+            self._added += 1
+
+    async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
+        if self._sum is None or self._added != rounds:
+            raise ValueError(f"{self._added} of {rounds} rounds are there")
+        async with self._busy:
+            norm: float = await self._run(self.learner.apply, self._sum, denominator, lr_factor)
+        await self.begin()
+        return norm
+
+    async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
+        async with self._busy:
+            return [await self._run(self.learner.score, bin, what) for bin in bins]
+
+    async def weights(self) -> dict[str, Tensor]:
+        async with self._busy:
+            copied: dict[str, Tensor] = await self._run(self.learner.copied_weights)
+            return copied
+
+    async def snapshot(self) -> dict[str, Tensor]:
+        async with self._busy:
+            copied: dict[str, Tensor] = await self._run(self.learner.optimizer_state)
+            return copied
+
+    async def write(self, snapshot: dict[str, Tensor], path: Path) -> None:
+        await self._mesh.host.run_blocking(checkpoint.save_state, path, snapshot, deadline_s=SAVE_S)
+
+    async def restore(self, path: Path, weights: dict[str, Tensor]) -> None:
+        async with self._busy:
+            await self._run(self.learner.restore, path, weights)
+
+    async def _run(self, work: Any, *args: Any) -> Any:
+        return await self._mesh.host.run_blocking(work, *args, deadline_s=COMPUTE_S)

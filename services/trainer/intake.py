@@ -1,0 +1,85 @@
+"""The groups of a step, leased as they become ready, with their bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from common.api.weights import Group
+from common.blob import unpack
+from common.bulk import BulkClient
+from common.errors import BadMessage, NotFound
+from common.mesh import Mesh
+from common.patience import patiently
+from common.state import groups
+from common.store import get
+
+POLL_S = 0.03  # how often ready groups are looked for
+
+
+class Intake:
+    def __init__(self, mesh: Mesh, bulk: BulkClient, job: str) -> None:
+        self._mesh, self._bulk, self._job = mesh, bulk, job
+        self.waited_s = 0.0  # for groups, over all steps
+
+    async def groups(self, step: int, stale: Callable[[Group], bool]) -> AsyncIterator[Group]:
+        """Each group of the step once, as soon as it may train.
+
+        One whose bytes are gone or garbled, or whose tokens are staler than its row says, goes
+        back, and another takes its place.
+        """
+        given: set[int] = set()
+        while True:
+            leased = await self._lease(step, given)
+            fresh = [row for row in leased.groups if row.group not in given]
+            for row, group in zip(fresh, await self.contents(fresh), strict=True):
+                if group is None:
+                    await self._give_back(row, "poisoned")
+                elif stale(group):
+                    await self._give_back(row, "stale")
+                else:
+                    given.add(row.group)
+                    yield group
+            if leased.waiting is None and len(given) == len(leased.groups):
+                return
+
+    async def contents(self, rows: Sequence[groups.GroupRow]) -> list[Group | None]:
+        return list(await asyncio.gather(*(self._content(row) for row in rows)))
+
+    async def _lease(self, step: int, given: set[int]) -> groups.Leased:
+        """With what is new since `given`, or complete."""
+        began = self._mesh.clock.monotonic()
+        answer = await self._try_lease(step)
+        if answer.waiting is not None and len(answer.groups) == len(given):
+            with self._mesh.wait("ready groups", on=answer.waiting.on or "rollout/0"):
+                while answer.waiting is not None and len(answer.groups) == len(given):
+                    await self._mesh.clock.sleep(POLL_S)
+                    answer = await self._try_lease(step)
+        self.waited_s += self._mesh.clock.monotonic() - began
+        return answer
+
+    async def _try_lease(self, step: int) -> groups.Leased:
+        mesh = self._mesh
+        return await patiently(
+            mesh.clock,
+            lambda: groups.lease_groups(mesh.state, self._job, mesh.name, mesh.token, step),
+        )
+
+    async def _give_back(self, row: groups.GroupRow, reason: str) -> None:
+        mesh = self._mesh
+        mesh.telemetry.log.error("group given back", group=row.group, reason=reason)
+        operation = f"{reason}-{row.group}"
+        await patiently(
+            mesh.clock,
+            lambda: groups.group_requeued(
+                mesh.state, self._job, mesh.name, mesh.token, row.group, reason, operation
+            ),
+        )
+
+    async def _content(self, row: groups.GroupRow) -> Group | None:
+        try:
+            content = await get(self._mesh, self._bulk, row.digest, f"group {row.group}")
+            return unpack(Group, content)
+        except (NotFound, BadMessage) as error:
+            self._mesh.telemetry.log.error("group", group=row.group, error=str(error))
+            return None

@@ -1,0 +1,180 @@
+"""One step's arithmetic: from groups as they come to the optimizer's updates, and the record that a
+replay repeats it from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.api.weights import Group
+from common.config import JobConfig
+from common.mesh import Mesh
+from services.trainer.algorithms import algorithm, passes
+from services.trainer.algorithms.aggregation import denominator
+from services.trainer.batch import Batch
+from services.trainer.batching import Bin, Sequence, fill, packed
+from services.trainer.compute import COMPUTE_S, Compute
+from services.trainer.gradients import Gradients
+from services.trainer.optimizers import lr_factor
+from services.trainer.rounds import RoundMaker, RoundPlan, planned
+from services.trainer.stats import BinStats
+
+Phase = Callable[[str], None]
+
+
+@dataclass
+class Stepped:
+    """What a step did."""
+
+    batch: Batch
+    stats: BinStats = field(default_factory=BinStats)
+    norm: float = 0.0  # of the gradient, before clipping; of the last update
+    bins: int = 0
+    updates: list[RoundPlan] = field(default_factory=list)
+
+
+class Step:
+    """Step `number` turns version number - 1 into version number; `manifest` names the former."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: JobConfig,
+        compute: Compute,
+        gradients: Gradients,
+        number: int,
+        manifest: str,
+    ) -> None:
+        self._mesh, self._config = mesh, config
+        self._compute, self._gradients = compute, gradients
+        self._number, self._manifest = number, manifest
+        self._version = number - 1
+        self._algorithm = algorithm(config.algorithm.name)
+        self._factor = lr_factor(self._version, config.budget.steps, config.optimizer)
+        self.done = Stepped(Batch(self._version, config))
+
+    async def run(self, groups: AsyncIterator[Group]) -> Stepped:
+        """Trains on groups in the order in which they come."""
+        if self._streams:
+            await self._streamed(groups)
+        else:
+            arrived = [group async for group in groups]
+            for sequences in await self._minibatches(arrived):
+                maker = self._maker()
+                rounds = await self._run(_all_rounds, maker, sequences)
+                await self._update(rounds, maker.plan, sequences)
+        return self.done
+
+    async def replay(self, groups: list[Group], updates: list[RoundPlan]) -> Stepped:
+        """Repeats what `updates` tells of the same groups."""
+        minibatches = await self._minibatches(groups)
+        sequences = {(s.group, s.member): s for minibatch in minibatches for s in minibatch}
+        for plan in updates:
+            rounds = await self._run(planned, plan, sequences, self._version)
+            members = [sequences[m] for one in plan for bin in one for m in map(tuple, bin)]
+            await self._update(rounds, plan, members)
+        return self.done
+
+    @property
+    def _streams(self) -> bool:
+        """Whether bins may be computed before all groups are there."""
+        config = self._config
+        whole = self._algorithm.prepare or passes(config.algorithm) or config.algorithm.updates > 1
+        return not whole and not config.training.deterministic
+
+    def _maker(self) -> RoundMaker:
+        budget = self._config.training.bin_tokens
+        return RoundMaker(budget, self._compute.ranks, self._version)
+
+    async def _streamed(self, groups: AsyncIterator[Group]) -> None:
+        maker, trained = self._maker(), []
+        await self._gradients.begin(self._number, self._manifest)
+
+        async def feed() -> None:
+            async for group in groups:
+                sequences = await self._run(self.done.batch.add, group)
+                trained.extend(sequences)
+                self._gradients.offer(await self._run(maker.add, sequences))
+            self._gradients.offer(await self._run(maker.flush))
+            self._gradients.close()
+
+        stats = await both(feed(), self._gradients.run())
+        await self._apply(stats, maker.plan, trained)
+
+    async def _minibatches(self, groups: list[Group]) -> list[list[Sequence]]:
+        """The sequences of each update, after all groups have come."""
+        groups = sorted(groups, key=lambda group: group.group)
+        by_group = [await self._run(self.done.batch.add, group) for group in groups]
+        await self._prepare([sequence for one in by_group for sequence in one])
+        updates = min(self._config.algorithm.updates, len(by_group)) or 1
+        share = -(-len(by_group) // updates)
+        parts = [by_group[i : i + share] for i in range(0, len(by_group), share)]
+        return [sequences for part in parts if (sequences := [s for one in part for s in one])]
+
+    async def _prepare(self, sequences: list[Sequence]) -> None:
+        """What is scored with the step's first weights, and the advantages that follow from it."""
+        for name in passes(self._config.algorithm):
+            members = packed(sequences, self._config.training.bin_tokens)
+            bins = [fill(one, self._version) for one in members]
+            what = "values" if name == "values" else "logprobs"
+            for one, scores in zip(members, await self._compute.score(bins, what), strict=True):
+                _spread(name, one, scores)
+        if self._algorithm.prepare is not None:
+            await self._run(self._algorithm.prepare, sequences, self._config.algorithm)
+
+    async def _update(
+        self, rounds: list[list[Bin]], plan: RoundPlan, sequences: list[Sequence]
+    ) -> None:
+        first = not self.done.updates
+        # Weights between two updates of a step are nowhere but here: hybrids have no part in them.
+        await self._gradients.begin(self._number, self._manifest if first else "")
+        self._gradients.offer(rounds)
+        self._gradients.close()
+        await self._apply(await self._gradients.run(), plan, sequences)
+
+    async def _apply(self, stats: BinStats, plan: RoundPlan, sequences: list[Sequence]) -> None:
+        if not plan:
+            return
+        divisor = denominator(sequences, self._config)
+        self.done.norm = await self._compute.apply(len(plan), divisor, self._factor)
+        self.done.stats += stats
+        self.done.bins += sum(bool(bin) for one in plan for bin in one)
+        self.done.updates.append(plan)
+
+    async def _run(self, work: Any, *args: Any) -> Any:
+        return await self._mesh.host.run_blocking(work, *args, deadline_s=COMPUTE_S)
+
+
+def _all_rounds(maker: RoundMaker, sequences: Iterable[Sequence]) -> list[list[Bin]]:
+    return maker.add(list(sequences)) + maker.flush()
+
+
+def _spread(name: str, sequences: list[Sequence], scores: NDArray[np.float32]) -> None:
+    """Of a bin's places, to the tokens after them."""
+    start = 0
+    for sequence in sequences:
+        values = np.zeros(len(sequence.tokens), np.float32)
+        values[1:] = scores[start : start + sequence.places]
+        sequence.extras[name] = values
+        start += sequence.places
+
+
+async def both(feeding: Awaitable[None], computing: Awaitable[BinStats]) -> BinStats:
+    """Both at once; when one fails the other ends, and the error is what it was."""
+    tasks = asyncio.ensure_future(feeding), asyncio.ensure_future(computing)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+        return await tasks[1]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
