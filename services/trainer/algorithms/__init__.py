@@ -1,37 +1,31 @@
-"""Algorithms by name: a module with two hooks, `advantages` and `token_loss`."""
+"""Algorithms by name: each a file with two hooks that says how it differs from its neighbours."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-
 from common.config import AlgorithmConfig
 from common.errors import ConfigError
-from services.trainer.algorithms import grpo
+from services.trainer.algorithms import (
+    cispo,
+    dapo,
+    distill,
+    dr_grpo,
+    grpo,
+    gspo,
+    ppo,
+    reinforce_pp,
+    rloo,
+    sft,
+)
+from services.trainer.algorithms.hooks import Algorithm
 
-
-class Algorithm(Protocol):
-    """What a module in this package offers."""
-
-    def advantages(
-        self, rewards: NDArray[np.floating], config: AlgorithmConfig
-    ) -> NDArray[np.float64] | None:
-        """One per trajectory of a group, or None if the group has nothing to teach."""
-
-    def token_loss(
-        self, logprobs: Tensor, behaviour: Tensor, advantage: Tensor, config: AlgorithmConfig
-    ) -> Tensor:
-        """Loss of each token, to be summed; all arguments have one shape."""
-
-
-ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo}
+MODULES = (grpo, dr_grpo, dapo, rloo, reinforce_pp, gspo, cispo, ppo, sft, distill)
+ALGORITHMS: dict[str, Algorithm] = {
+    module.__name__.rpartition(".")[2]: module.ALGORITHM for module in MODULES
+}
 
 
 def algorithm(name: str) -> Algorithm:
-    """The module of that name; ConfigError if there is none."""
+    """The algorithm of that name; ConfigError if there is none."""
     if name not in ALGORITHMS:
         raise ConfigError(
             f"unknown algorithm {name!r}",
@@ -39,3 +33,18 @@ def algorithm(name: str) -> Algorithm:
             fix=f"use one of {', '.join(sorted(ALGORITHMS))}",
         )
     return ALGORITHMS[name]
+
+
+def passes(config: AlgorithmConfig) -> tuple[str, ...]:
+    """Extras that a step scores with its first weights, before any gradient of it.
+
+    With one update the proximal policy is the one that is trained, and costs nothing.
+    """
+    values = ("values",) if algorithm(config.name).critic else ()
+    decoupled = config.correction != "none" and config.updates > 1
+    return (*values, "proximal") if decoupled else values
+
+
+def refills(config: AlgorithmConfig) -> bool:
+    """Whether groups that are filtered are replaced by others."""
+    return config.refill_filtered or algorithm(config.name).refill

@@ -1,0 +1,26 @@
+"""CISPO (MiniMax 2025, arXiv 2506.13585): the ratio is clipped, the gradient of no token is.
+
+It differs from PPO in what is clipped: the ratio is a constant weight of the log-probability, so
+that rare tokens that an update moves far keep their gradient. There is no bound below.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.groups import normalised as advantages
+from services.trainer.algorithms.hooks import Algorithm
+from services.trainer.algorithms.surrogate import Clips, ratios
+from services.trainer.algorithms.terms import Terms
+
+CLIPS = Clips(1.0, 0.28)
+
+
+def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    clips = CLIPS.chosen(config)
+    weight = ratios(terms, config).detach().clamp(1 - clips.low, 1 + clips.high)
+    return -weight * terms.advantage * terms.logprobs
+
+
+ALGORITHM = Algorithm(advantages, token_loss)

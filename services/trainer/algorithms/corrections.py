@@ -1,0 +1,54 @@
+"""Importance weights for tokens that another policy sampled than the one a step begins with.
+
+Other, because it is older, or because the engine computes it in other arithmetic. The weight is
+proximal / behaviour probability, a constant of the gradient; the trust region then lies around the
+proximal policy (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641; for stale trajectories, AReaL,
+Fu et al. 2025, arXiv 2505.24298).
+
+- `decoupled`: the weight as it is;
+- `tis`: cut off above (truncated importance sampling; Ionides 2008; for engines, Yao et al. 2025);
+- `mis`: 0 outside its bounds, so that such tokens teach nothing (IcePop, Ling team 2025, arXiv
+  2510.18855).
+
+Of a token, or of its whole sequence: the product over its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.terms import Terms, ratio_of
+
+# Largest weight, by correction: what the sources above use, and what decoupled PPO does without.
+LARGEST = {"decoupled": math.inf, "tis": 2.0, "mis": 5.0}
+LOWEST = 0.5  # that `mis` keeps
+NAMES = ("none", *LARGEST)
+LEVELS = ("token", "sequence")
+
+
+def bounds(config: AlgorithmConfig) -> tuple[float, float]:
+    """(lowest, largest) weight."""
+    low = config.correction_low if config.correction_low >= 0 else LOWEST
+    high = config.correction_high
+    return low, high if high >= 0 else LARGEST[config.correction]
+
+
+@torch.no_grad()
+def corrected(terms: Terms, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """([t] factors of the tokens' losses, [t] bool: where a bound was met)."""
+    if config.correction == "none":
+        one = torch.ones_like(terms.behaviour)
+        return one, torch.zeros_like(one, dtype=torch.bool)
+    difference = terms.proximal - terms.behaviour
+    if config.correction_level == "sequence":
+        difference = terms.sum_by_sequence(difference)
+    weight = ratio_of(difference, difference.new_zeros(()))
+    low, high = bounds(config)
+    if config.correction == "mis":
+        outside = (weight < low) | (weight > high)
+        return weight.masked_fill(outside, 0.0), outside
+    return weight.clamp(max=high), weight > high

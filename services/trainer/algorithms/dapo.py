@@ -1,0 +1,26 @@
+"""DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO with four changes.
+
+Ratios are clipped higher above than below, so that unlikely tokens can rise; the loss is averaged
+over tokens, so that long trajectories weigh by their length; groups whose rewards are all equal are
+replaced by others (dynamic sampling); and length is punished softly before it is cut off.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.groups import normalised as advantages
+from services.trainer.algorithms.hooks import Algorithm
+from services.trainer.algorithms.surrogate import Clips, clipped, ratios
+from services.trainer.algorithms.terms import Terms
+
+CLIPS = Clips(0.2, 0.28)
+
+
+def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    return clipped(ratios(terms, config), terms.advantage, CLIPS.chosen(config))
+
+
+# The paper punishes the last 4,096 of 20,480 tokens.
+ALGORITHM = Algorithm(advantages, token_loss, refill=True, overlong_share=0.2)

@@ -1,0 +1,25 @@
+"""On-policy distillation: towards a teacher, on what the student itself samples.
+
+The reverse KL divergence to the teacher (Gu et al. 2023, arXiv 2306.08543; on samples of the
+student, Agarwal et al. 2023, arXiv 2306.13649) by its policy gradient: a token's advantage is how
+much likelier the teacher finds it than the student does, without a look ahead. Rewards play no
+part. Ratios to the policy that sampled are clipped as GRPO's.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.grpo import CLIPS
+from services.trainer.algorithms.hooks import Algorithm, advantage_of_one
+from services.trainer.algorithms.surrogate import clipped, ratios
+from services.trainer.algorithms.terms import Terms
+
+
+def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    advantage = terms.extra("teacher") - terms.logprobs.detach()
+    return clipped(ratios(terms, config), advantage, CLIPS.chosen(config))
+
+
+ALGORITHM = Algorithm(advantage_of_one, token_loss, needs=("teacher",))

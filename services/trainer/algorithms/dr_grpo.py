@@ -1,0 +1,23 @@
+"""Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): GRPO without its two biases.
+
+It differs from GRPO in what it does not divide by: advantages keep the scale of the rewards, so
+that hard and easy prompts weigh alike, and a token's loss is divided by a constant instead of its
+trajectory's length, so that long failures are not favoured.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.groups import centred as advantages
+from services.trainer.algorithms.hooks import Algorithm
+from services.trainer.algorithms.surrogate import PPO, clipped, ratios
+from services.trainer.algorithms.terms import Terms
+
+
+def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
+
+
+ALGORITHM = Algorithm(advantages, token_loss, aggregation="constant")

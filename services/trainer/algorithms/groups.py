@@ -1,0 +1,29 @@
+"""What algorithms that compare the trajectories of a group have in common."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.config import AlgorithmConfig
+
+EPSILON = 1e-4  # added to a deviation before dividing by it, in units of reward
+NO_VARIANCE = 1e-6  # deviation below which all rewards of a group count as equal
+
+
+def silent(rewards: NDArray[np.float64], config: AlgorithmConfig) -> bool:
+    """Whether the group has nothing to teach: rewards without variance."""
+    return config.filter_zero_variance and float(rewards.std()) < NO_VARIANCE
+
+
+def centred(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:
+    """reward - mean."""
+    return None if silent(rewards, config) else rewards - rewards.mean()
+
+
+def normalised(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:
+    """(reward - mean) / (deviation + 1e-4), with the deviation of the population."""
+    if silent(rewards, config):
+        return None
+    relative: NDArray[np.float64] = (rewards - rewards.mean()) / (rewards.std() + EPSILON)
+    return relative

@@ -1,0 +1,26 @@
+"""GSPO (Zheng et al. 2025, arXiv 2507.18071): one ratio for a sequence, the unit that is rewarded.
+
+It differs from GRPO in the ratio, which is the geometric mean of its tokens' ratios, and so in how
+narrow the clips are. All tokens of a sequence share one loss; its mean over them is the paper's.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.groups import normalised as advantages
+from services.trainer.algorithms.hooks import Algorithm
+from services.trainer.algorithms.surrogate import Clips, clipped, old_logprobs
+from services.trainer.algorithms.terms import Terms, ratio_of
+
+CLIPS = Clips(3e-4, 4e-4)
+
+
+def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    difference = terms.mean_by_sequence(terms.logprobs - old_logprobs(terms, config))
+    ratio = ratio_of(difference, difference.new_zeros(()))
+    return clipped(ratio, terms.mean_by_sequence(terms.advantage), CLIPS.chosen(config))
+
+
+ALGORITHM = Algorithm(advantages, token_loss, aggregation="sequences")

@@ -1,0 +1,47 @@
+"""What an algorithm is: two hooks, and how its losses add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.terms import Terms
+
+if TYPE_CHECKING:
+    from services.trainer.batching import Sequence
+
+# Rewards of a group's scored members, in float64, to one advantage for each; None: the group has
+# nothing to teach, and is filtered.
+Advantages = Callable[[NDArray[np.float64], AlgorithmConfig], "NDArray[np.float64] | None"]
+# Loss of each trained token [t], before its sequence's weight and without corrections or KL.
+TokenLoss = Callable[[Terms, AlgorithmConfig], Tensor]
+# Sets the advantages of all sequences of a step, once their scoring passes are done.
+Prepare = Callable[["list[Sequence]", AlgorithmConfig], None]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm by its hooks. Keys of the job file that are left out take its own values."""
+
+    advantages: Advantages
+    token_loss: TokenLoss
+    aggregation: str = "tokens"  # tokens | sequences | constant, see aggregation.py
+    prepare: Prepare | None = None  # advantages of tokens, not of trajectories
+    whole_batch: bool = False  # `prepare` needs all sequences of the step, so no bin starts before
+    critic: bool = False  # a value model is trained beside the policy
+    needs: tuple[str, ...] = ()  # extras without which there is no loss
+    refill: bool = False  # filtered groups are always replaced by others
+    overlong_share: float = 0.0  # of the longest trajectory in which length is punished
+
+
+def advantage_of_one(
+    rewards: NDArray[np.float64], config: AlgorithmConfig
+) -> NDArray[np.float64] | None:
+    """For losses that do not ask what a trajectory is worth."""
+    return np.ones_like(rewards)

@@ -1,0 +1,45 @@
+"""The loss of a bin's tokens and its slope: an algorithm, weighted, corrected, held by a KL term.
+
+It needs no model: the slope to the log-probabilities is what a backward pass through the model
+starts from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms import algorithm, kl
+from services.trainer.algorithms.corrections import corrected
+from services.trainer.algorithms.shaping import kl_in_loss
+from services.trainer.algorithms.terms import Terms
+
+
+@dataclass(slots=True)
+class Objective:
+    """Of the trained tokens of a bin, [t] each, without a gradient."""
+
+    losses: Tensor  # weighted: their sum is the loss of the bin
+    slope: Tensor  # of that sum, with respect to the log-probabilities
+    clipped: Tensor  # bool: the algorithm gives the token no gradient, though it has an advantage
+    corrected: Tensor  # bool: its importance weight met a bound
+
+
+def objective(terms: Terms, weight: Tensor, config: AlgorithmConfig) -> Objective:
+    """What the learner sums; `weight` [t] is that of the token's sequence."""
+    logprobs = terms.logprobs.detach().requires_grad_()
+    own = replace(terms, logprobs=logprobs)
+    factor, bounded = corrected(own, config)
+    with torch.enable_grad():
+        losses = algorithm(config.name).token_loss(own, config) * (factor * weight)
+        (slope,) = torch.autograd.grad(losses.sum(), logprobs)
+        clipped = (slope == 0) & (terms.advantage != 0) & (factor != 0)
+        if kl_in_loss(config):
+            divergence = kl.estimate(config.kl, logprobs, own.extra("reference"))
+            held = divergence * (config.kl_coefficient * weight)
+            slope = slope + torch.autograd.grad(held.sum(), logprobs)[0]
+            losses = losses + held
+    return Objective(losses.detach(), slope, clipped, bounded)

@@ -1,0 +1,39 @@
+"""PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic, a value model beside the policy.
+
+It differs from the others in its baseline, which is learned: advantages of tokens are generalised
+ones from the critic's values, normalised over the step. The value loss is in `critic.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.hooks import Algorithm
+from services.trainer.algorithms.reinforce_pp import advantages
+from services.trainer.algorithms.returns import gae, own_tokens, set_normalised, token_rewards
+from services.trainer.algorithms.surrogate import PPO, clipped, ratios
+from services.trainer.algorithms.terms import Terms
+from services.trainer.batching import Sequence
+
+
+def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
+    """Generalised advantages from `extras["values"]`; sets `extras["returns"]`, their targets."""
+    found = []
+    for sequence in sequences:
+        own = own_tokens(sequence)
+        values = sequence.extras["values"][own].astype(np.float64)
+        rewards = token_rewards(sequence, float(sequence.advantages), config)
+        found.append(gae(rewards, values, config.discount, config.gae_lambda))
+        returns = np.zeros(len(sequence.tokens), np.float32)
+        returns[own] = found[-1] + values
+        sequence.extras["returns"] = returns
+    set_normalised(sequences, found)
+
+
+def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
+
+
+ALGORITHM = Algorithm(advantages, token_loss, prepare=prepare, whole_batch=True, critic=True)

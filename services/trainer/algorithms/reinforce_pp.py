@@ -1,0 +1,37 @@
+"""REINFORCE++ (Hu 2025, arXiv 2501.03262): PPO without a critic, the step's batch the baseline.
+
+It differs from GRPO in what a trajectory is compared with: all of the step's tokens instead of its
+own group, so that a group needs no variance. With `kl_in = "reward"` each token pays for its own
+divergence, and answers for that of the tokens that follow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.hooks import Algorithm
+from services.trainer.algorithms.returns import discounted, set_normalised, token_rewards
+from services.trainer.algorithms.surrogate import PPO, clipped, ratios
+from services.trainer.algorithms.terms import Terms
+from services.trainer.batching import Sequence
+
+
+def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
+    """The rewards, which `prepare` makes advantages of."""
+    return rewards
+
+
+def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
+    """What follows each token, normalised over the step."""
+    rewards = [token_rewards(s, float(s.advantages), config) for s in sequences]
+    set_normalised(sequences, [discounted(own, config.discount) for own in rewards])
+
+
+def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
+
+
+ALGORITHM = Algorithm(advantages, token_loss, prepare=prepare, whole_batch=True)

@@ -1,0 +1,33 @@
+"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): REINFORCE, the others of the group the baseline.
+
+It differs from the paper off its policy only: where the paper has log-probabilities, which give the
+same gradient at a ratio of 1, stand ratios, clipped as PPO's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.groups import silent
+from services.trainer.algorithms.hooks import Algorithm
+from services.trainer.algorithms.surrogate import PPO, clipped, ratios
+from services.trainer.algorithms.terms import Terms
+
+
+def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:
+    """reward - mean of the others; 0 for a trajectory that has no others."""
+    others = len(rewards) - 1
+    if silent(rewards, config):
+        return None
+    relative: NDArray[np.float64] = rewards - (rewards.sum() - rewards) / max(others, 1)
+    return relative if others else np.zeros_like(rewards)
+
+
+def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
+
+
+ALGORITHM = Algorithm(advantages, token_loss, aggregation="constant")

@@ -1,0 +1,16 @@
+"""Supervised fine-tuning: the cross-entropy of the tokens that are the model's own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.config import AlgorithmConfig
+from services.trainer.algorithms.hooks import Algorithm, advantage_of_one
+from services.trainer.algorithms.terms import Terms
+
+
+def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    return -terms.logprobs
+
+
+ALGORITHM = Algorithm(advantage_of_one, token_loss)
