@@ -34,9 +34,16 @@ class JobData:
     def tokenizer(self) -> Path:
         return self.bundle / "tokenizer.json"
 
+    def frozen(self, role: str) -> Path:
+        """Where a frozen model of the job lies, if it was given as files."""
+        return self.bundle / getattr(self.config.models, role).path
+
     def rows(self, which: str) -> list[dict[str, Any]]:
         """The rows of `train` or `held_out`; none when the job names no such file."""
-        name = getattr(self.config.dataset, which)
+        return self.rows_of(getattr(self.config.dataset, which))
+
+    def rows_of(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a file of the bundle; none without a name."""
         if not name:
             return []
         with (self.bundle / name).open(encoding="utf-8") as file:

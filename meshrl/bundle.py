@@ -6,8 +6,10 @@ packing the same job twice gives the same bundle and a bundle never changes unde
     modules/            the job's Python modules and the neighbours they import
     data/train.jsonl    rows, blank lines removed
     data/held_out.jsonl
+    data/evaluation-NAME.jsonl
     tokenizer.json
     model/              config.json, *.safetensors
+    models/teacher/     the same of each frozen model
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from common.config import JobConfig
+from common.config import INITIAL, JobConfig
 from meshrl import references, rows, tasksets
 from meshrl.jobfile import all_references
 
@@ -80,15 +82,29 @@ def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
         with target.open("w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in lines)
         document["dataset"][key] = f"data/{key}.jsonl"
+    for number, dataset in enumerate(config.evaluation.datasets):
+        place = Path("data") / f"evaluation-{dataset.name}.jsonl"
+        (staging / place).parent.mkdir(exist_ok=True)
+        with (staging / place).open("w", encoding="utf-8") as file:
+            file.writelines(row.line + "\n" for row in rows.read(Path(dataset.path)))
+        document["evaluation"]["datasets"][number]["path"] = str(place)
     tokenizer = config.model.tokenizer or str(Path(config.model.path) / "tokenizer.json")
     _copy(Path(tokenizer), staging / "tokenizer.json")
     document["model"]["tokenizer"] = "tokenizer.json"
     if config.model.path:
-        for pattern in MODEL_FILES:
-            for source in sorted(Path(config.model.path).glob(pattern)):
-                _copy(source, staging / "model" / source.name)
+        _copy_model(Path(config.model.path), staging / "model")
         document["model"]["path"] = "model"
+    for role, model in config.models.declared.items():
+        if model.path != INITIAL:
+            _copy_model(Path(model.path), staging / "models" / role)
+            document["models"][role]["path"] = f"models/{role}"
     return document
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    for pattern in MODEL_FILES:
+        for file in sorted(source.glob(pattern)):
+            _copy(file, target / file.name)
 
 
 def _datasets(config: JobConfig, modules: Path) -> Iterator[tuple[str, Iterable[str]]]:

@@ -32,6 +32,12 @@ class Tokenizer:
             )
         return cls(Backend.from_file(str(file)))
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id."""
+        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return found
+
     def encode(self, text: str) -> list[int]:
         """Raises ConfigError when the vocabulary cannot express the text."""
         try:

@@ -1,0 +1,56 @@
+"""What the process of a job's frozen models offers: log-probabilities of given tokens, verdicts.
+
+A sequence or question that cannot be scored is an outcome of its own, never an error of its batch.
+"""
+
+from __future__ import annotations
+
+from common.api.role import Role
+from common.interface import Call
+from common.wire import Array, message
+
+
+def scoring_name(job: str) -> str:
+    """The registry name of the process that hosts the frozen models of a job."""
+    return f"scoring/{job}"
+
+
+@message
+class ScoreBatch:
+    """Sequences one after the other, for each of `roles`."""
+
+    roles: list[str]  # of reference, teacher
+    lengths: Array  # int32 [n]
+    tokens: Array  # int32
+
+
+@message
+class RoleScores:
+    role: str
+    logprobs: Array  # float32, of each token at temperature 1; 0 where a sequence begins
+    errors: list[str]  # of each sequence; empty: it was scored
+
+
+@message
+class ScoredBatch:
+    scores: list[RoleScores]  # in the order of the roles
+
+
+@message
+class JudgeBatch:
+    """Texts for the reward model, each to be gone on with by `yes` or `no`."""
+
+    texts: list[str]
+    yes: str
+    no: str
+
+
+@message
+class Verdicts:
+    yes: Array  # float64 [n], probability of `yes` against `no`; NaN: see errors
+    errors: list[str]
+
+
+class Scoring(Role):
+    score = Call(ScoreBatch, ScoredBatch, deadline_s=120.0, idempotent=True)
+    judge = Call(JudgeBatch, Verdicts, deadline_s=120.0, idempotent=True)

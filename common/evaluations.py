@@ -1,0 +1,80 @@
+"""What is evaluated at which version, and the figures that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+from common.config import EvaluationConfig, EvaluationDataset, JobConfig
+
+HELD_OUT = "held_out"  # the set of dataset.held_out
+SAMPLED, GREEDY = f"{HELD_OUT}.sampled", f"{HELD_OUT}.greedy"
+BEFORE, AFTER = "before", "after"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One evaluation: the held-out set in `modes`, and each of the other datasets."""
+
+    tag: str  # one result each
+    version: int
+    modes: tuple[str, ...]  # sampled | greedy
+
+
+def bracket(config: JobConfig, tag: str, version: int) -> Plan | None:
+    """The evaluation `before` or `after` training; None: the job wants none."""
+    plan = config.evaluation
+    wanted = plan.before if tag == BEFORE else plan.after
+    return Plan(tag, version, ("sampled", "greedy")) if wanted else None
+
+
+def due(config: JobConfig, version: int) -> Plan | None:
+    """The evaluation that a version asks for while training goes on; None: it asks for none.
+
+    The last one is evaluated after training.
+    """
+    plan = config.evaluation
+    if not plan.every or version < 1 or version % plan.every or version >= config.budget.steps:
+        return None
+    modes = ("sampled", "greedy") if plan.best == GREEDY else ("sampled",)
+    return Plan(f"step-{version}", version, modes)
+
+
+def figures(config: EvaluationConfig, held_out: bool) -> list[str]:
+    """The names of all figures of a job; `held_out`: it has that set."""
+    found = [SAMPLED, GREEDY] if held_out else []
+    for dataset in config.datasets:
+        found += figures_of(dataset)
+    return found
+
+
+def figures_of(dataset: EvaluationDataset) -> list[str]:
+    """`NAME.mean` and each `NAME.pass@k`."""
+    return [f"{dataset.name}.mean", *(f"{dataset.name}.pass@{k}" for k in dataset.pass_at)]
+
+
+def pass_at(k: int, samples: int, right: int) -> float:
+    """The unbiased estimate of the chance that one of k samples is right, from `right` of
+    `samples`, k <= samples (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    return 1.0 - comb(samples - right, k) / comb(samples, k)
+
+
+def estimates(dataset: EvaluationDataset, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The figures of a dataset from the rewards of each problem's samples.
+
+    Samples that failed by type are not among them; a problem with fewer than k samples left says
+    nothing of pass@k. What no problem says is left out.
+    """
+    name = dataset.name
+    every = [reward for problem in rewards for reward in problem]
+    found = {f"{name}.mean": sum(every) / len(every)} if every else {}
+    for k in dataset.pass_at:
+        each = [
+            pass_at(k, len(problem), sum(reward >= dataset.solved for reward in problem))
+            for problem in rewards
+            if len(problem) >= k
+        ]
+        if each:
+            found[f"{name}.pass@{k}"] = sum(each) / len(each)
+    return found

@@ -1,0 +1,136 @@
+"""What a job file says of frozen models, judges, given answers and evaluation, checked.
+
+`fail(key, message, fix)` makes the error that names the key's line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common.config import INITIAL, JobConfig, JudgeConfig
+from common.errors import ConfigError
+from common.evaluations import HELD_OUT, figures
+from common.model.tokenizer import Tokenizer
+from meshrl import rows
+
+FROZEN = ("reference", "teacher", "reward")
+REWARDLESS = ("sft", "distill")  # algorithms that learn from something else
+Fail = Callable[..., ConfigError]
+
+
+def check(config: JobConfig, document: dict[str, Any], fail: Fail) -> None:
+    """All of it but the rows."""
+    models(config, document, fail)
+    judge_of(config, fail)
+    evaluation_of(config, fail)
+
+
+def supervised(config: JobConfig, document: dict[str, Any], fail: Fail) -> JobConfig:
+    """A job of given answers, whose groups are of one trajectory."""
+    if not config.supervised:
+        if config.algorithm.group_size < 2 and config.algorithm.name not in REWARDLESS:
+            raise fail(
+                "algorithm.group_size",
+                "algorithm.group_size must be at least 2: an advantage compares",
+            )
+        return config
+    if document.get("algorithm", {}).get("group_size", 1) != 1:
+        raise fail("algorithm.group_size", "algorithm.group_size: of sft it is 1")
+    if config.environment.verifiers:
+        raise fail("environment.verifiers", "sft learns rows, which tasks of verifiers are not")
+    return replace(config, algorithm=replace(config.algorithm, group_size=1))
+
+
+def models(config: JobConfig, document: dict[str, Any], fail: Fail) -> None:
+    declared = config.models.declared
+    for role in document.get("models", {}):
+        if role not in declared:
+            raise fail(
+                f"models.{role}",
+                f"models.{role} has no path",
+                "Name a Hugging Face directory"
+                + (f", or {INITIAL!r}" if role == "reference" else ""),
+            )
+    tokenizer = Path(config.model.tokenizer or Path(config.model.path) / "tokenizer.json")
+    for role, model in declared.items():
+        key, place = f"models.{role}.path", Path(model.path)
+        if model.path == INITIAL:
+            if role != "reference":
+                raise fail(key, f"{key} = {INITIAL!r} is for the reference alone")
+            continue
+        if not (place / "config.json").is_file():
+            raise fail(key, f"{place} holds no config.json")
+        if role == "reward" and not (place / "tokenizer.json").is_file():
+            raise fail(key, f"{place} holds no tokenizer.json")
+        if role != "reward" and (place / "tokenizer.json").is_file() and tokenizer.is_file():
+            own, theirs = Tokenizer.load(tokenizer).vocabulary, Tokenizer.load(place).vocabulary
+            if not own.items() <= theirs.items():
+                raise fail(key, f"{place} has another tokenizer than the model")
+
+
+def judge_of(config: JobConfig, fail: Fail) -> None:
+    judge = config.reward.judge
+    if not judge.use:
+        if config.models.reward.path:
+            raise fail(
+                "models.reward", "nobody asks models.reward", 'Set reward.judge.use = "model"'
+            )
+        return
+    if config.reward.use:
+        raise fail("reward.judge.use", "reward.use and reward.judge.use exclude each other")
+    if "{answer}" not in judge.template:
+        raise fail("reward.judge.template", "reward.judge.template has no {answer}")
+    if judge.use == "model":
+        if not config.models.reward.path:
+            raise fail("reward.judge.use", "there is no [models.reward] to ask")
+        if judge.yes == judge.no:
+            raise fail("reward.judge.yes", "reward.judge.yes and reward.judge.no are one")
+    elif not re.match(r"https?://[^/\s]+", judge.use):
+        raise fail(
+            "reward.judge.use", f"reward.judge.use = {judge.use!r} is neither 'model' nor a URL"
+        )
+    elif not judge.model:
+        raise fail("reward.judge.use", "reward.judge.model is missing")
+    if judge.key and judge.key not in os.environ:
+        raise fail("reward.judge.key", f"the environment has no variable {judge.key}")
+
+
+def evaluation_of(config: JobConfig, fail: Fail) -> None:
+    key, evaluation = "evaluation.datasets", config.evaluation
+    names = [HELD_OUT, *(d.name for d in evaluation.datasets)]
+    for d in evaluation.datasets:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", d.name) or names.count(d.name) > 1:
+            raise fail(key, f"{key}: {d.name!r} is no name, or taken")
+        if not (d.problems >= 1 and d.samples >= 1 and d.temperature >= 0):
+            raise fail(key, f"{key}: {d.name} needs problems, samples, a temperature")
+        if any(not 1 <= k <= d.samples for k in d.pass_at):
+            raise fail(key, f"{key}: pass_at of {d.name} must lie in 1 to samples = {d.samples}")
+    offered = figures(evaluation, bool(config.dataset.held_out or config.environment.verifiers))
+    if evaluation.best and evaluation.best not in offered:
+        raise fail(
+            "evaluation.best",
+            f"evaluation.best = {evaluation.best!r} is no figure of this job",
+            f"there are {', '.join(offered) or 'none: name dataset.held_out'}",
+        )
+
+
+def answered(config: JobConfig, row: rows.Row, fail: Fail) -> None:
+    answer = row.value.get(config.dataset.response)
+    message = isinstance(answer, dict) and bool(config.environment.chat)
+    if not (message or isinstance(answer, str)) or not answer:
+        raise fail(
+            "dataset.response",
+            f"{row.place}: the row has no text {config.dataset.response!r} to learn",
+        )
+
+
+def filled(judge: JudgeConfig, base: Path) -> str:
+    """The judge's template: the text itself, or that of the file beside the job that it names."""
+    template = judge.template
+    named = "\n" not in template and len(template) < 256 and (base / template).is_file()
+    return (base / template).read_text(encoding="utf-8") if template and named else template
