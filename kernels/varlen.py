@@ -1,0 +1,232 @@
+"""Causal attention within sequences that lie end to end, forward and backward, without padding.
+
+| tensors | implementation |
+|---|---|
+| float32 and bfloat16 on a CPU, heads of whole vectors | csrc/varlen.cpp |
+| bfloat16 and float16 on a GPU | `torch.nn.attention.varlen` (FlashAttention) |
+| all others; no compiler | buckets of nearly equal lengths, each one dense causal SDPA |
+
+What each needs to know of the sequences is built once and serves all layers and both passes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.build import library
+from kernels.ops.declined import Declined
+from kernels.ops.dispatch import notice
+
+POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SHAPE = [POINTER, *[SIZE] * 5, FLOAT]  # starts, sequences, tokens, heads, kv_heads, width, scale
+SIGNATURES: dict[str, list[Any]] = {
+    "varlen_has_width": [SIZE],
+    "varlen_forward": [*[POINTER] * 3, *[SIZE] * 3, *_SHAPE, POINTER, POINTER],
+    "varlen_backward": [*[POINTER] * 3, *[SIZE] * 3, *_SHAPE, *[POINTER] * 3, SIZE, *[POINTER] * 3],
+}
+NO_MEMORY = 1  # as in csrc/varlen.cpp
+HALF = (torch.bfloat16, torch.float16)
+BUCKET_SHARE = 0.8  # of a bucket's longest sequence that its shortest has at least: a fifth padding
+FEWEST = 8  # sequences that are worth a bucket of their own
+
+
+class VarlenAttention:
+    """Attention of a bin: called with (layer, queries [n, heads, width], keys and values
+    [n, kv_heads, width]), it gives [n, heads, width].
+
+    starts [s + 1] int32 are 0 and the cumulative lengths of s sequences; what lies past the last of
+    them is padding, for which the result is finite and means nothing. ValueError if the starts fall
+    or pass `places`.
+    """
+
+    def __init__(self, starts: NDArray[np.int32], places: int, device: torch.device) -> None:
+        if len(starts) < 1 or starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > places:
+            raise ValueError(f"starts of sequences do not rise from 0 to at most {places}")
+        self.places, self.device = places, device
+        self.starts = np.ascontiguousarray(starts, np.int32)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.device.type == "cuda" and q.dtype in HALF:
+            return self._flash(q, k, v)
+        if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16):
+            try:
+                _need_width(q.shape[-1])
+            except Declined as declined:
+                if declined.reason:
+                    notice("cpu", declined.reason)
+            else:
+                out: Tensor = _Native.apply(  # type: ignore[no-untyped-call]
+                    q.float(), k.float(), v.float(), self.starts
+                )
+                return out.to(q.dtype)
+        return self._bucketed(q, k, v)
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        varlen, has_gqa = _flash_attention()
+        if not has_gqa and q.shape[1] != k.shape[1]:
+            shared = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        starts, longest = self._borders
+        return varlen(q, k, v, starts, starts, longest, longest)
+
+    @cached_property
+    def _borders(self) -> tuple[Tensor, int]:
+        """Starts and the longest length for a GPU, where padding is a sequence like another: what
+        no kernel writes may be no number, which even a gradient of zero multiplies to none.
+        """
+        whole = self.starts if self.starts[-1] == self.places else [*self.starts, self.places]
+        starts = np.asarray(whole, np.int32)
+        # Kernels and graphs are chosen by it: few different ones.
+        longest = 1 << int(np.diff(starts).max(initial=1) - 1).bit_length()
+        return torch.from_numpy(starts).to(self.device), longest
+
+    def _bucketed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        buckets, back = self._buckets
+        rows = [
+            scaled_dot_product_attention(
+                q[index].transpose(1, 2),
+                k[index].transpose(1, 2),
+                v[index].transpose(1, 2),
+                is_causal=True,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            .transpose(1, 2)
+            .flatten(0, 1)
+            for index in buckets
+        ]
+        if self.starts[-1] < self.places or not rows:  # what the padding reads, behind all others
+            rows.append(q.new_zeros(1, *q.shape[1:]))
+        return torch.cat(rows).index_select(0, back)
+
+    @cached_property
+    def _buckets(self) -> tuple[list[Tensor], Tensor]:
+        """Of each bucket the places [sequences, length] that it takes, and of each place where its
+        row is among all of theirs.
+
+        A sequence shorter than its bucket is followed by its own first place again: nobody sees
+        what comes later, so neither results nor gradients depend on it.
+        """
+        lengths = np.diff(self.starts)
+        buckets, filled = [], 0
+        back = np.zeros(self.places, np.int64)
+        for members in bucketed(lengths):
+            longest, first = int(lengths[members].max()), self.starts[members][:, None]
+            at = np.arange(longest)[None, :]
+            real = at < lengths[members][:, None]
+            index = np.where(real, first + at, first).astype(np.int64)
+            back[index[real]] = filled + np.flatnonzero(real)
+            filled += index.size
+            buckets.append(torch.from_numpy(index).to(self.device))
+        back[self.starts[-1] :] = filled
+        return buckets, torch.from_numpy(back).to(self.device)
+
+
+def bucketed(lengths: NDArray[np.integer[Any]]) -> list[NDArray[np.int64]]:
+    """Indices of sequences whose lengths are nearly equal, longest first; empty ones in none."""
+    order = np.argsort(-lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    buckets = []
+    while len(order):
+        ranked = lengths[order]
+        count = max(FEWEST, int((ranked >= BUCKET_SHARE * ranked[0]).sum()))
+        if len(order) - count < FEWEST:
+            count = len(order)
+        buckets.append(order[:count])
+        order = order[count:]
+    return buckets
+
+
+class _Native(torch.autograd.Function):
+    """csrc/varlen.cpp."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: NDArray[np.int32]) -> Tensor:
+        q, k, v = (_rows(tensor) for tensor in (q, k, v))
+        out = q.new_empty(q.shape)
+        log_sum = q.new_empty(q.shape[1], q.shape[0])
+        _call("varlen_forward", *_arguments(q, k, v, starts), out, log_sum)
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.starts = starts
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sum = ctx.saved_tensors
+        slope = _rows(slopes[0])
+        made = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        arguments = _arguments(q, k, v, ctx.starts)
+        _call("varlen_backward", *arguments, out, log_sum, slope, slope.stride(0), *made)
+        return *made, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """With the numbers of a token beside each other; tokens may lie further apart."""
+    beside = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
+    return tensor if beside else tensor.contiguous()
+
+
+def _arguments(q: Tensor, k: Tensor, v: Tensor, starts: NDArray[np.int32]) -> tuple[Any, ...]:
+    n, heads, width = q.shape
+    strides = q.stride(0), k.stride(0), v.stride(0)
+    sizes = len(starts) - 1, n, heads, k.shape[1], width
+    return q, k, v, *strides, starts.ctypes.data, *sizes, width**-0.5
+
+
+@cache
+def _functions() -> ctypes.CDLL:
+    """The library, built on first use; Declined if it cannot be."""
+    built = library("varlen")
+    if built.path is None:
+        raise Declined(built.reason)
+    loaded = built.load()
+    for name, arguments in SIGNATURES.items():
+        getattr(loaded, name).argtypes = arguments
+    return loaded
+
+
+def _need_width(width: int) -> None:
+    if not _functions().varlen_has_width(width):
+        raise Declined
+
+
+def _call(name: str, *arguments: Any) -> None:
+    plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+    status = getattr(_functions(), name)(*plain)
+    if status == NO_MEMORY:
+        raise MemoryError(f"{name} found no memory")
+    if status:
+        raise IndexError(f"{name} was given sequences that are out of range")
+
+
+@cache
+def _flash_attention() -> tuple[Callable[..., Tensor], bool]:
+    """PyTorch's, causal, and whether it takes fewer key-value heads than heads.
+
+    Since 2.11 a window says what is seen, before it `is_causal` did; `enable_gqa` came later.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"is_causal": True}
+    if "window_size" in known:
+        options = {"window_size": (-1, 0)}
+    has_gqa = "enable_gqa" in known
+    if has_gqa:
+        options["enable_gqa"] = True
+
+    def attend(*arguments: Any) -> Tensor:
+        out = varlen_attn(*arguments, **options)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend, has_gqa

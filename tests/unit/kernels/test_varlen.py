@@ -1,0 +1,157 @@
+"""Attention of sequences that lie end to end is that of each sequence alone, gradients included."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.varlen import VarlenAttention, bucketed
+
+CPU = torch.device("cpu")
+# Around the borders of blocks (16 queries) and of chunks (128 keys), and none at all.
+LENGTHS = [1, 16, 17, 300, 128, 129, 5, 0, 40]
+
+
+def starts_of(lengths):
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def rows(lengths, heads, kv_heads, width, padding=0, seed=0):
+    n = sum(lengths) + padding
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, heads + 2 * kv_heads, width, dtype=torch.float64, generator=generator)
+
+
+def alone(q, k, v, lengths):
+    """The definition, one sequence after the other, in the tensors' own type."""
+    shared = q.shape[1] // k.shape[1]
+    found = []
+    for first, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        part = slice(first, first + length)
+        keys = k[part].repeat_interleave(shared, 1)
+        values = v[part].repeat_interleave(shared, 1)
+        scores = torch.einsum("ihd,jhd->hij", q[part], keys) * q.shape[2] ** -0.5
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        found.append(torch.einsum("hij,jhd->ihd", weights, values))
+    return torch.cat(found)
+
+
+def both(attend, packed, heads, kv_heads, real, dtype):
+    """The result at the `real` places, and the gradient of a fixed sum of it."""
+    leaf = packed.to(dtype).clone().requires_grad_()
+    out = attend(*leaf.split((heads, kv_heads, kv_heads), 1))[:real]
+    slope = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    out.backward(slope.to(dtype))
+    assert leaf.grad is not None
+    return out.detach().double(), leaf.grad.double()
+
+
+def check(lengths, heads, kv_heads, width, dtype, tolerance, padding=0):
+    packed, real = rows(lengths, heads, kv_heads, width, padding), sum(lengths)
+    varlen = VarlenAttention(starts_of(lengths), real + padding, CPU)
+    expected = both(
+        lambda q, k, v: alone(q, k, v, lengths), packed, heads, kv_heads, real, torch.float64
+    )
+    found = both(lambda q, k, v: varlen(0, q, k, v), packed, heads, kv_heads, real, dtype)
+    for value, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, reference, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 96, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (4, 2), (2, 2)])
+def test_the_native_path_in_float32(width, heads, kv_heads):
+    check(LENGTHS, heads, kv_heads, width, torch.float32, 2e-5, padding=3)
+
+
+@pytest.mark.parametrize("width", [6, 48])
+def test_widths_that_are_not_compiled_for(width):
+    check(LENGTHS, 4, 2, width, torch.float32, 2e-5, padding=3)
+
+
+def test_the_buckets_in_float64():
+    check(LENGTHS, 3, 1, 32, torch.float64, 1e-12, padding=3)
+
+
+def test_bfloat16_on_a_cpu_is_rounded_only_at_the_ends():
+    check(LENGTHS, 3, 1, 32, torch.bfloat16, 0.03)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, 150), min_size=1, max_size=12),
+    st.sampled_from([(torch.float32, 2e-5), (torch.float64, 1e-12)]),
+    st.integers(0, 20),
+)
+def test_every_sequence_has_the_result_and_the_gradient_it_has_alone(lengths, kind, padding):
+    check(lengths, 3, 1, 16, *kind, padding=padding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_not_a_bit_depends_on_the_neighbours(dtype):
+    """No attention across borders: others may hold anything, even no numbers."""
+    lengths = [30, 70, 20]
+    varlen = VarlenAttention(starts_of(lengths), sum(lengths), CPU)
+    part = slice(30, 100)
+    results = []
+    for neighbour in (1.0, torch.nan):
+        packed = rows(lengths, 3, 1, 32).to(dtype)
+        packed[:30] = packed[100:] = neighbour
+        leaf = packed.requires_grad_()
+        out = varlen(0, *leaf.split((3, 1, 1), 1))
+        out[part].square().sum().backward()
+        results += [(out[part].detach(), leaf.grad[part])]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_slices_of_one_tensor_need_no_copy_to_be_right():
+    """As a model has them: heads beside each other, tokens further apart."""
+    packed = rows(LENGTHS, 3, 1, 32).float()
+    varlen = VarlenAttention(starts_of(LENGTHS), len(packed), CPU)
+    q, k, v = packed.split((3, 1, 1), 1)
+    strided = varlen(0, q, k, v)
+    assert torch.equal(strided, varlen(0, q.contiguous(), k.contiguous(), v.contiguous()))
+    across = q.transpose(0, 1).contiguous().transpose(0, 1)  # tokens beside each other
+    assert torch.equal(strided, varlen(0, across, k, v))
+
+
+def test_large_scores_do_not_overflow():
+    lengths = [200]
+    packed = rows(lengths, 1, 1, 32).float() * 10
+    varlen = VarlenAttention(starts_of(lengths), 200, CPU)
+    found = varlen(0, *packed.split((1, 1, 1), 1))
+    expected = alone(*packed.double().split((1, 1, 1), 1), lengths)
+    torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_pass_is_the_same_to_the_last_bit():
+    packed = rows(LENGTHS, 3, 1, 32)
+    varlen = VarlenAttention(starts_of(LENGTHS), len(packed), CPU)
+    runs = [
+        both(lambda q, k, v: varlen(0, q, k, v), packed, 3, 1, len(packed), torch.float32)
+        for _ in range(2)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+def test_starts_that_are_none_are_refused():
+    for starts in ([1, 4], [0, 5, 3], [0, 9], []):
+        with pytest.raises(ValueError, match="starts"):
+            VarlenAttention(np.array(starts, np.int32), 8, CPU)
+
+
+def test_a_bin_without_sequences_is_all_padding():
+    varlen = VarlenAttention(np.zeros(1, np.int32), 4, CPU)
+    for dtype in (torch.float32, torch.float64):
+        packed = torch.ones(4, 3, 16, dtype=dtype)
+        assert varlen(0, *packed.split((1, 1, 1), 1)).isfinite().all()
+
+
+@given(st.lists(st.integers(0, 400), max_size=200))
+def test_buckets_hold_every_sequence_once_and_are_few(lengths):
+    buckets = bucketed(np.array(lengths, np.int64))
+    members = sorted(int(i) for bucket in buckets for i in bucket)
+    assert members == [i for i, length in enumerate(lengths) if length]
+    assert len(buckets) <= 32 and all(len(b) >= min(8, len(members)) for b in buckets)
