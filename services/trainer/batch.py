@@ -4,15 +4,22 @@ without variance filtered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.api.weights import Group
 from common.config import JobConfig
+from common.errors import BadMessage
 from services.trainer.algorithms import algorithm
+from services.trainer.algorithms.aggregation import token_weight
+from services.trainer.algorithms.shaping import divergences, kl_in_reward, overlong
 from services.trainer.batching import Sequence
+
+EXTRAS = ("reference", "teacher")  # of a group's arrays, those that losses may ask for
 
 
 @dataclass
@@ -26,28 +33,33 @@ class Batch:
     filtered: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    spreads: list[float] = field(default_factory=list)  # per group: deviation of its rewards
     staleness: list[int] = field(
         default_factory=list
     )  # per group: trained version - lowest token version
+    lags: Counter[int] = field(default_factory=Counter)  # trained tokens, by their own staleness
     mixed: int = 0  # trajectories sampled by more than one version
 
     def add(self, group: Group) -> list[Sequence]:
         """The sequences of a group that train, in its order; none if it is filtered."""
-        hooks = algorithm(self.config.algorithm.name)
         members = members_of(group)
         self.groups.append(group.group)
         self.staleness.append(staleness(group, self.version))
         self.mixed += sum(len(np.unique(s.versions[s.mask])) > 1 for s in members)
         self.lengths += [len(s.tokens) for s in members]
-        rewards = group.rewards[np.isfinite(group.rewards)]
+        rewards = scored_rewards(group)
         self.rewards += rewards.tolist()
-        advantages = hooks.advantages(rewards.astype(np.float64), self.config.algorithm)
+        self.spreads.append(float(rewards.std()) if len(rewards) else 0.0)
+        advantages = advantages_of(members, rewards, self.config)
         if advantages is None:
             self.filtered.append(group.group)
             return []
         for sequence, advantage in zip(members, advantages, strict=True):
             sequence.advantages = np.array(advantage, np.float32)
+            sequence.weight = token_weight(sequence.trained, self.config)
         trained = [sequence for sequence in members if sequence.trained]
+        for sequence in trained:
+            self.lags += Counter((self.version - sequence.versions[sequence.mask]).tolist())
         self.sequences += trained
         return trained
 
@@ -61,6 +73,8 @@ class Batch:
             "reward": float(np.mean(self.rewards)) if self.rewards else 0.0,
             "groups": len(self.groups),
             "filtered": len(self.filtered),
+            "filtered_share": len(self.filtered) / max(1, len(self.groups)),
+            "reward_spread": float(np.mean(self.spreads)) if self.spreads else 0.0,
             "tokens": int(sum(self.lengths)),
             "tokens_trained": self.tokens,
             "sequences": len(self.sequences),
@@ -68,8 +82,42 @@ class Batch:
             "length_max": max(self.lengths, default=0),
             "staleness": float(np.mean(self.staleness)) if self.staleness else 0.0,
             "staleness_max": max(self.staleness, default=0),
+            "staleness_tokens": self._histogram(),
             "mixed": self.mixed,
         }
+
+    def _histogram(self) -> list[int]:
+        """Trained tokens by the versions that they lie behind: 0, 1, .. up to `max_staleness`."""
+        longest = max(self.config.algorithm.max_staleness, *self.lags, 0)
+        return [self.lags[lag] for lag in range(longest + 1)]
+
+
+def advantages_of(
+    members: list[Sequence], rewards: NDArray[np.float64], config: JobConfig
+) -> NDArray[np.float64] | None:
+    """One for each member of a group, from rewards as they are shaped; None: it is filtered.
+
+    Length counts when a group is judged to have nothing to teach, divergence does not: that of two
+    trajectories is never equal.
+    """
+    hooks, chosen = algorithm(config.algorithm.name), config.algorithm
+    lengths = np.array([len(sequence.tokens) for sequence in members], np.int64)
+    rewards = rewards + overlong(lengths, hooks.overlong_share, config)
+    advantages = hooks.advantages(rewards, chosen)
+    if advantages is None or hooks.prepare is not None or not kl_in_reward(chosen):
+        return advantages
+    paid = [chosen.kl_coefficient * divergences(one, chosen).sum() for one in members]
+    return hooks.advantages(rewards - paid, replace(chosen, filter_zero_variance=False))
+
+
+def teaches_nothing(group: Group, config: JobConfig) -> bool:
+    """Whether a batch would filter the group."""
+    return advantages_of(members_of(group), scored_rewards(group), config) is None
+
+
+def scored_rewards(group: Group) -> NDArray[np.float64]:
+    """Of the scored members, in their order."""
+    return group.rewards[np.isfinite(group.rewards)].astype(np.float64)
 
 
 def staleness(group: Group, version: int) -> int:
@@ -79,8 +127,15 @@ def staleness(group: Group, version: int) -> int:
 
 
 def members_of(group: Group) -> list[Sequence]:
-    """The scored members of a group, in its order."""
+    """The scored members of a group, in its order; BadMessage if its arrays do not fit together."""
     ends = np.cumsum(group.lengths)
+    extras = {name: getattr(group, name) for name in EXTRAS if len(getattr(group, name))}
+    for name, array in extras.items():
+        if array.shape != group.tokens.shape:
+            raise BadMessage(
+                f"group {group.group} has {len(group.tokens)} tokens and {len(array)} "
+                f"{name} log-probabilities"
+            )
     found = []
     scored = zip(ends, group.lengths, group.rewards, strict=True)
     for member, (end, length, reward) in enumerate(scored):
@@ -93,6 +148,7 @@ def members_of(group: Group) -> list[Sequence]:
                     logprobs=np.array(group.logprobs[where]),
                     mask=versions >= 0,
                     versions=versions,
+                    extras={name: np.array(array[where]) for name, array in extras.items()},
                     group=group.group,
                     member=member,
                 )

@@ -23,4 +23,4 @@ def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
     return clipped(ratio, terms.mean_by_sequence(terms.advantage), CLIPS.chosen(config))
 
 
-ALGORITHM = Algorithm(advantages, token_loss, aggregation="sequences")
+ALGORITHM = Algorithm(advantages, token_loss, aggregation="sequences", sequence_ratio=True)

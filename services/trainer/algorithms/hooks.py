@@ -35,6 +35,7 @@ class Algorithm:
     prepare: Prepare | None = None  # advantages of tokens, not of trajectories
     whole_batch: bool = False  # `prepare` needs all sequences of the step, so no bin starts before
     critic: bool = False  # a value model is trained beside the policy
+    sequence_ratio: bool = False  # ratios are those of sequences, not of tokens
     needs: tuple[str, ...] = ()  # extras without which there is no loss
     refill: bool = False  # filtered groups are always replaced by others
     overlong_share: float = 0.0  # of the longest trajectory in which length is punished

@@ -15,6 +15,7 @@ from common.config import AlgorithmConfig
 from services.trainer.algorithms import algorithm, kl
 from services.trainer.algorithms.corrections import corrected
 from services.trainer.algorithms.shaping import kl_in_loss
+from services.trainer.algorithms.surrogate import old_logprobs
 from services.trainer.algorithms.terms import Terms
 
 
@@ -25,11 +26,21 @@ class Objective:
     losses: Tensor  # weighted: their sum is the loss of the bin
     slope: Tensor  # of that sum, with respect to the log-probabilities
     clipped: Tensor  # bool: the algorithm gives the token no gradient, though it has an advantage
+    likelier: (
+        Tensor  # bool: the trained policy finds it, or its sequence, likelier than the old one
+    )
     corrected: Tensor  # bool: its importance weight met a bound
 
 
 def objective(terms: Terms, weight: Tensor, config: AlgorithmConfig) -> Objective:
-    """What the learner sums; `weight` [t] is that of the token's sequence."""
+    """What the learner sums; `weight` [t] is that of the token's sequence.
+
+    Tokens without weight need no extras: a bin of them teaches nothing.
+    """
+    if not weight.any():
+        nothing = torch.zeros_like(weight)
+        no = nothing.bool()
+        return Objective(nothing, nothing, no, no, no)
     logprobs = terms.logprobs.detach().requires_grad_()
     own = replace(terms, logprobs=logprobs)
     factor, bounded = corrected(own, config)
@@ -42,4 +53,11 @@ def objective(terms: Terms, weight: Tensor, config: AlgorithmConfig) -> Objectiv
             held = divergence * (config.kl_coefficient * weight)
             slope = slope + torch.autograd.grad(held.sum(), logprobs)[0]
             losses = losses + held
-    return Objective(losses.detach(), slope, clipped, bounded)
+    return Objective(losses.detach(), slope, clipped, _likelier(own, config), bounded)
+
+
+def _likelier(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    difference = terms.logprobs.detach() - old_logprobs(terms, config)
+    if algorithm(config.name).sequence_ratio:
+        difference = terms.sum_by_sequence(difference)
+    return difference > 0

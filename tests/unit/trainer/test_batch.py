@@ -1,0 +1,139 @@
+"""From a group's bytes to sequences with advantages and weights, and what metrics say of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.api.weights import Group
+from common.config import AlgorithmConfig, JobConfig, RolloutConfig
+from common.errors import BadMessage, ConfigError
+from services.trainer.batch import Batch, teaches_nothing
+
+LONGEST = 40
+
+
+def job(name="grpo", **keys):
+    return JobConfig(
+        rollout=RolloutConfig(max_tokens=LONGEST), algorithm=AlgorithmConfig(name=name, **keys)
+    )
+
+
+def group(rewards, lengths=None, number=7, version=3, reference=False, seed=0):
+    """Each member a prompt of two tokens, and the model's own after it."""
+    draw = np.random.default_rng(seed)
+    lengths = np.array(lengths or [6 + i for i in range(len(rewards))], np.int32)
+    own = np.concatenate([np.arange(n) >= 2 for n in lengths])
+    total = len(own)
+    made = Group(
+        group=number,
+        prompt=0,
+        lengths=lengths,
+        tokens=draw.integers(0, 32, total).astype(np.int32),
+        logprobs=np.where(own, draw.uniform(-2, 0, total), 0).astype(np.float32),
+        versions=np.where(own, version, -1).astype(np.int32),
+        rewards=np.array(rewards, np.float32),
+        ends=["done"] * len(rewards),
+    )
+    scores = draw.uniform(-2, 0, total).astype(np.float32)
+    return replace(made, reference=scores) if reference else made
+
+
+def test_a_groups_members_become_sequences_with_what_is_known_of_them():
+    given_ = group([1.0, np.nan, 0.0], reference=True)
+    batch = Batch(3, job())
+    first, second = batch.add(given_)
+    assert [first.member, second.member] == [0, 2] and first.group == 7
+    assert (second.tokens == given_.tokens[-8:]).all()
+    assert (second.extras["reference"] == given_.reference[-8:]).all()
+    assert float(first.advantages) == pytest.approx(-float(second.advantages), rel=1e-5) != 0
+    assert batch.sequences == [first, second] and first.trained == 4
+
+
+def test_scores_that_do_not_fit_the_tokens_are_refused():
+    given_ = group([1.0, 0.0], reference=True)
+    with pytest.raises(BadMessage, match="reference"):
+        Batch(3, job()).add(replace(given_, reference=given_.reference[:-1]))
+
+
+def test_a_group_without_variance_is_filtered_and_counted():
+    batch = Batch(3, job())
+    assert batch.add(group([1.0, 1.0])) == []
+    batch.add(group([1.0, 0.0], number=8))
+    metrics = batch.metrics()
+    assert batch.filtered == [7] and metrics["filtered"] == 1
+    assert metrics["filtered_share"] == 0.5 and metrics["reward_spread"] == 0.25
+    assert teaches_nothing(group([1.0, 1.0]), job())
+    assert not teaches_nothing(group([1.0, 0.0]), job())
+    assert not teaches_nothing(group([1.0, 1.0]), job("reinforce_pp"))
+
+
+def test_a_group_that_differs_in_punished_length_alone_still_teaches():
+    long = group([1.0, 1.0], lengths=[20, LONGEST])
+    assert teaches_nothing(long, job()) and not teaches_nothing(long, job("dapo"))
+    short, cut = Batch(3, job("dapo")).add(long)
+    assert short.advantages > 0 > cut.advantages
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [("tokens", [1, 1]), ("sequences", [1 / 4, 1 / 5]), ("constant", [1 / LONGEST] * 2)],
+)
+def test_weights_follow_the_aggregation(kind, weights):
+    found = Batch(3, job(aggregation=kind)).add(group([1.0, 0.0]))
+    assert [s.weight for s in found] == pytest.approx(weights)
+
+
+def test_divergence_is_paid_by_the_reward_of_the_trajectory():
+    given_ = group([1.0, 0.0, 0.5], reference=True)
+    keys = {"kl": "k1", "kl_in": "reward", "kl_coefficient": 0.1}
+    found = Batch(3, job("dr_grpo", **keys)).add(given_)
+    rewards, start = [], 0
+    for length, reward in zip(given_.lengths, given_.rewards, strict=True):
+        own = slice(start + 2, start + length)
+        rewards.append(reward - 0.1 * float((given_.logprobs[own] - given_.reference[own]).sum()))
+        start += length
+    expected = np.array(rewards) - np.mean(rewards)
+    assert [float(s.advantages) for s in found] == pytest.approx(expected, rel=1e-5)
+
+
+def test_divergence_does_not_keep_a_group_that_has_nothing_to_teach():
+    keys = {"kl_in": "reward", "kl_coefficient": 0.1}
+    assert teaches_nothing(group([1.0, 1.0], reference=True), job(**keys))
+
+
+def test_divergence_without_a_reference_names_the_table_to_declare():
+    keys = {"kl_in": "reward", "kl_coefficient": 0.1}
+    with pytest.raises(ConfigError, match=r"models\.reference"):
+        Batch(3, job(**keys)).add(group([1.0, 0.0]))
+
+
+def test_trained_tokens_are_counted_by_how_stale_they_are():
+    batch = Batch(5, job(max_staleness=3))
+    given_ = group([1.0, 0.0], lengths=[6, 5])  # 4 and 3 tokens of the model's own
+    given_.versions[3:5] = 5
+    batch.add(given_)
+    batch.add(group([1.0, 0.0], lengths=[4, 4], number=8, version=4))
+    batch.add(group([1.0, 1.0], number=9, version=2))  # filtered
+    metrics = batch.metrics()
+    assert metrics["staleness_tokens"] == [2, 4, 5, 0]
+    assert metrics["staleness_max"] == 3 and metrics["mixed"] == 1
+
+
+@given(st.lists(st.integers(-4, 4), min_size=2, max_size=6), st.integers(-3, 3), st.randoms())
+def test_neither_a_constant_nor_the_order_of_members_changes_advantages(rewards, constant, order):
+    places = list(range(len(rewards)))
+    order.shuffle(places)
+    lengths = [5] * len(rewards)
+    one = Batch(3, job(filter_zero_variance=False)).add(group(rewards, lengths))
+    moved = [float(rewards[i] + constant) for i in places]
+    other = Batch(3, job(filter_zero_variance=False)).add(group(moved, lengths))
+    expected = [float(one[i].advantages) for i in places]
+    assert [float(s.advantages) for s in other] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_batch_of_nothing_still_has_metrics():
+    metrics = Batch(0, replace(job(), seed=1)).metrics()
+    assert metrics["filtered_share"] == 0 and metrics["staleness_tokens"] == [0, 0, 0]
