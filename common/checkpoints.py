@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-
 
 STATE = "state"  # below a checkpoint's directory: all that training depends on beside the weights
 
@@ -32,6 +32,27 @@ def committed(run_dir: Path) -> Path | None:
         if name in found:
             return found[name]
     return next(reversed(found.values()), None)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The version that evaluation found best so far."""
+
+    version: int
+    manifest: str  # digest of its weights
+
+
+def best(run_dir: Path) -> Best | None:
+    """By the run's record; None: no evaluation has compared versions."""
+    events = run_dir / "events.jsonl"
+    lines = events.read_text().splitlines() if events.is_file() else []
+    for line in reversed(lines):
+        if '"evaluation"' not in line:
+            continue
+        event = json.loads(line)
+        if event["kind"] == "evaluation" and event["fields"].get("best"):
+            return Best(int(event["fields"]["step"]), str(event["fields"]["manifest"]))
+    return None
 
 
 def is_first(path: Path) -> bool:

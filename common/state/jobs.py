@@ -49,6 +49,9 @@ class JobRow:
     submitted_ms: int
     phase_ms: int  # when the phase began
     error: str
+    initial_manifest: str = ""  # of version 0, once there is one
+    best_version: int = -1  # by `evaluation.best`; -1: none yet
+    best_manifest: str = ""
 
     @property
     def ended(self) -> bool:
@@ -135,10 +138,20 @@ async def reopen(state: State, job: str, op_id: str) -> None:
 
 
 async def record_evaluation(
-    state: State, job: str, tag: str, step: int, result: dict[str, Any], name: str, token: int
+    state: State,
+    job: str,
+    tag: str,
+    step: int,
+    result: dict[str, Any],
+    name: str,
+    token: int,
+    value: float | None = None,
 ) -> bool:
     """Records the result under `tag`, once: False when there is one already. Fenced without the
     lease (name, token).
+
+    `value` is the figure that the job is judged by: the highest so far, of the current version,
+    makes that the best version.
     """
     args = {
         "job": job,
@@ -148,6 +161,8 @@ async def record_evaluation(
         "name": name,
         "token": token,
     }
+    if value is not None:
+        args["value"] = value
     return bool((await state.run("evaluation", [job_prefix(job)], args))["recorded"])
 
 
@@ -193,5 +208,8 @@ def _job(row: dict[str, str]) -> JobRow:
         manifest=row["manifest"],
         checkpoint=row["checkpoint"],
         error=row["error"],
+        initial_manifest=row.get("initial_manifest", ""),
+        best_version=int(row.get("best_version", -1)),
+        best_manifest=row.get("best_manifest", ""),
         **{field: int(row[field]) for field in whole},
     )

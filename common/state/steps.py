@@ -187,6 +187,7 @@ async def restore_job(
         "admitted": version * size,
         "counts": counts,
         "requeue": checkpoint["requeue"],
+        "kept": checkpoint.get("kept", {}),
     }
     phase = "training" if version < document["budget"]["steps"] else "evaluation"
     op_id = f"restore-{checkpoint['lineage']}-{version}"

@@ -1,5 +1,8 @@
 """Which gang does what: the default split, repairs, and the gang that a move takes.
 
+The core of training takes a gang of as many workers as the job has ranks, and all of them; every
+other role takes gangs of one worker.
+
 Pure: from gangs as they are to the next decision, one at a time, so that each is made on what the
 last one left.
 """
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 
 from common.state.gangs import Gang
 
-TRAINING, ROLLOUT, IDLE = "training", "rollout", "idle"
+TRAINING, ROLLOUT, IDLE, SCORING = "training", "rollout", "idle", "scoring"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +25,41 @@ class Decision:
     policy: str  # default | repair | stage_time | user | release
 
 
-def next_decision(gangs: Sequence[Gang], job: str, training: int) -> Decision | None:
+def next_decision(
+    gangs: Sequence[Gang], job: str, training: int, scoring: bool = False, ranks: int = 1
+) -> Decision | None:
     """What must be put right before anything is improved; None: every gang has its place.
 
-    Without a job every gang is idle. A job has exactly one core; a job without any takes the first
-    hybrid, else the first gang. Idle gangs train until `training` do, the others roll out.
+    Without a job every gang is idle. A job has exactly one core, of `ranks` workers; a job without
+    any takes the first hybrid that can be one, else the first gang. Idle gangs train until `training` do, the others roll out. One that
+    has frozen models (`scoring`) has exactly one gang for them, taken from what is idle or spare.
     """
-    usable = [g for g in gangs if g.actual_state != "lost"]
+    usable = [g for g in gangs if g.actual_state != "lost" and g.whole]
     if not job:
         busy = next((g for g in usable if g.desired_role != IDLE), None)
         return Decision(busy.id, IDLE, False, "release") if busy else None
     foreign = next((g for g in usable if g.desired_role != IDLE and g.desired_job != job), None)
     if foreign is not None:
         return Decision(foreign.id, IDLE, False, "release")
+    unfit = next((g for g in usable if g.desired_role != IDLE and not _fits(g, ranks)), None)
+    if unfit is not None:
+        return Decision(unfit.id, IDLE, False, "release")
     trains = [g for g in usable if g.desired_role == TRAINING]
     cores = [g for g in trains if g.desired_core]
-    if not cores and usable:
+    able = [g for g in (*trains, *usable) if g.size == ranks]
+    if not cores and able:
         begun = any(g.desired_core for g in gangs)
-        chosen = (trains or usable)[0]
-        return Decision(chosen.id, TRAINING, True, "repair" if begun else "default")
+        return Decision(able[0].id, TRAINING, True, "repair" if begun else "default")
     if len(cores) > 1:  # one that was lost has come back: another leads since
         leads = next((g for g in cores if g.settled), cores[0])
         spare_core = next(g for g in cores if g.id != leads.id)
-        return Decision(spare_core.id, TRAINING, False, "repair")
-    idle = next((g for g in usable if g.desired_role == IDLE and not g.pinned), None)
+        role = TRAINING if spare_core.size == 1 else IDLE
+        return Decision(spare_core.id, role, False, "repair")
+    alone = [g for g in usable if g.size == 1]
+    decision = _scoring(alone, trains, scoring)
+    if decision is not None:
+        return decision
+    idle = next((g for g in alone if g.desired_role == IDLE and not g.pinned), None)
     if idle is not None:
         role = TRAINING if len(trains) < training else ROLLOUT
         return Decision(idle.id, role, False, "default")
@@ -55,12 +69,40 @@ def next_decision(gangs: Sequence[Gang], job: str, training: int) -> Decision | 
     return None
 
 
+def _fits(gang: Gang, ranks: int) -> bool:
+    """Whether a gang is as large as its role takes."""
+    return gang.size == (ranks if gang.desired_core else 1)
+
+
+def _scoring(usable: Sequence[Gang], trains: Sequence[Gang], wanted: bool) -> Decision | None:
+    """The gang that hosts the frozen models, or stops hosting them because another one does."""
+    hosts = [g for g in usable if g.desired_role == SCORING]
+    stays = next((g for g in hosts if g.settled), hosts[0]) if hosts and wanted else None
+    leaves = next((g for g in hosts if g is not stays), None)  # one that was lost has come back
+    if leaves is not None:
+        return Decision(leaves.id, IDLE, False, "release")
+    if stays is not None or not wanted:
+        return None
+    idle = next((g for g in usable if g.desired_role == IDLE and not g.pinned), None)
+    if idle is not None:
+        return Decision(idle.id, SCORING, False, "default")
+    hybrids = [g for g in trains if not g.desired_core and not g.pinned]
+    engines = [g for g in usable if g.desired_role == ROLLOUT and not g.pinned]
+    rolls_out = sum(g.desired_role == ROLLOUT for g in usable)
+    spare = hybrids + (engines if rolls_out > 1 else [])
+    return Decision(spare[-1].id, SCORING, False, "repair") if spare else None
+
+
 def gang_to_move(gangs: Sequence[Gang], grows: str) -> Gang | None:
     """The gang that joins the role that grows: the last serving the other one and is no core."""
     other = ROLLOUT if grows == TRAINING else TRAINING
     candidates = [
         g
         for g in gangs
-        if g.desired_role == other and not g.desired_core and not g.pinned and g.settled
+        if g.desired_role == other
+        and g.size == 1
+        and not g.desired_core
+        and not g.pinned
+        and g.settled
     ]
     return candidates[-1] if candidates else None

@@ -123,10 +123,15 @@ class Planner(Actor):
         row = next((r for r in await jobs.jobs(state) if r.phase not in jobs.ENDED), None)
         self._follow(row)
         await self._finish_moves(known, entries)
-        if row is not None and len(known) < row.document["mesh"]["workers"] and self._gathering():
+        joined = sum(len(g.workers) for g in known)
+        if row is not None and joined < row.document["mesh"]["workers"] and self._gathering():
             return
         config = self._config(row)
-        decision = next_decision(known, row.id if row else "", config.training)
+        if row is not None and await self._impossible(row, known):
+            return
+        scoring = row is not None and bool(self._frozen(row))
+        ranks = int(row.document["training"].get("ranks", 1)) if row else 1
+        decision = next_decision(known, row.id if row else "", config.training, scoring, ranks)
         if decision is not None:
             await self._decide(decision, row, {})
             self._changed.set()
@@ -134,11 +139,30 @@ class Planner(Actor):
             await self._moves_asked_for(known, row)
             await self._balance(known, entries, row, config)
 
+    async def _impossible(self, row: jobs.JobRow, known: list[gangs.Gang]) -> bool:
+        """Ends a job whose core fits no gang of this mesh: it would wait for ever."""
+        ranks = int(row.document["training"].get("ranks", 1))
+        if not known or any(g.size == ranks for g in known):
+            return False
+        sizes = sorted({g.size for g in known})
+        why = (
+            f"the job trains with {ranks} ranks, and the gangs of this mesh have {sizes} workers: "
+            f"start it with `meshrl up --ranks {ranks}`, or set training.ranks"
+        )
+        mesh = self.mesh
+        await jobs.set_phase(mesh.state, row.id, "failed", mesh.token, mesh.name, error=why)
+        return True
+
     def _gathering(self) -> bool:
         return self.mesh.clock.monotonic() - self._started < GATHER_S
 
     def _config(self, row: jobs.JobRow | None) -> PlannerConfig:
         return PlannerConfig(**row.document["planner"]) if row else PlannerConfig()
+
+    def _frozen(self, row: jobs.JobRow) -> list[str]:
+        """Roles of the job's frozen models, which one gang hosts."""
+        models: dict[str, dict[str, Any]] = row.document.get("models", {})
+        return [role for role, model in models.items() if model["path"]]
 
     def _follow(self, row: jobs.JobRow | None) -> None:
         job = row.id if row else ""
@@ -204,6 +228,8 @@ class Planner(Actor):
                 why = f"{move.role} is no role; choose from {', '.join(ROLES)}"
             elif gang.desired_core:
                 why = f"{move.gang} is the core of training; move another one"
+            elif gang.size > 1:
+                why = f"{move.gang} is a gang of {gang.size} workers, for a core of so many ranks"
             if gang is None or why:
                 await gangs.decline_move(self.mesh.state, self.token, move.op_id, why)
             else:

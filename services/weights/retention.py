@@ -1,10 +1,13 @@
-"""Which checkpoints may go: all but the newest few up to the committed one, and those still being
-written.
+"""What must stay: the newest few checkpoints up to the committed one and those still being written,
+and versions that somebody comes back to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from common.config import INITIAL
+from common.state.jobs import JobRow
 
 
 def expired(names: Sequence[str], committed: str, keep: int) -> list[str]:
@@ -18,3 +21,11 @@ def expired(names: Sequence[str], committed: str, keep: int) -> list[str]:
         return []
     position = list(names).index(committed)
     return list(names[: max(0, position + 1 - max(1, keep))])
+
+
+def pinned(row: JobRow) -> set[str]:
+    """Manifests of a job's versions that stay whatever checkpoints say: the current one, the best
+    one, and the first one while it is the reference."""
+    reference = row.document.get("models", {}).get("reference", {})
+    initial = row.initial_manifest if reference.get("path") == INITIAL else ""
+    return {row.manifest, row.best_manifest, initial} - {""}

@@ -17,7 +17,7 @@ from common.checkpoints import checkpoint_name
 from common.errors import MeshError, NotFound, Refused
 from common.mesh import Mesh
 from common.state import groups, jobs
-from services.weights.retention import expired
+from services.weights.retention import expired, pinned
 
 SWEEP_S = 5.0
 YOUNG_S = 60.0  # a chunk this young may belong to a manifest that is still being staged
@@ -144,7 +144,7 @@ class WeightStore(Actor):
         directory = Path(row.run_dir) / "checkpoints"
         names = sorted(path.stem for path in directory.glob("step-*.json"))
         keep = int(row.document["training"]["keep_checkpoints"])
-        live = {row.manifest} if row.manifest else set()
+        live = pinned(row)
         for name in expired(names, row.checkpoint, keep):
             (directory / f"{name}.json").unlink(missing_ok=True)
             remove = self.mesh.host.run_blocking

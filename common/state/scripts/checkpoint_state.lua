@@ -32,4 +32,6 @@ end
 return cjson.encode({lineage = tonumber(job.lineage),
   version = tonumber(job.version) + (#a.groups > 0 and 1 or 0), cursor = tonumber(job.cursor),
   next_group = tonumber(job.next_group), requeue = prompts, in_flight = in_flight, counts = counts,
-  phase = job.phase})
+  phase = job.phase, kept = {initial_manifest = job.initial_manifest or '',
+  best_version = job.best_version or '-1', best_manifest = job.best_manifest or '',
+  best_value = job.best_value or ''}})

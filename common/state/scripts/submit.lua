@@ -14,6 +14,7 @@ redis.call('HSET', job, 'document', a.document, 'run_dir', a.run_dir, 'phase', a
   'admitted', a.admitted, 'opened', a.counts.opened, 'trained', a.counts.trained,
   'filtered', a.counts.filtered, 'stale_requeued', a.counts.stale_requeued,
   'host_lost', a.counts.host_lost, 'typed_drops', a.counts.typed_drops)
+for field, value in pairs(a.kept or {}) do redis.call('HSET', job, field, value) end
 for _, prompt in ipairs(a.requeue) do redis.call('RPUSH', KEYS[1] .. ':requeue', prompt .. ':0') end
 redis.call('ZADD', MESH .. ':jobs', NOW, a.job)
 event(a.why, {job = a.job, run_dir = a.run_dir, lineage = a.lineage, version = a.version}, a.extra)

@@ -26,9 +26,11 @@ def gang(number: int, role: str = "idle", core: bool = False, actual: str = "rea
     )
 
 
-def settle(gangs: list[Gang], job: str, training: int) -> tuple[list[Gang], list[Decision]]:
+def settle(
+    gangs: list[Gang], job: str, training: int, scoring: bool = False
+) -> tuple[list[Gang], list[Decision]]:
     made: list[Decision] = []
-    while (decision := next_decision(gangs, job, training)) is not None:
+    while (decision := next_decision(gangs, job, training, scoring)) is not None:
         made.append(decision)
         assert len(made) < 50
         gangs = [
@@ -79,24 +81,53 @@ def test_without_a_job_every_gang_is_released() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["idle", "rollout", "training"]),
+            st.sampled_from(["idle", "rollout", "training", "scoring"]),
             st.booleans(),
             st.sampled_from(["ready", "lost"]),
         ),
         max_size=6,
-    )
+    ),
+    st.booleans(),
 )
-def test_any_state_settles_with_exactly_one_core(states: list[tuple[str, bool, str]]) -> None:
+def test_any_state_settles_with_exactly_one_core(
+    states: list[tuple[str, bool, str]], scoring: bool
+) -> None:
     gangs = [
         gang(i, role, core and role == "training", actual)
         for i, (role, core, actual) in enumerate(states)
     ]
-    gangs, _ = settle(gangs, "job", 1)
+    gangs, _ = settle(gangs, "job", 1, scoring)
     usable = [g for g in gangs if g.actual_state != "lost"]
+    hosts = sum(g.desired_role == "scoring" for g in usable)
     if usable:
         assert sum(g.desired_core for g in usable) == 1
-    if len(usable) > 1:
+    if len(usable) > 2:
         assert any(g.desired_role == "rollout" for g in usable)
+    if len(usable) > 2:
+        assert hosts == scoring
+    assert hosts <= scoring
+
+
+def test_one_gang_hosts_the_frozen_models_of_a_job_that_has_some() -> None:
+    gangs, _ = settle([gang(i) for i in range(4)], "job", 1, scoring=True)
+    assert [g.desired_role for g in gangs] == ["training", "scoring", "rollout", "rollout"]
+
+
+def test_a_lost_host_of_frozen_models_is_replaced_and_not_taken_back() -> None:
+    lost = gang(1, "scoring", actual="lost")
+    gangs = [gang(0, "training", core=True), lost, gang(2, "rollout"), gang(3, "rollout")]
+    gangs, made = settle(gangs, "job", 1, scoring=True)
+    assert made == [Decision("g3", "scoring", False, "repair")]
+    back = [replace(g, actual_state="ready") for g in gangs]
+    back, made = settle(back, "job", 1, scoring=True)
+    assert [g.desired_role for g in back].count("scoring") == 1
+    assert {g.desired_role for g in back} == {"training", "scoring", "rollout"}
+
+
+def test_the_last_engine_goes_on_rolling_out_without_a_host_of_frozen_models() -> None:
+    gangs = [gang(0, "training", core=True), gang(1, "rollout")]
+    _, made = settle(gangs, "job", 1, scoring=True)
+    assert made == []
 
 
 def test_a_pinned_gang_or_a_core_is_not_moved() -> None:
