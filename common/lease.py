@@ -50,6 +50,7 @@ class Lease:
         self._renewal: Stoppable | None = None
         self._published: Any = None
         self._held = False
+        self._renewed_at = clock.monotonic()
         self.entry = registry.Entry("", "")
         self.token = 0
 
@@ -69,7 +70,7 @@ class Lease:
                 if self._clock.monotonic() > until:
                     raise
                 await self._clock.sleep(RETRY_S)
-        self._held = True
+        self._held, self._renewed_at = True, self._clock.monotonic()
         self._ticker = asyncio.create_task(self._tick(), name="watchdog")
         self._renewal = self._host.every(self._renew_s, self.renew, f"lease {entry.name}")
         return self.token
@@ -93,6 +94,13 @@ class Lease:
         except DeadlineExceeded:
             self._telemetry.count("renewals_failed")
 
+    def lapsed(self) -> str:
+        """Why this process may not count on its name; empty while the lease holds."""
+        if not self._held:
+            return "it has no lease"
+        silent_s = self._clock.monotonic() - self._renewed_at
+        return f"its lease was renewed {silent_s:.1f} s ago" if silent_s > self._ttl_s else ""
+
     async def renewed(self) -> bool:
         """Renews now; whether the lease is held. Ends the process if it is lost."""
         if self._held:
@@ -106,7 +114,7 @@ class Lease:
         hung = self._watchdog.stalled()
         if hung:
             return self._lost(hung)
-        entry = self.entry
+        entry, asked = self.entry, self._clock.monotonic()
         try:
             held = registry.renew(
                 self._state,
@@ -122,6 +130,7 @@ class Lease:
             )  # the lease may outlive the outage: go on trying
             return True
         if held or not self._held:
+            self._renewed_at = asked
             return True
         return self._lost("the lease has expired or another incarnation holds the name")
 

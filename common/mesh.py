@@ -12,6 +12,7 @@ from common.actor import Actor, bind
 from common.calling import Caller, Outstanding
 from common.clock import Clock, SystemClock
 from common.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Directory
+from common.endpoint import Endpoint, health
 from common.errors import (
     BadMessage,
     DeadlineExceeded,
@@ -20,13 +21,14 @@ from common.errors import (
     StaleIncarnation,
     StateUnavailable,
 )
+from common.exposition import Exposition
 from common.host import Host, SystemHost, own_start_time
 from common.interface import Call, Cast, Stream
 from common.lease import Lease
 from common.random import Random
 from common.running import run
 from common.serving import Server
-from common.settings import MeshSettings
+from common.settings import OFF, MeshSettings
 from common.state import registry
 from common.state.client import State
 from common.sweep import Sweep
@@ -35,7 +37,7 @@ from common.tracing import Tracer, scope
 from common.transport.base import Peer, Transport
 from common.transport.zmq import ZmqTransport
 from common.waits import WaitTable
-from common.watchdog import Watchdog, usage
+from common.watchdog import CHILDREN, USAGE, Watchdog, usage
 from common.wire import Frame, decode, encode, unpack_header
 
 Q = TypeVar("Q")
@@ -114,6 +116,7 @@ class Mesh:
         self._housekeeping: asyncio.Task[None] | None = None
         self._owns_state = False
         self._left = False
+        self._endpoint: Endpoint | None = None
 
     @classmethod
     async def open(cls, name: str, kind: str, settings: MeshSettings) -> Mesh:
@@ -133,6 +136,8 @@ class Mesh:
         )
         mesh._owns_state = True
         state.renewed = mesh._lease.renewed
+        if settings.metrics != OFF:
+            mesh.show_metrics(settings.metrics)
         return mesh
 
     @property
@@ -175,6 +180,7 @@ class Mesh:
             kind=self.kind,
             address=self.transport.address,
             bulk=bulk_address,
+            metrics=self._endpoint.address if self._endpoint is not None else "",
             host=self.settings.host,
             pid=os.getpid(),
             start_time=own_start_time(),
@@ -208,12 +214,25 @@ class Mesh:
         self._caller.stop()
         self._sweep.stop()
         await self.transport.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
         if self._owns_state:
             await self.state.close()
 
     async def publish(self) -> None:
         """Publishes stats and waits now instead of with the next renewal."""
         await self._lease.publish()
+
+    def show_metrics(self, where: str) -> None:
+        """Serves metrics and health by HTTP, from now until it leaves; before `join`, which
+        publishes the address. ConfigError when `where` (as `mesh.metrics`) has no free port.
+        """
+        pages = {
+            "/metrics": self._metrics,
+            "/livez": health(self._not_live),
+            "/readyz": health(self._not_ready),
+        }
+        self._endpoint = Endpoint(where, self.settings.advertise, self.host, pages)
 
     @property
     def serving(self) -> int:
@@ -278,6 +297,31 @@ class Mesh:
             self.log.exception("stats")
             self.telemetry.count("stats_failed")
             return {}
+
+    # What follows is asked from the endpoint's threads.
+
+    def _metrics(self) -> tuple[int, str, bytes]:
+        stats = self._lease.entry.stats
+        page = Exposition(
+            labels={"service": self.name, "kind": self.kind, "job": str(stats.get("job") or "")},
+            counters={**self.telemetry.counters, "cpu_children_seconds": stats.get(CHILDREN, 0.0)},
+            gauges={
+                **{name: value for name, value in stats.items() if name not in USAGE},
+                "live": not self._not_live(),
+                "ready": not self._not_ready(),
+                "loop_lag_seconds": self._watchdog.behind_s,
+            },
+        )
+        return page.rendered()
+
+    def _not_live(self) -> str:
+        return self._watchdog.stalled(starting=not self._lease.token)
+
+    def _not_ready(self) -> str:
+        if why := self._not_live() or self._lease.lapsed():
+            return why
+        ready = self._lease.entry.stats.get("ready", True)
+        return "" if ready else "the service is not ready for work"
 
     async def _keep_house(self) -> None:
         while True:

@@ -12,6 +12,7 @@ from pathlib import Path
 from common.errors import ConfigError
 
 SETTINGS_ENV = "MESHRL_SETTINGS"
+OFF = "off"  # as `metrics`
 
 
 def this_host() -> str:
@@ -25,6 +26,25 @@ def this_host() -> str:
     return f"{socket.gethostname()}-{boot}"
 
 
+def metrics_ports(where: str) -> tuple[str, range]:
+    """Interface and the ports to try, of `HOST:*` (0: any), `HOST:PORT` or `HOST:LOW-HIGH`;
+    ConfigError for anything else.
+    """
+    interface, _, ports = where.rpartition(":")
+    low, _, high = ports.partition("-")
+    try:
+        found = range(0, 1) if ports == "*" else range(int(low), int(high or low) + 1)
+    except ValueError:
+        found = range(0)
+    if not interface or not found or found[-1] > 65535:
+        raise ConfigError(
+            f"{where!r} is no place to serve metrics from",
+            where="mesh.metrics",
+            fix="Write HOST:*, HOST:PORT, HOST:LOW-HIGH, or off",
+        )
+    return interface, found
+
+
 @dataclass(frozen=True)
 class MeshSettings:
     redis_url: str
@@ -33,6 +53,7 @@ class MeshSettings:
     advertise: str = ""
     stall_s: float = 30.0
     host: str = field(default_factory=this_host)
+    metrics: str = "127.0.0.1:*"  # see `metrics_ports`; off: nowhere
     nice: int = 0  # for the role processes that this process starts
 
     @classmethod

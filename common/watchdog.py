@@ -16,6 +16,8 @@ from common.clock import Clock
 
 TICK_S = 0.5
 LOADING_S = 300.0  # reading a large model may hold the loop this long
+CHILDREN = "cpu_children_s"
+USAGE = ("rss_mb", "cpu_s", CHILDREN, "loop_lag_ms")  # a monitor sees them in its own units
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -47,10 +49,17 @@ class Watchdog:
             self._ticked = self._clock.monotonic()
             self._loading -= 1
 
-    def stalled(self) -> str:
-        """Why this process must count as hung; empty while its loop runs."""
+    @property
+    def behind_s(self) -> float:
+        """By how much the loop was late at its last tick, or is now."""
+        return max(self.lag_s, self._clock.monotonic() - self._ticked - TICK_S)
+
+    def stalled(self, starting: bool = False) -> str:
+        """Why this process must count as hung; empty while its loop runs. Nothing ticks while it
+        is `starting`: it may take as long as loading.
+        """
         silent_s = self._clock.monotonic() - self._ticked
-        allowed_s = max(self._stall_s, LOADING_S) if self._loading else self._stall_s
+        allowed_s = max(self._stall_s, LOADING_S) if self._loading or starting else self._stall_s
         if silent_s <= allowed_s:
             return ""
         return f"the event loop has not run for {silent_s:.1f} s; {allowed_s:g} are allowed"
@@ -66,7 +75,7 @@ def usage() -> dict[str, float]:
     return {
         "rss_mb": round(pages * _PAGE / 1e6, 1),
         "cpu_s": round(time.process_time(), 3),
-        "cpu_children_s": round(times.children_user + times.children_system, 3),
+        CHILDREN: round(times.children_user + times.children_system, 3),
     }
 
 

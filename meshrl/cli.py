@@ -122,6 +122,9 @@ def up(
     ] = None,
     bind: Annotated[str, typer.Option(help="Where every process listens.")] = "tcp://127.0.0.1:*",
     advertise: Annotated[str, typer.Option(help="What it tells others; default: `bind`.")] = "",
+    metrics: Annotated[
+        str, typer.Option(help="Where each process serves its metrics, HOST:PORTS; or off.")
+    ] = "127.0.0.1:*",
 ) -> None:
     """Starts a mesh in the background, for jobs that are submitted to it.
 
@@ -137,7 +140,7 @@ def up(
     """
     from meshrl import updown
 
-    updown.up(root, workers, shards, device, bind, advertise)
+    updown.up(root, workers, shards, device, bind, advertise, metrics)
 
 
 @app.command(rich_help_panel="Meshes")

@@ -126,13 +126,13 @@ def status(mesh: Path | None, as_json: bool) -> None:
             row.run_dir,
         )
     console.print(table)
-    table = _table("process", "pid", "renewed", "waits for")
+    table = _table("process", "pid", "renewed", "metrics", "waits for")
     for entry in sorted(entries, key=lambda e: e.name):
         if entry.alive:
             leads = " (leads)" if leading.startswith(entry.name) else ""
             renewed = f"{(now_ms - entry.renewed_ms) / 1000:.1f} s ago"
             waits = ", ".join(sorted({wait["on"] for wait in entry.waits}))
-            table.add_row(entry.name + leads, str(entry.pid), renewed, waits)
+            table.add_row(entry.name + leads, str(entry.pid), renewed, entry.metrics, waits)
     console.print(table)
     console.print(_gang_table(known))
 

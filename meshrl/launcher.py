@@ -44,6 +44,7 @@ class Shape:
     device: str = "cpu"
     bind: str = "tcp://127.0.0.1:*"
     advertise: str = ""
+    metrics: str = "127.0.0.1:*"
 
 
 class Launcher(Hooks):
@@ -198,6 +199,7 @@ class Launcher(Hooks):
             run_root=str(self.place.root),
             bind=shape.bind,
             advertise=shape.advertise,
+            metrics=shape.metrics,
         )
         self.settings.to_file(self.place.settings)
         write_json(self.place.directory / "shape.json", asdict(shape))
@@ -316,9 +318,11 @@ def main() -> None:
     parser.add_argument("--device", default=Shape.device)
     parser.add_argument("--bind", default=Shape.bind)
     parser.add_argument("--advertise", default="")
+    parser.add_argument("--metrics", default=Shape.metrics)
     a = parser.parse_args()
+    shape = Shape(a.workers, a.shards, a.device, a.bind, a.advertise, a.metrics)
     try:
-        code = asyncio.run(serve(a.root, Shape(a.workers, a.shards, a.device, a.bind, a.advertise)))
+        code = asyncio.run(serve(a.root, shape))
     except MeshError as error:
         sys.exit(f"error: {error}")
     sys.exit(code)

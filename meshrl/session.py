@@ -27,7 +27,14 @@ def run(config: JobConfig, base: Path, force: bool) -> int:
     _, document = bundle.pack(config, base, run_dir)
     write_json(run_dir / "job.json", {"job": config.name, "document": document})
     mesh = config.mesh
-    shape = Shape(mesh.workers, config.rollout.shards, mesh.device, mesh.bind, mesh.advertise)
+    shape = Shape(
+        mesh.workers,
+        config.rollout.shards,
+        mesh.device,
+        mesh.bind,
+        mesh.advertise,
+        mesh.metrics,
+    )
     return asyncio.run(_session(run_dir, shape))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.errors import DeadlineExceeded, MeshError, Refused
 from common.process import start_time
+from common.settings import OFF, metrics_ports
 from meshrl import leftovers, logs, places
 from meshrl.places import MeshPlace, find_mesh, read_json
 
@@ -21,8 +22,16 @@ POLL_S = 0.1
 
 
 def up(
-    root: Path | None, workers: int, shards: int, device: str, bind: str, advertise: str
+    root: Path | None,
+    workers: int,
+    shards: int,
+    device: str,
+    bind: str,
+    advertise: str,
+    metrics: str,
 ) -> None:
+    if metrics != OFF:
+        metrics_ports(metrics)
     place = MeshPlace((root or places.home()).absolute())
     if running_launcher(place):
         raise Refused(f"a mesh runs in {place.root} already", fix="`meshrl down` stops it")
@@ -34,6 +43,7 @@ def up(
                 *(sys.executable, "-m", "meshrl.launcher", "--root", str(place.root)),
                 *("--workers", str(workers), "--shards", str(shards)),
                 *("--device", device, "--bind", bind, "--advertise", advertise),
+                *("--metrics", metrics),
             ],
             stdin=subprocess.DEVNULL,
             stdout=output,

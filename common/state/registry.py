@@ -20,6 +20,7 @@ class Entry:
     kind: str
     address: str = ""
     bulk: str = ""  # where its bulk bytes are served
+    metrics: str = ""  # where its metrics and health are served
     host: str = ""
     pid: int = 0
     start_time: float = 0.0  # with the pid it names the process even after the pid was reused
@@ -45,6 +46,7 @@ async def register(state: State, entry: Entry, ttl_ms: int = LEASE_MS) -> int:
         "kind": entry.kind,
         "address": entry.address,
         "bulk": entry.bulk,
+        "metrics": entry.metrics,
         "host": entry.host,
         "pid": entry.pid,
         "start_time": entry.start_time,

@@ -9,7 +9,8 @@ from common.config import LoraConfig
 from common.errors import ConfigError
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder, Layer
-from common.model.lora import Adapters, LowRank, projections, targeted
+from common.model.lora import Adapters, LowRank
+from common.model.projections import projections, targeted
 
 
 def check(model: ModelConfig, config: LoraConfig) -> None:

@@ -19,7 +19,8 @@ from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
-from common.model.lora import is_adapter, merged, save_adapter, targeted
+from common.model.lora import is_adapter, merged, save_adapter
+from common.model.projections import targeted
 from services.rollout.engines.torch_engine import build
 from services.trainer import lora
 

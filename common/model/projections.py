@@ -1,0 +1,72 @@
+"""Which rows of which of our matrices Hugging Face's projections are, and what users call them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import ConfigError
+from common.model.config import ModelConfig
+
+FUSED = {  # our matrix of a layer -> Hugging Face's, in row order
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "output": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+_MODULES = {"qkv": "self_attn", "output": "self_attn", "gate_up": "mlp", "down": "mlp"}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One of Hugging Face's projections as rows of one of our matrices."""
+
+    name: str  # q_proj
+    fused: str  # qkv
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def module(self) -> str:
+        """Hugging Face's name of it within a layer."""
+        return f"{_MODULES[self.fused]}.{self.name}"
+
+
+def projections(config: ModelConfig) -> dict[str, Projection]:
+    """By Hugging Face's name, those of one (dense) layer."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = {
+        "qkv": (queries, keys, keys),
+        "output": (config.hidden_size,),
+        "gate_up": (config.ffn_size, config.ffn_size),
+        "down": (config.hidden_size,),
+    }
+    columns = {
+        "qkv": config.hidden_size,
+        "output": queries,
+        "gate_up": config.hidden_size,
+        "down": config.ffn_size,
+    }
+    found = {}
+    for fused, names in FUSED.items():
+        start = 0
+        for name, count in zip(names, rows[fused], strict=True):
+            found[name] = Projection(name, fused, start, count, columns[fused])
+            start += count
+    return found
+
+
+def targeted(targets: Sequence[str]) -> list[str]:
+    """Hugging Face's names of what `lora.targets` means, in their order; ConfigError if unknown."""
+    known = [name for names in FUSED.values() for name in names]
+    chosen: set[str] = set()
+    for target in targets:
+        if target not in known and target not in FUSED:
+            raise ConfigError(
+                f"there is no projection {target!r} to adapt",
+                where="lora.targets",
+                fix=f"use any of {', '.join([*FUSED, *known])}",
+            )
+        chosen |= set(FUSED.get(target, (target,)))
+    return [name for name in known if name in chosen]
