@@ -3,61 +3,69 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
-from common.model.attention import Attention
 from common.model.decoder import Decoder
+from common.model.moe import Routing
+from kernels.ops.linear_logprob import linear_logprob
+from kernels.varlen import VarlenAttention
 from services.trainer.batching import Bin
 
 
 @dataclass(slots=True)
 class Outputs:
-    """Of the t trained places of a bin, in their order."""
+    """Of the t trained places of a bin, in their order; on the model's device."""
 
     places: Tensor  # int64 [t], of the bin
     sequence: Tensor  # int64 [t], that each belongs to
     hidden: Tensor  # [t, hidden_size], normalised
-    logprobs: Tensor  # [t], of the targets, with a gradient
-    entropy: Tensor  # [t], of the distribution, without
-    aux_loss: Tensor | None  # summed over places, of a mixture of experts
+    logprobs: Tensor  # [t] float32, of the targets, with a gradient
+    entropy: Tensor  # [t] float32, of the distribution, without
+    aux_loss: Tensor | None  # of a mixture of experts: a sum over the trained places
 
 
 def forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> Outputs:
     """One pass over the bin; log-probabilities are those of logits divided by `temperature`."""
-    places = torch.from_numpy(np.flatnonzero(bin.mask))
-    tokens, positions = torch.from_numpy(bin.tokens), torch.from_numpy(bin.positions)
-    hidden = model(tokens, positions, packed(bin)).index_select(0, places)
-    logits = model.logits(hidden) / temperature
-    targets = torch.from_numpy(bin.targets).index_select(0, places).long()
-    logprobs = -cross_entropy(logits, targets, reduction="none")
-    with torch.no_grad():
-        normal = logits.log_softmax(-1)
-        entropy = -(normal.exp() * normal).sum(-1)
-    ends = torch.from_numpy(bin.starts[1:]).long()
-    sequence = torch.searchsorted(ends, places, right=True)
-    return Outputs(places, sequence, hidden, logprobs, entropy, None)
+    device = model.final_norm.device
+
+    def there(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    trained = np.flatnonzero(bin.mask)
+    places = there(trained)
+    attention = VarlenAttention(bin.starts, len(bin.tokens), device)
+    routing, experts = None, None
+    if model.config.sparse_layers:
+        routing = Routing(counted=there(bin.mask))
+        experts = there(bin.experts) if bin.experts is not None else None
+    hidden = model(there(bin.tokens), there(bin.positions), attention, experts, routing)
+    hidden = hidden.index_select(0, places)
+    targets = there(bin.targets[trained].astype(np.int64))
+    unembedding = model.embedding if model.config.tie_embeddings else model.unembedding
+    logprobs, entropy = linear_logprob(hidden, unembedding, targets, temperature)
+    sequence = there(np.searchsorted(bin.starts[1:], trained, side="right"))
+    aux_loss = routing.balance if routing is not None else None
+    return Outputs(places, sequence, hidden, logprobs, entropy, aux_loss)
 
 
-def packed(bin: Bin) -> Attention:
-    """Causal attention within each sequence of the bin."""
-    lengths = bin.lengths
-    widest = int(lengths.max(initial=1))
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    at = torch.from_numpy(rows * widest + bin.positions[: len(rows)])
+def checkpoint_layers(model: Decoder) -> None:
+    """Keeps of each layer only what goes in; the backward pass computes the rest again.
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        def spread(x: Tensor) -> Tensor:
-            wide = x.new_zeros(len(lengths) * widest, *x.shape[1:])
-            wide = wide.index_copy(0, at, x[: len(at)])
-            return wide.view(len(lengths), widest, *x.shape[1:]).transpose(1, 2)
-
-        out = scaled_dot_product_attention(
-            spread(q), spread(k), spread(v), is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    Memory of activations falls to a tenth or less, a step takes about a third longer, and gradients
+    are the same to the last bit. A layer is changed once, in place, and may then be sharded.
+    """
+    for layer in model.layers:
+        again = partial(
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing is drawn at random
         )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, at)
-
-    return attend
+        layer.forward = again

@@ -1,0 +1,149 @@
+"""The log-probability of one token per hidden state, and the entropy of its distribution, straight
+from the unembedding matrix: logits exist for one chunk of the vocabulary at a time.
+
+The sums of the softmax are taken online over chunks (Milakov, Gimelshein 2018); the backward pass
+computes each chunk's logits again, as in "Cut Your Losses" (arXiv 2411.09009). A vocabulary of one
+chunk keeps its distribution instead. Products of bfloat16 are summed in float32, and so is the
+softmax; float64 stays float64. Plain PyTorch, so it runs wherever that does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Logits that exist at once: those of a CPU fit its cache, those of a GPU keep it busy.
+AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 27}
+NARROWEST = 512  # of the vocabulary, in a chunk: products of fewer rows are slow
+
+
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, at_once: int = 0
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden weight^T / temperature) at each target, and the entropies -> [t], [t].
+
+    hidden [t, d] and weight [vocab, d] of one type, targets [t] int64; results are float32
+    (float64 of float64). Only the log-probabilities have a gradient. `at_once` logits exist at a
+    time, 0: as many as suit the device. IndexError on a CPU if a target is out of range.
+    """
+    at_once = at_once or AT_ONCE.get(hidden.device.type, AT_ONCE["cuda"])
+    chunk = max(NARROWEST, at_once // max(1, len(targets)))
+    if weight.shape[0] <= chunk:
+        logprobs, entropy = _Whole.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets, temperature
+        )
+    else:
+        logprobs, entropy = _Chunked.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets, temperature, chunk
+        )
+    return logprobs, entropy
+
+
+class _Whole(torch.autograd.Function):
+    """A small vocabulary: all logits at once, and the distribution is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        normal = _product(hidden, weight.t()).div_(temperature).log_softmax(-1)
+        logprobs = normal.gather(1, targets.unsqueeze(1)).squeeze(1)
+        likely = normal.exp()
+        # 0 log 0 = 0, where a logit is minus infinity
+        entropy = torch.linalg.vecdot(likely, normal.clamp_(min=-1e30)).neg_()
+        ctx.save_for_backward(hidden, weight, targets, likely)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, likely = ctx.saved_tensors
+        arriving = slopes[0].unsqueeze(1) / ctx.temperature
+        rising = (likely * -arriving).scatter_add_(1, targets.unsqueeze(1), arriving)
+        rising = rising.to(hidden.dtype)
+        of_hidden = rising @ weight if ctx.needs_input_grad[0] else None
+        of_weight = rising.t() @ hidden if ctx.needs_input_grad[1] else None
+        return of_hidden, of_weight, None, None
+
+
+class _Chunked(torch.autograd.Function):
+    """A large vocabulary: of each row the log of the softmax's sum is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        if targets.device.type == "cpu" and len(targets):
+            least, most = int(targets.min()), int(targets.max())
+            if least < 0 or most >= weight.shape[0]:
+                raise IndexError(f"a target is out of range of {weight.shape[0]} tokens")
+        kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        peak = torch.full(targets.shape, -torch.inf, dtype=kind, device=hidden.device)
+        total, weighted, chosen = (torch.zeros_like(peak) for _ in range(3))
+        for first, part in _chunks(weight, chunk):
+            logits = _product(hidden, part.t()).div_(temperature)
+            here, at = _inside(targets, first, len(part))
+            chosen += logits.gather(1, at).squeeze(1).mul_(here)
+            now = torch.maximum(peak, logits.amax(1))
+            shrink = (peak - now).exp_()
+            logits -= now.unsqueeze(1)
+            likely = logits.exp()
+            # The entropy needs the mean of (logit - peak); the sum so far moves with the peak.
+            moved = torch.where(total > 0, (peak - now) * total, 0)
+            weighted = (weighted + moved) * shrink + torch.linalg.vecdot(
+                likely, logits.clamp_(min=-1e30)
+            )
+            total = total * shrink + likely.sum(1)
+            peak = now
+        log_sum = peak + total.log()
+        ctx.save_for_backward(hidden, weight, targets, log_sum)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        entropy = total.log() - weighted / total
+        ctx.mark_non_differentiable(entropy)
+        return chosen - log_sum, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_sum = ctx.saved_tensors
+        arriving = slopes[0].unsqueeze(1) / ctx.temperature
+        of_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype)
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for first, part in _chunks(weight, ctx.chunk):
+            logits = _product(hidden, part.t()).div_(ctx.temperature)
+            rising = logits.sub_(log_sum.unsqueeze(1)).exp_().mul_(-arriving)
+            here, at = _inside(targets, first, len(part))
+            rising.scatter_add_(1, at, arriving * here.unsqueeze(1))
+            rising = rising.to(hidden.dtype)
+            _add_product(of_hidden, rising, part)
+            if of_weight is not None:
+                torch.mm(rising.t(), hidden, out=of_weight[first : first + len(part)])
+        return of_hidden.to(hidden.dtype), of_weight, None, None, None
+
+
+def _chunks(weight: Tensor, chunk: int) -> list[tuple[int, Tensor]]:
+    return [(first, weight[first : first + chunk]) for first in range(0, len(weight), chunk)]
+
+
+def _inside(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Which targets lie in a chunk, and an index [t, 1] into it that is valid for all."""
+    at = targets - first
+    return (at >= 0) & (at < count), at.clamp(0, count - 1).unsqueeze(1)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, summed and kept in float32, of narrower factors too."""
+    if a.dtype in (torch.float32, torch.float64):
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += _product(a, b)

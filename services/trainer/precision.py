@@ -1,0 +1,44 @@
+"""Passes in bfloat16, masters and sums in float32."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from common.model.decoder import Decoder
+
+
+class WorkingCopy:
+    """A copy of a model in a narrower type, which passes run on while the masters are trained.
+
+    Gradients of one bin are as wide as the copy; over bins they are summed in float32.
+    """
+
+    def __init__(self, masters: Decoder, dtype: torch.dtype) -> None:
+        self.model = copy.deepcopy(masters).to(dtype)
+        self._masters: list[Tensor] = list(masters.parameters())
+        self._parameters: list[Tensor] = list(self.model.parameters())
+        self._sums: dict[Tensor, Tensor] = {}
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Takes over the masters, as they are after a step."""
+        torch._foreach_copy_(self._parameters, self._masters)
+
+    def collect(self, gradients: list[Tensor | None]) -> None:
+        """From now on a parameter's gradients are added to its tensor of `gradients`, in float32
+        and of its shape, in the order of the parameters; None: its gradient is not wanted.
+        """
+        pairs = zip(self._parameters, gradients, strict=True)
+        self._sums = {parameter: total for parameter, total in pairs if total is not None}
+
+    def _add(self, parameter: Tensor) -> None:
+        total, found = self._sums.get(parameter), parameter.grad
+        if total is not None and found is not None:
+            total += found
+        parameter.grad = None
