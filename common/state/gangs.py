@@ -19,7 +19,7 @@ class Gang:
     """`epoch` counts decisions; what is actual counts for the decision `actual_epoch` only."""
 
     id: str
-    workers: list[str]
+    workers: list[str]  # in the order of their ranks
     accelerator: str
     desired_role: str  # idle | rollout | training | serving
     desired_job: str
@@ -31,6 +31,12 @@ class Gang:
     changed_ms: int
     pinned: bool  # moved by hand: the policy leaves it alone
     detail: str = ""
+    size: int = 1  # workers that it is made of
+
+    @property
+    def whole(self) -> bool:
+        """Whether all its workers have joined."""
+        return len(self.workers) >= self.size
 
     @property
     def settled(self) -> bool:
@@ -48,12 +54,21 @@ class Move:
     op_id: str
 
 
-async def join_gang(state: State, gang: str, worker: str, token: int, accelerator: str) -> Gang:
-    """Creates the gang's record or takes it up again; Fenced without the worker's lease.
+async def join_gang(
+    state: State, gang: str, worker: str, token: int, accelerator: str, size: int = 1
+) -> Gang:
+    """Creates the record of a gang of `size` workers or takes it up again; Fenced without the
+    worker's lease.
 
     A new start of the worker (another token) is `idle` whatever the record said.
     """
-    args = {"gang": gang, "worker": worker, "token": token, "accelerator": accelerator}
+    args = {
+        "gang": gang,
+        "worker": worker,
+        "token": token,
+        "accelerator": accelerator,
+        "size": size,
+    }
     return _gang((await state.run("join_gang", [MESH], args))["row"])
 
 
@@ -99,7 +114,8 @@ async def report_actual(
     status: str,
     detail: str = "",
 ) -> bool:
-    """Records what the gang does under `epoch`; False when the leader has decided anew since.
+    """Records what a worker does under `epoch`; False when the leader has decided anew since. The
+    gang does what the worker does that is furthest from done.
 
     Fenced when `worker_token` is not the live lease of one of the gang's workers.
     """
@@ -167,7 +183,10 @@ def _flag(value: bool) -> str:
 def _gang(row: dict[str, str]) -> Gang:
     return Gang(
         id=row["id"],
-        workers=sorted(key.removeprefix("worker:") for key in row if key.startswith("worker:")),
+        workers=sorted(
+            (key.removeprefix("worker:") for key in row if key.startswith("worker:")),
+            key=lambda worker: (len(worker), worker),
+        ),
         accelerator=row["accelerator"],
         desired_role=row["desired_role"],
         desired_job=row["desired_job"],
@@ -179,4 +198,5 @@ def _gang(row: dict[str, str]) -> Gang:
         changed_ms=int(row["changed_ms"]),
         pinned=row["pinned"] == "1",
         detail=row["detail"],
+        size=int(row.get("size", 1)),
     )

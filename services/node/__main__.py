@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from pathlib import Path
 
 from common.mesh import Mesh, MeshSettings, run
@@ -22,7 +23,7 @@ async def main(a: argparse.Namespace) -> None:
     options = ["--orphan-s", str(a.orphan_s)]
     for command in a.role_command:
         options += ["--role-command", command]
-    agent = NodeAgent(mesh, accelerators, options, a.gang_prefix)
+    agent = NodeAgent(mesh, accelerators, options, a.gang_prefix, a.ranks)
     await mesh.join(agent, stats=agent.stats)
     mesh.ready = True
     try:
@@ -35,13 +36,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=0, help="slots; 0 with cuda: one a GPU")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, default=1, help="workers of the first gang")
     parser.add_argument("--gang-prefix", default="g", help="unique to this host in the mesh")
     parser.add_argument(
         "--role-command",
         action="append",
-        default=[],
+        default=os.environ.get("MESHRL_ROLE_COMMANDS", "").splitlines(),
         metavar="ROLE=COMMAND",
-        help="what workers start for a role, in place of ours; gets --gang --job --epoch [--core]",
+        help="what workers start for a role, in place of ours; gets --gang --job --epoch [--core]; "
+        "also a line each in $MESHRL_ROLE_COMMANDS",
     )
     parser.add_argument(
         "--orphan-s", type=float, default=ORPHAN_S, help="workers without an agent end after"

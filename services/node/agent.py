@@ -1,4 +1,5 @@
-"""The agent of a host: one worker for each accelerator, started, watched, and adopted again.
+"""The agent of a host: one worker for each accelerator, started, watched, and adopted again. The
+first few of them may make one gang; the others are gangs of one.
 
 Workers are in sessions of their own and survive the agent. Its next incarnation finds them by what
 it wrote down (pid and start time) and goes on watching.
@@ -12,17 +13,18 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.actor import Actor, call
 from common.api.node import ListWorkers, Node, WorkerProcess, WorkerProcesses
-from common.errors import DeadlineExceeded, StateUnavailable
+from common.errors import ConfigError, DeadlineExceeded, StateUnavailable
 from common.leasewatch import LeaseWatch
 from common.mesh import Mesh
 from common.process import Child
 from common.state import events
 from common.supervisor import ChildSpec, Hooks, Supervisor
 from services.node.accelerators import Accelerator
+from services.node.worker import worker_name
 
 BUDGET = (20, 120.0)  # restarts of a worker in seconds: spot hosts see faults every few seconds
 TRY_AGAIN_S = 60.0  # after the budget was spent
@@ -30,15 +32,43 @@ GRACE_S = 6.0  # for a worker to end its role process and itself
 EVENT_S = 2.0  # a report must not hold up a restart
 
 
+class Seat(NamedTuple):
+    """A worker's place."""
+
+    gang: str
+    rank: int
+    ranks: int
+
+
+def seats(workers: int, prefix: str, ranks: int) -> list[Seat]:
+    """The first `ranks` workers in one gang, each other one in a gang of its own; ConfigError if
+    there are fewer workers.
+    """
+    if workers < ranks:
+        raise ConfigError(
+            f"a gang of {ranks} ranks does not fit on {workers} workers",
+            where="node agent",
+            fix="lower training.ranks, or give the host more workers",
+        )
+    alone = range(1, workers - ranks + 1)
+    together = [Seat(f"{prefix}0", rank, ranks) for rank in range(ranks)]
+    return [*together, *(Seat(f"{prefix}{place}", 0, 1) for place in alone)]
+
+
 class NodeAgent(Actor, Hooks):
     interface = Node
 
     def __init__(
-        self, mesh: Mesh, accelerators: list[Accelerator], worker_options: list[str], prefix: str
+        self,
+        mesh: Mesh,
+        accelerators: list[Accelerator],
+        worker_options: list[str],
+        prefix: str,
+        ranks: int = 1,
     ) -> None:
         self._mesh, self._accelerators = mesh, accelerators
         self._options = worker_options
-        self._gangs = [f"{prefix}{place}" for place in range(len(accelerators))]
+        self._seats = seats(len(accelerators), prefix, ranks)
         self._root = Path(mesh.settings.run_root) / "mesh"
         self._notes = self._root / f"{mesh.name.replace('/', '-')}.json"
         self._adopted: set[str] = set()
@@ -53,8 +83,8 @@ class NodeAgent(Actor, Hooks):
 
     async def start(self) -> None:
         notes = self._read_notes()
-        for gang, accelerator in zip(self._gangs, self._accelerators, strict=True):
-            spec = self._spec(gang, accelerator)
+        for seat, accelerator in zip(self._seats, self._accelerators, strict=True):
+            spec = self._spec(seat, accelerator)
             adopted = None
             if spec.name in notes:
                 adopted = self._mesh.host.adopt(*notes[spec.name], name=spec.name)
@@ -84,13 +114,15 @@ class NodeAgent(Actor, Hooks):
         accelerators = [accelerator.name for accelerator in self._accelerators]
         return WorkerProcesses(self._mesh.name, accelerators, found)
 
-    def _spec(self, gang: str, accelerator: Accelerator) -> ChildSpec:
+    def _spec(self, seat: Seat, accelerator: Accelerator) -> ChildSpec:
         module = [sys.executable, "-m", "services.node.worker"]
+        place = ["--gang", seat.gang, "--rank", str(seat.rank), "--ranks", str(seat.ranks)]
+        name = worker_name(seat.gang, seat.rank)
         return ChildSpec(
-            f"worker/{gang}",
-            [*module, "--gang", gang, "--accelerator", accelerator.name, *self._options],
+            name,
+            [*module, *place, "--accelerator", accelerator.name, *self._options],
             env=accelerator.env,
-            log=self._root / "logs" / f"worker-{gang}.log",
+            log=self._root / "logs" / (name.replace("/", "-") + ".log"),
             budget=BUDGET,
             own_session=True,
             die_with_parent=False,

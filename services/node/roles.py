@@ -7,13 +7,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from common.api.scoring import scoring_name
 from common.errors import ConfigError
 from common.state.gangs import Gang
 
-IDLE, ROLLOUT, TRAINING = "idle", "rollout", "training"
+IDLE, ROLLOUT, TRAINING, SCORING = "idle", "rollout", "training", "scoring"
 COMMANDS: Mapping[str, list[str]] = {
     ROLLOUT: [sys.executable, "-m", "services.rollout.engine_main"],
     TRAINING: [sys.executable, "-m", "services.trainer.rank_main"],
+    SCORING: [sys.executable, "-m", "services.rollout.scoring_main"],
 }
 
 
@@ -25,22 +27,35 @@ class Assignment:
     job: str
     core: bool
     epoch: int
+    rank: int = 0  # of the worker in its gang
+    ranks: int = 1  # workers of the gang
 
     @classmethod
-    def of(cls, gang: Gang) -> Assignment:
-        return cls(gang.desired_role, gang.desired_job, gang.desired_core, gang.epoch)
+    def of(cls, gang: Gang, rank: int = 0) -> Assignment:
+        """What the worker of that rank should run."""
+        return cls(
+            gang.desired_role, gang.desired_job, gang.desired_core, gang.epoch, rank, gang.size
+        )
 
     def name(self, gang: str) -> str:
         """The registry name of the role process."""
         if self.role == ROLLOUT:
             return f"engine/{gang}"
+        if self.rank:
+            return f"rank/{self.job}/{self.rank}"
+        if self.role == SCORING:
+            return scoring_name(self.job)
         return f"trainer/{self.job}" if self.core else f"hybrid/{gang}"
 
     def argv(self, gang: str, commands: Mapping[str, list[str]]) -> list[str]:
         if self.role not in commands:
             raise ConfigError(f"no process serves the role {self.role!r}", where=f"gang {gang}")
         options = ["--gang", gang, "--job", self.job, "--epoch", str(self.epoch)]
-        return [*commands[self.role], *options, *(["--core"] if self.core else [])]
+        if self.core:
+            options.append("--core")
+        if self.ranks > 1:
+            options += ["--rank", str(self.rank), "--ranks", str(self.ranks)]
+        return [*commands[self.role], *options]
 
 
 def with_overrides(overrides: list[str]) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The worker of one gang: makes what runs match the gang's record, and reports what does.
+"""A worker of a gang: makes what runs match the gang's record, and reports what does.
 
 It imports no model code: role processes, its children, do. It lives on when the agent dies, and
 ends itself when no agent of its host has held its lease for a minute, or Redis was unreachable that
@@ -34,8 +34,17 @@ LEAVE_S = 3.0  # to give the name back
 class GangWorker(Actor):
     interface = Worker
 
-    def __init__(self, mesh: Mesh, gang_id: str, accelerator: str, role: RoleProcess) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        gang_id: str,
+        accelerator: str,
+        role: RoleProcess,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
         self._mesh, self._gang, self._accelerator, self._role = mesh, gang_id, accelerator, role
+        self._rank, self._ranks = rank, ranks
         self._hint = asyncio.Event()
         self._reported: tuple[Any, ...] = ()
 
@@ -43,6 +52,7 @@ class GangWorker(Actor):
         running = self._role.assignment
         return {
             "gang": self._gang,
+            "rank": self._rank,
             "accelerator": self._accelerator,
             "role": running.role if running else IDLE,
             "job": running.job if running else "",
@@ -69,7 +79,7 @@ class GangWorker(Actor):
 
     async def _look_once(self) -> None:
         record = await self._record()
-        wanted = Assignment.of(record)
+        wanted = Assignment.of(record, self._rank)
         running = self._role.assignment
         if wanted.role == IDLE:
             if running is not None:
@@ -91,7 +101,9 @@ class GangWorker(Actor):
 
     async def join(self) -> Gang:
         mesh = self._mesh
-        return await join_gang(mesh.state, self._gang, mesh.name, mesh.token, self._accelerator)
+        return await join_gang(
+            mesh.state, self._gang, mesh.name, mesh.token, self._accelerator, self._ranks
+        )
 
     async def _give_up_role(self, record: Gang, reason: str) -> None:
         running = self._role.assignment
@@ -135,12 +147,18 @@ class GangWorker(Actor):
             await mesh.clock.sleep(min(AGENT_LOOK_S, orphan_s / 4))
 
 
-async def main(gang_id: str, accelerator: str, role_commands: list[str], orphan_s: float) -> None:
+def worker_name(gang: str, rank: int) -> str:
+    """The first of a gang is called as the gang is."""
+    return f"worker/{gang}.{rank}" if rank else f"worker/{gang}"
+
+
+async def main(a: argparse.Namespace) -> None:
+    gang_id, orphan_s = a.gang, a.orphan_s
     settings = MeshSettings.from_env()
-    mesh = await Mesh.open(f"worker/{gang_id}", "worker", settings)
+    mesh = await Mesh.open(worker_name(gang_id, a.rank), "worker", settings)
     logs = Path(settings.run_root) / "mesh" / "logs"
-    role = RoleProcess(mesh, gang_id, with_overrides(role_commands), logs)
-    worker = GangWorker(mesh, gang_id, accelerator, role)
+    role = RoleProcess(mesh, gang_id, with_overrides(a.role_command), logs)
+    worker = GangWorker(mesh, gang_id, a.accelerator, role, a.rank, a.ranks)
     try:
         await mesh.join(worker, stats=worker.stats)
         await worker.join()
@@ -171,7 +189,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gang", required=True)
     parser.add_argument("--accelerator", default="cpu:0")
+    parser.add_argument("--rank", type=int, default=0, help="of the worker in its gang")
+    parser.add_argument("--ranks", type=int, default=1, help="workers of the gang")
     parser.add_argument("--role-command", action="append", default=[], metavar="ROLE=COMMAND")
     parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
-    a = parser.parse_args()
-    run(lambda: main(a.gang, a.accelerator, a.role_command, a.orphan_s))
+    arguments = parser.parse_args()
+    run(lambda: main(arguments))

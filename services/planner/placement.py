@@ -31,8 +31,9 @@ def next_decision(
     """What must be put right before anything is improved; None: every gang has its place.
 
     Without a job every gang is idle. A job has exactly one core, of `ranks` workers; a job without
-    any takes the first hybrid that can be one, else the first gang. Idle gangs train until `training` do, the others roll out. One that
-    has frozen models (`scoring`) has exactly one gang for them, taken from what is idle or spare.
+    any takes the first hybrid that can be one, else the first gang. Idle gangs train until
+    `training` do, the others roll out. One that has frozen models (`scoring`) has exactly one gang
+    for them, taken from what is idle or spare.
     """
     usable = [g for g in gangs if g.actual_state != "lost" and g.whole]
     if not job:

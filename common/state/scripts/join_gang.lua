@@ -9,9 +9,9 @@ if redis.call('EXISTS', key) == 0 then
 end
 local held = redis.call('HGET', key, 'worker:' .. a.worker)
 if not held or tonumber(held) ~= a.token then
-  redis.call('HSET', key, 'worker:' .. a.worker, a.token, 'accelerator', a.accelerator,
-    'actual_role', 'idle', 'actual_state', 'idle', 'actual_epoch', 0, 'detail', '',
-    'changed_ms', NOW)
+  redis.call('HSET', key, 'worker:' .. a.worker, a.token, 'state:' .. a.worker, 'idle',
+    'epoch:' .. a.worker, 0, 'size', a.size, 'accelerator', a.accelerator, 'actual_role', 'idle',
+    'actual_state', 'idle', 'actual_epoch', 0, 'detail', '', 'changed_ms', NOW)
   event('joined', {gang = a.gang, worker = a.worker, accelerator = a.accelerator})
 end
 local row = hash(key)
