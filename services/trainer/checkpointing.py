@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from common.checkpoints import STATE, checkpoint_name
 from common.errors import MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh
+from common.model.config import ModelConfig
 from common.model.hf import save_model
 from common.patience import patiently
 from common.store import STORE
@@ -25,8 +27,16 @@ from services.trainer.compute import SAVE_S, Compute
 class Checkpoints:
     """One is written at a time; `name` and `step` are of the last that is durable."""
 
-    def __init__(self, mesh: Mesh, data: JobData, compute: Compute, config: Any) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        data: JobData,
+        compute: Compute,
+        config: ModelConfig,
+        enter: Callable[[str, int], None],
+    ) -> None:
         self._mesh, self._data, self._compute, self._config = mesh, data, compute, config
+        self._enter = enter
         self.name, self.step = "", -1
         self.pause_s = 0.0  # that training stood still for the last one
         self._writing: asyncio.Task[None] | None = None
@@ -85,6 +95,7 @@ class Checkpoints:
         run = self._mesh.host.run_blocking
         try:
             await self._compute.write(snapshot, scratch / STATE)
+            self._enter("writing", request.step)
             await run(self._write_model, scratch, weights, deadline_s=SAVE_S)
             await run(_appear, scratch, directory, deadline_s=SAVE_S)
         finally:

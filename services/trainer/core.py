@@ -47,10 +47,12 @@ class TrainerCore(Actor):
         self.compute = LocalCompute(mesh, learner)
         self.gradients = Gradients(mesh, self.compute, gang, data.config.training.bin_deadline_s)
         self.intake = Intake(mesh, self.bulk, data.id)
-        self.checkpoints = Checkpoints(mesh, data, self.compute, learner.model.config)
+        self.checkpoints = Checkpoints(mesh, data, self.compute, learner.model.config, self.enter)
 
     def enter(self, phase: str, step: int) -> None:
-        """A step goes through waiting, staging, checkpointing, committing and telling."""
+        """A step goes through waiting, computing, updating, staging, checkpointing, committing and
+        telling; a checkpoint's writing goes on beside the next ones.
+        """
         self.phase = phase
 
     def stats(self) -> dict[str, Any]:
@@ -119,7 +121,8 @@ class TrainerCore(Actor):
         self.checkpoints.name, self.checkpoints.step = stands.checkpoint, stands.checkpoint_step
 
     def _make_step(self, number: int, manifest: str) -> Step:
-        return Step(self.mesh, self.data.config, self.compute, self.gradients, number, manifest)
+        config = self.data.config
+        return Step(self.mesh, config, self.compute, self.gradients, number, manifest, self.enter)
 
     async def _row(self) -> jobs.JobRow:
         row = await patiently(self.mesh.clock, lambda: jobs.job(self.mesh.state, self.data.id))

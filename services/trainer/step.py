@@ -25,7 +25,7 @@ from services.trainer.optimizers import lr_factor
 from services.trainer.rounds import RoundMaker, RoundPlan, planned
 from services.trainer.stats import BinStats
 
-Phase = Callable[[str], None]
+Enter = Callable[[str, int], None]  # a phase, of a step
 
 
 @dataclass
@@ -50,10 +50,11 @@ class Step:
         gradients: Gradients,
         number: int,
         manifest: str,
+        enter: Enter,
     ) -> None:
         self._mesh, self._config = mesh, config
         self._compute, self._gradients = compute, gradients
-        self._number, self._manifest = number, manifest
+        self._number, self._manifest, self._enter = number, manifest, enter
         self._version = number - 1
         self._algorithm = algorithm(config.algorithm.name)
         self._factor = lr_factor(self._version, config.budget.steps, config.optimizer)
@@ -98,6 +99,7 @@ class Step:
 
         async def feed() -> None:
             async for group in groups:
+                self._enter("computing", self._number)
                 sequences = await self._run(self.done.batch.add, group)
                 trained.extend(sequences)
                 self._gradients.offer(await self._run(maker.add, sequences))
@@ -134,6 +136,7 @@ class Step:
         first = not self.done.updates
         # Weights between two updates of a step are nowhere but here: hybrids have no part in them.
         await self._gradients.begin(self._number, self._manifest if first else "")
+        self._enter("computing", self._number)
         self._gradients.offer(rounds)
         self._gradients.close()
         await self._apply(await self._gradients.run(), plan, sequences)
@@ -141,6 +144,7 @@ class Step:
     async def _apply(self, stats: BinStats, plan: RoundPlan, sequences: list[Sequence]) -> None:
         if not plan:
             return
+        self._enter("updating", self._number)
         divisor = denominator(sequences, self._config)
         self.done.norm = await self._compute.apply(len(plan), divisor, self._factor)
         self.done.stats += stats
