@@ -1,0 +1,52 @@
+"""The trainer beside TRL's, beside padding, and beside itself with more ranks and helpers.
+
+    python -m loadtests.trainer [equal longtail reward ...] [--repeats 3] [--steps 10]
+
+Prints one flat JSON object, the figures of all parts that were named (default: all).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from loadtests import beside_trl
+
+Figures = dict[str, Any]
+Part = Callable[[Path, argparse.Namespace], Figures]
+
+PARTS: dict[str, Part] = {
+    "equal": beside_trl.equal,
+    "longtail": beside_trl.longtail,
+    "reward": beside_trl.reward,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)}; none: all")
+    parser.add_argument("--repeats", type=int, default=3, help="of each side, in turn")
+    parser.add_argument("--steps", type=int, default=10, help="that are measured in each")
+    parser.add_argument("--trl", type=Path, default=beside_trl.VENV, help="TRL's environment")
+    chosen = parser.parse_args()
+    if unknown := set(chosen.parts) - PARTS.keys():
+        parser.error(f"no part is called {unknown.pop()}")
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory(prefix="meshrl-trainer-") as scratch:
+        for name in chosen.parts or PARTS:
+            folder = Path(scratch) / name
+            folder.mkdir()
+            figures |= PARTS[name](folder, chosen)
+            print(json.dumps(rounded(figures)), flush=True)
+
+
+def rounded(figures: Figures) -> Figures:
+    return {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
+
+
+if __name__ == "__main__":
+    main()
