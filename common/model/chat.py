@@ -92,6 +92,21 @@ class Chat:
         )
         return Conversation(self, [int(i) for i in ids], list(tools))
 
+    def answer(
+        self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = ()
+    ) -> list[int]:
+        """The ids of a given turn after `messages`, with the token that ends it; ChatBroken when
+        the format would not write it after the prompt that `begin` renders."""
+        prompt = self.begin(messages, tools).ids
+        rendered = self.renderer.render_ids(
+            [*messages, answer], tools=list(tools) or None, add_generation_prompt=False
+        )
+        ids = [int(i) for i in rendered]
+        ends = [n for n in range(len(prompt), len(ids)) if ids[n] in self.stop_ids]
+        if ids[: len(prompt)] != prompt or not ends:
+            raise ChatBroken("the chat format does not write this answer after its prompt")
+        return ids[len(prompt) : ends[-1] + 1]
+
 
 class Conversation:
     """Token ids of a trajectory: rendered messages and sampled turns, in turn."""

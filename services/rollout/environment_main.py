@@ -66,6 +66,14 @@ class Environments:
         self._open[key] = session
         return ids
 
+    def _answer(self, key: int, argument: Any) -> list[list[int]]:
+        """Ids of the prompt and of the answer that is given to it; nothing stays open."""
+        row, value = argument
+        ids = self._begin(key, row)
+        answer = self._open[key].answer(value)
+        self._close(key, None)
+        return [ids, answer]
+
     def _step(self, key: int, ids: list[int]) -> list[Any]:
         return self._open[key].step(ids)
 

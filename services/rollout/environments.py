@@ -81,6 +81,11 @@ class EnvironmentPool:
         ids: list[int] = await self._perform(key, "begin", row, None)
         return ids
 
+    async def answer(self, key: int, row: dict[str, Any], value: Any) -> tuple[Any, Any]:
+        """Ids of the prompt and of the answer that the row gives to it."""
+        prompt, answer = await self._perform(key, "answer", [row, value], None)
+        return prompt, answer
+
     async def step(
         self, key: int, ids: list[int], replay: Callable[[], Any]
     ) -> tuple[str, str, Any]:

@@ -25,13 +25,16 @@ from common.store import put
 from services.rollout.cmlfq import Scheduler
 from services.rollout.commit import GroupCommit
 from services.rollout.environments import EnvironmentPool
+from services.rollout.given import give
 from services.rollout.history import History
+from services.rollout.judging import judge_of
 from services.rollout.ledger import ShardLedger
 from services.rollout.lengths import Lengths
 from services.rollout.link import LENGTH, Turn
 from services.rollout.outside import Outside
 from services.rollout.router import Router
 from services.rollout.routing import Bucket
+from services.rollout.scoring import Scorer, beside
 from services.rollout.trajectory import NOT_SAMPLED, Ending, Round, Trajectory
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
@@ -62,6 +65,8 @@ class ShardJob:
         self.commits = GroupCommit(mesh, self.ledger)
         self.router = Router(mesh, self.commits, self._sampling(), config.rollout.slots, scheduler)
         self.bulk = BulkClient(mesh)
+        self.scorer = Scorer(mesh, job)
+        self.judge = judge_of(mesh, job, self.scorer)
         self.active: dict[int, Trajectory] = {}
         self.groups_finished = 0
         self._dropped_in_a_row = 0
@@ -121,6 +126,8 @@ class ShardJob:
     def wanted(self) -> int:
         """Groups to ask the gate for: enough for every slot, and one group in reserve."""
         size = self.config.algorithm.group_size
+        if self.config.supervised:  # no engine is needed
+            return max(0, 2 * self.config.algorithm.groups_per_step - len(self._groups))
         seats = self.router.capacity - len(self.active)
         room = min(seats, self.router.idle) + size
         return max(0, -(-room // size)) if self.router.links else 0
@@ -185,7 +192,7 @@ class ShardJob:
         ]
         for t in members:
             t.temperature = self.config.rollout.temperature
-        await asyncio.gather(*(self.run(t, row) for t in members))
+        await asyncio.gather(*(self._member(t, row) for t in members))
         scored = [t for t in members if t.ending is not None and t.ending.reward is not None]
         if len(scored) >= self.config.min_group:
             await self._hand_in(group, prompt, members)
@@ -241,6 +248,7 @@ class ShardJob:
                 [np.nan if e.reward is None else e.reward for e in endings], np.float32
             ),
             ends=[e.reason for e in endings],
+            **{role: beside(members, role) for role in self.scorer.roles},
         )
         content = pack(message)
         digest = await put(self.mesh, self.bulk, content, "storing a finished group")
@@ -263,6 +271,20 @@ class ShardJob:
         )
 
     # -- trajectories ----------------------------------------------------------------------------
+
+    async def _member(self, t: Trajectory, row: dict[str, Any]) -> None:
+        """A trajectory to its end, and what the job's frozen models make of it."""
+        if self.config.supervised:
+            dataset, most = self.config.dataset, self.config.rollout.max_tokens
+            await give(t, row, dataset.response, self.environments, most)
+            self.hungry.set()
+        else:
+            await self.run(t, row)
+        if t.ending is not None and t.ending.reward is not None:
+            try:
+                t.scores = await self.scorer.score(t.tokens)
+            except ToolFailed as error:
+                t.ending = Ending("failed", None, str(error))
 
     async def run(self, t: Trajectory, row: dict[str, Any]) -> None:
         """A trajectory to its end, from wherever the ledger has it."""
@@ -297,8 +319,10 @@ class ShardJob:
             self.history.append(past)
 
     async def _reward(self, t: Trajectory, row: dict[str, Any], score: float | None) -> float:
-        """The job's reward, or else the environment's own score."""
+        """The job's reward or judge, or else the environment's own score."""
         environment = self.config.environment
+        if self.judge is not None:
+            return await self.judge.verdict(row, t.turns())
         if self.config.reward.use or not (environment.use or environment.verifiers):
             return await self.outside.reward(row, t.turns())
         if score is None:
@@ -398,6 +422,9 @@ class ShardJob:
         await self.router.close()
         await self.commits.close()
         await self.outside.close()
+        await self.scorer.close()
+        if self.judge is not None:
+            await self.judge.close()
         await self.environments.close()
         await self.ledger.close()
         if self.history is not None:

@@ -15,6 +15,7 @@ from common.jobdata import JobData
 from common.mesh import Mesh
 from common.patience import patiently
 from services.rollout.batching import Batcher
+from services.rollout.trajectory import Trajectory
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -94,6 +95,12 @@ class Scorer:
     async def close(self) -> None:
         await self._sequences.close()
         await self._texts.close()
+
+
+def beside(members: Sequence[Trajectory], role: str) -> Floats:
+    """What a role made of all members' tokens, 0 for members that it has not read."""
+    parts = [t.scores.get(role, np.zeros(t.length, np.float32)) for t in members]
+    return np.concatenate(parts)
 
 
 def _failure(errors: Sequence[str]) -> Any:

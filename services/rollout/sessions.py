@@ -25,6 +25,9 @@ class Session(Protocol):
     def begin(self, row: dict[str, Any]) -> list[int]:
         """Opens the environment; the prompt's ids."""
 
+    def answer(self, value: Any) -> list[int]:
+        """The ids of a turn that is given, right after `begin`."""
+
     def step(self, ids: list[int]) -> Action:
         """After a turn of the model: the turn's text, then the action."""
 
@@ -54,6 +57,11 @@ class TextSession:
                 "environment.chat"
             )
         return self._tokenizer.encode(text)
+
+    def answer(self, value: Any) -> list[int]:
+        if not isinstance(value, str):
+            raise TypeError(f"an answer is str, not {type(value).__name__}")
+        return self._tokenizer.encode(value)
 
     def step(self, ids: list[int]) -> Action:
         text = self._tokenizer.decode(ids)
@@ -91,6 +99,7 @@ class ChatSession:
         self._environment, self._chat, self._tools = environment, chat, tools
         self._tokenizer = tokenizer
         self._conversation: Conversation | None = None
+        self._opening: tuple[list[Message], Any] = ([], [])
         self._waiting: deque[Call] = deque()
         self._calling: Call | None = None  # whose value the shard will bring
         self._answers: list[Message] = []
@@ -106,8 +115,14 @@ class ChatSession:
         specs: Any = [tool.spec for tool in self._tools.values()]
         if isinstance(opened, dict):
             opened, specs = opened.get("messages"), opened.get("tools", specs)
-        self._conversation = self._chat.begin(as_messages(opened), specs)
+        self._opening = as_messages(opened), specs
+        self._conversation = self._chat.begin(*self._opening)
         return self._conversation.ids
+
+    def answer(self, value: Any) -> list[int]:
+        message = {"content": value} if isinstance(value, str) else dict(value)
+        messages, specs = self._opening
+        return self._chat.answer(messages, {"role": "assistant"} | message, specs)
 
     def step(self, ids: list[int]) -> Action:
         reply = self.conversation.sampled(ids)

@@ -75,6 +75,7 @@ class Trajectory:
         self.engine = ""  # that holds its keys and values
         self.recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
+        self.scores: dict[str, np.ndarray] = {}  # of frozen models, beside the tokens
         self._stage: Stage | None = None  # while a request is out
         self._row = 0
         self._length = 0  # of what is in the buffers
