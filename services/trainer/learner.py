@@ -18,13 +18,15 @@ from torch import Tensor
 from common.config import AlgorithmConfig, OptimizerConfig
 from common.errors import ConfigError
 from common.model.decoder import Decoder
+from services.trainer import critic
+from services.trainer.algorithms import algorithm
 from services.trainer.algorithms.objective import objective
 from services.trainer.algorithms.terms import Terms
 from services.trainer.batching import Bin
 from services.trainer.checkpoint import load_state
 from services.trainer.forward import Outputs, forward
 from services.trainer.optimizers import Optimizer
-from services.trainer.stats import BinStats, describe
+from services.trainer.stats import BinStats, describe, describe_values
 
 
 class Learner:
@@ -40,6 +42,9 @@ class Learner:
         self.model = model
         self.steps = 0  # that the optimizer has taken
         self._config = algorithm_config
+        self._critic = algorithm(algorithm_config.name).critic
+        if self._critic:
+            critic.attach(model)
         self._temperature = temperature  # at which the trajectories were sampled
         self._clip_norm = optimizer.clip_norm
         self._optimizer = Optimizer(model, optimizer)
@@ -50,9 +55,19 @@ class Learner:
         """Flat float32 gradient of the sum of weighted token losses, in the parameters' order."""
         gradient, out = self._fresh_gradient(), self._forward(bin)
         terms = self._terms(bin, out)
-        found = objective(terms, pick(bin.weight, out.places), self._config)
-        torch.autograd.backward(out.logprobs, found.slope)
-        return gradient, describe(terms, found, out.entropy, pick(bin.fresh, out.places))
+        weight = pick(bin.weight, out.places)
+        found = objective(terms, weight, self._config)
+        stats = describe(terms, found, out.entropy, pick(bin.fresh, out.places))
+        roots: list[Tensor] = [out.logprobs]
+        slopes: list[Tensor | None] = [found.slope]
+        if self._critic:
+            values = critic.values(self.model, bin)
+            losses = critic.value_losses(values, terms, weight, self._config)
+            roots.append((losses * weight).sum() * self._config.value_coefficient)
+            slopes.append(None)
+            describe_values(stats, terms, losses)
+        torch.autograd.backward(roots, slopes)
+        return gradient, stats
 
     def round_gradient(self, bins: Iterable[Bin]) -> tuple[Tensor, BinStats]:
         """The sum over bins, in their order."""
@@ -66,12 +81,16 @@ class Learner:
         return gradient, BinStats(tokens=len(out.places), loss_sum=float(loss.detach()))
 
     @torch.no_grad()  # what inference mode makes, FSDP could not train with later
-    def score(self, bin: Bin) -> NDArray[np.float32]:
-        """Log-probabilities [n] of the trained targets; 0 elsewhere."""
-        out = self._forward(bin)
-        scores = torch.zeros(len(bin.tokens))
-        scores[out.places] = out.logprobs
-        found: NDArray[np.float32] = scores.numpy()
+    def score(self, bin: Bin, what: str = "logprobs") -> NDArray[np.float32]:
+        """`logprobs` of the trained targets [n], or a critic's `values`; 0 elsewhere."""
+        found = np.zeros(len(bin.tokens), np.float32)
+        if what == "values":
+            if not self.steps:
+                critic.follow(self.model)  # which a warm start may have changed
+            scores = critic.values(self.model, bin)
+        else:
+            scores = self._forward(bin).logprobs
+        found[bin.mask] = scores.cpu().numpy()
         return found
 
     def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
@@ -94,8 +113,8 @@ class Learner:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's parameters by name; views, which the next step changes."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        """The model's parameters by name, no critic's; views, which the next step changes."""
+        return critic.published((name, p.detach()) for name, p in self.model.named_parameters())
 
     def copied_weights(self) -> dict[str, Tensor]:
         """As `weights`; copies, which stay."""
@@ -103,7 +122,9 @@ class Learner:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """All that the next step depends on beside the weights; copies."""
-        return self._optimizer.state() | {"steps": torch.tensor(self.steps)}
+        valued = critic.own((name, p.detach()) for name, p in self.model.named_parameters())
+        copied = {name: tensor.clone() for name, tensor in valued.items()}
+        return self._optimizer.state() | copied | {"steps": torch.tensor(self.steps)}
 
     def restore(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         """Goes on from weights and what `checkpoint.save_state` wrote of `optimizer_state`."""
@@ -111,12 +132,14 @@ class Learner:
         load_state(path, state)
         self.load_weights(weights)
         self._optimizer.load(state)
+        if self._critic:
+            critic.load(self.model, state)
         self.steps = int(state["steps"])
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Takes over weights only."""
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in critic.published(self.model.named_parameters()).items():
                 parameter.copy_(weights[name])
 
     def _norm(self, gradient: Tensor) -> float:
