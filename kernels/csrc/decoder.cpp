@@ -1,4 +1,5 @@
-// A decoder (Llama, Qwen2, Qwen3) over a paged cache: one call computes a step of a whole batch.
+// A decoder (Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral) over a paged cache: one call computes a step
+// of a whole batch.
 //
 // Every token is a row, so that prompts, their later chunks and single decoded tokens share one
 // path. Weights are packed once for each version. The caller owns the state of all slots as arrays
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "gemm.h"
 #include "sampling.h"
 
@@ -20,6 +22,7 @@ extern "C" {
 
 struct Shape {
   int64_t vocab, hidden, layers, heads, kv_heads, head_width, rotary_width, ffn, positions, blocks;
+  int64_t experts, experts_per_token, expert_ffn, normalise_routing;  // of the layers `sparse` names
   float norm_epsilon, attention_scale;
 };
 
@@ -39,6 +42,8 @@ struct Slots {
   const int64_t* top_k;
   const bool* wants_unmodified;
   int8_t* finish;
+  int16_t* experts;  // [slots, length, sparse layers, each] that a sampled token's predictor was
+                     // sent to; or none
   int64_t length, table_width, stop_width;
 };
 
@@ -59,6 +64,9 @@ enum Part {
   kMlpNorm,
   kGateUp,
   kDown,
+  kRouter,
+  kExpertsGateUp,
+  kExpertsDown,
 };
 
 // A row of a step: one token of one slot.
@@ -69,19 +77,27 @@ struct Row {
 template <class T>
 class Decoder {
  public:
-  Decoder(const Shape& shape, const float* rope)
+  // `sparse` [layers]: which layers are mixtures of experts.
+  Decoder(const Shape& shape, const float* rope, const uint8_t* sparse)
       : shape_(shape),
         queries_(shape.heads * shape.head_width),
         keys_(shape.kv_heads * shape.head_width),
         wide_(rounded_up(shape.hidden, 16)),
         block_(kBlock * keys_),
         layers_(shape.layers),
-        rope_(rope, rope + shape.positions * 2 * shape.rotary_width) {
-    for (Layer& layer : layers_) {
+        rope_(rope, rope + shape.positions * 2 * shape.rotary_width),
+        routes_(shape.experts, shape.experts_per_token, shape.normalise_routing != 0) {
+    for (int64_t i = 0; i < shape.layers; i++) {
+      Layer& layer = layers_[i];
       layer.qkv.shape(queries_ + 2 * keys_, shape.hidden);
       layer.output.shape(shape.hidden, queries_);
-      layer.gate_up.shape(2 * rounded_up(shape.ffn, 16), shape.hidden);
-      layer.down.shape(shape.hidden, shape.ffn);
+      if (sparse[i]) {
+        shape_mixture(layer.mixture);
+        sent_ += shape.experts_per_token;
+      } else {
+        layer.gate_up.shape(2 * rounded_up(shape.ffn, 16), shape.hidden);
+        layer.down.shape(shape.hidden, shape.ffn);
+      }
     }
     unembedding_.shape(shape.vocab, shape.hidden);
   }
@@ -108,8 +124,8 @@ class Decoder {
     weights_.release();
     std::vector<float>().swap(embedding_);
     rows_ = 0;
-    for (Buffer<float>* b : {&residual_, &heads_, &logits_, &mixed_}) b->release();
-    for (Buffer<Act<T>>* b : {&normed_, &attended_, &ffn_}) b->release();
+    for (Buffer<float>* b : {&residual_, &heads_, &logits_, &mixed_, &routed_, &made_}) b->release();
+    for (Buffer<Act<T>>* b : {&normed_, &attended_, &ffn_, &gathered_}) b->release();
   }
 
   void set(Part part, int64_t layer_index, const float* values) {
@@ -127,8 +143,18 @@ class Decoder {
       case kOutput: return layer.output.pack(values, s.hidden, queries_);
       case kOutputBias: return padded(values, s.hidden, layer.output_bias);
       case kMlpNorm: return padded(values, s.hidden, layer.mlp_norm);
-      case kGateUp: return pack_gate_up(layer, values);
+      case kGateUp: return pack_gate_up(layer.gate_up, values, s.ffn);
       case kDown: return layer.down.pack(values, s.hidden, s.ffn);
+      case kRouter: return layer.mixture.router.pack(values, s.experts, s.hidden);
+      case kExpertsGateUp:
+        for (int64_t e = 0; e < s.experts; e++)
+          pack_gate_up(layer.mixture.gate_up[e], values + e * 2 * s.expert_ffn * s.hidden,
+                       s.expert_ffn);
+        return;
+      case kExpertsDown:
+        for (int64_t e = 0; e < s.experts; e++)
+          layer.mixture.down[e].pack(values + e * s.hidden * s.expert_ffn, s.hidden, s.expert_ffn);
+        return;
     }
   }
 
@@ -150,7 +176,7 @@ class Decoder {
       project(last_);
       bool ended = false;
       for (size_t i = 0; i < last_.size(); i++)
-        ended |= append(slots, batch_[last_[i]].slot, i, version);
+        ended |= append(slots, last_[i], i, version);
       sampled += last_.size();
       const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
       if (ended || spent.count() >= budget_s) break;
@@ -202,17 +228,31 @@ class Decoder {
   struct Layer {
     std::vector<float> attention_norm, mlp_norm, query_norm, key_norm, qkv_bias, output_bias;
     Matrix<T> qkv, output, gate_up, down;
+    Mixture<T> mixture;  // in place of gate_up and down
     Buffer<T> keys, values;  // [blocks, kv_heads, 16 * head_width]
   };
 
   // In the order in which a step uses them.
   std::vector<Matrix<T>*> matrices() {
     std::vector<Matrix<T>*> all;
-    for (Layer& layer : layers_)
-      for (Matrix<T>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+    for (Layer& layer : layers_) {
+      for (Matrix<T>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down,
+                                &layer.mixture.router})
         all.push_back(matrix);
+      for (size_t e = 0; e < layer.mixture.down.size(); e++)
+        for (Matrix<T>* matrix : {&layer.mixture.gate_up[e], &layer.mixture.down[e]})
+          all.push_back(matrix);
+    }
     all.push_back(&unembedding_);
     return all;
+  }
+
+  void shape_mixture(Mixture<T>& mixture) {
+    mixture.router.shape(shape_.experts, shape_.hidden);
+    mixture.gate_up.resize(shape_.experts), mixture.down.resize(shape_.experts);
+    for (Matrix<T>& matrix : mixture.gate_up)
+      matrix.shape(2 * rounded_up(shape_.expert_ffn, 16), shape_.hidden);
+    for (Matrix<T>& matrix : mixture.down) matrix.shape(shape_.hidden, shape_.expert_ffn);
   }
 
   static void padded(const float* values, int64_t n, std::vector<float>& into) {
@@ -221,9 +261,8 @@ class Decoder {
   }
 
   // Panels of gate and of up alternate, so that their product is taken from registers.
-  void pack_gate_up(Layer& layer, const float* values) {
-    const int64_t ffn = shape_.ffn;
-    layer.gate_up.pack(values, layer.gate_up.outputs, shape_.hidden, [ffn](int64_t r) {
+  void pack_gate_up(Matrix<T>& into, const float* values, int64_t ffn) {
+    into.pack(values, into.outputs, shape_.hidden, [ffn](int64_t r) {
       const int64_t panel = r / kLanes, feature = panel / 2 * kLanes + r % kLanes;
       return feature >= ffn ? -1 : feature + (panel % 2) * ffn;
     });
@@ -233,11 +272,16 @@ class Decoder {
     if (rows <= rows_) return true;
     rows_ = 0;  // until all is there
     rows = rounded_up(rows, 64);
-    const int64_t ffn = rounded_up(shape_.ffn, 16), qkv = rounded_up(queries_ + 2 * keys_, 16);
+    const int64_t ffn = rounded_up(std::max(shape_.ffn, shape_.expert_ffn), 16);
+    const int64_t qkv = rounded_up(queries_ + 2 * keys_, 16);
     if (!residual_.resize(rows * wide_) || !heads_.resize(rows * qkv) ||
         !mixed_.resize(rows * queries_) || !normed_.resize(rows * wide_) ||
         !attended_.resize(rows * queries_) || !ffn_.resize(rows * ffn) ||
         !logits_.resize(rows * rounded_up(shape_.vocab, 16)))
+      return false;
+    const int64_t wide = sent_ ? wide_ : 0;
+    if (!routed_.resize(rows * rounded_up(shape_.experts, 16)) || !made_.resize(rows * wide) ||
+        !gathered_.resize(rows * wide))
       return false;
     rows_ = rows;
     return true;
@@ -285,6 +329,8 @@ class Decoder {
              shape_.hidden * sizeof(float));
       std::fill(row + shape_.hidden, row + wide_, 0.0f);
     }
+    went_.resize(n * sent_);
+    int64_t sent = 0;  // places that earlier layers have in a row of went_
     for (Layer& layer : layers_) {
       for (int64_t r = 0; r < n; r++)
         norm(residual_.at() + r * wide_, layer.attention_norm, normed_.at() + r * wide_);
@@ -294,10 +340,39 @@ class Decoder {
       multiply(attended_.at(), n, layer.output, bias(layer.output_bias), true, residual_.at());
       for (int64_t r = 0; r < n; r++)
         norm(residual_.at() + r * wide_, layer.mlp_norm, normed_.at() + r * wide_);
-      multiply_swiglu(normed_.at(), n, layer.gate_up, ffn_.at());
-      multiply(ffn_.at(), n, layer.down, nullptr, true, residual_.at());
+      if (layer.mixture.empty()) {
+        multiply_swiglu(normed_.at(), n, layer.gate_up, ffn_.at());
+        multiply(ffn_.at(), n, layer.down, nullptr, true, residual_.at());
+      } else {
+        mix(layer.mixture, n, sent);
+        sent += shape_.experts_per_token;
+      }
     }
     return true;
+  }
+
+  // Adds what the experts make of the n rows of normed_, and notes in went_, from place `sent` of
+  // each row on, which they were.
+  void mix(const Mixture<T>& mixture, int64_t n, int64_t sent) {
+    multiply(normed_.at(), n, mixture.router, nullptr, false, routed_.at());
+    routes_.choose(routed_.at(), n, mixture.router.outputs);
+    for (int64_t r = 0; r < n; r++)
+      std::copy_n(routes_.experts(r), shape_.experts_per_token, &went_[r * sent_ + sent]);
+    for (int64_t e = 0; e < shape_.experts; e++) {
+      const int64_t count = routes_.count(e);
+      const int64_t* rows = routes_.rows(e);
+      if (count == 0) continue;
+      for (int64_t i = 0; i < count; i++)
+        std::copy_n(normed_.at() + rows[i] * wide_, wide_, gathered_.at() + i * wide_);
+      multiply_swiglu(gathered_.at(), count, mixture.gate_up[e], ffn_.at());
+      multiply(ffn_.at(), count, mixture.down[e], nullptr, false, made_.at());
+      for (int64_t i = 0; i < count; i++) {
+        const Vec share = splat(routes_.shares(e)[i]);
+        float* row = residual_.at() + rows[i] * wide_;
+        for (int64_t d = 0; d < wide_; d += kLanes)
+          store(row + d, load(row + d) + share * load(made_.at() + i * wide_ + d));
+      }
+    }
   }
 
   static const float* bias(const std::vector<float>& values) {
@@ -372,8 +447,9 @@ class Decoder {
       multiply(normed_.at(), rows.size(), unembedding_, nullptr, false, logits_.at());
   }
 
-  // Samples the slot's next token from logits row i; true if that ends its request.
-  bool append(const Slots& s, int64_t slot, int64_t i, int32_t version) {
+  // Samples the next token behind batch row `r` from logits row i; true if that ends its request.
+  bool append(const Slots& s, int64_t r, int64_t i, int32_t version) {
+    const int64_t slot = batch_[r].slot;
     const int64_t at = s.known[slot], place = slot * s.length + at;
     const Sampling how = {s.temperature[slot], s.top_p[slot], s.min_p[slot], s.top_k[slot]};
     float* row = logits(i);
@@ -384,6 +460,8 @@ class Decoder {
     if (s.wants_unmodified[slot])
       s.unmodified[place] = Sampler::unmodified(copy_.data(), shape_.vocab, sampled.token);
     s.versions[place] = version;
+    if (s.experts != nullptr)
+      std::copy_n(went_.begin() + r * sent_, sent_, s.experts + place * sent_);
     s.known[slot] = at + 1;
     const int64_t* stops = s.stops + slot * s.stop_width;
     const bool stopped = std::find(stops, stops + s.stop_width, sampled.token) !=
@@ -402,13 +480,16 @@ class Decoder {
   Matrix<T> unembedding_;
   Buffer<T> weights_;  // of all matrices
   Sampler sampler_;
+  Routes routes_;
+  int64_t sent_ = 0;  // experts that a row goes to, all layers
 
   // Of the step that is being computed.
   std::vector<Row> batch_;
   std::vector<int64_t> last_;  // rows whose next token is to be sampled
   int64_t rows_ = 0;           // that the buffers hold
-  Buffer<float> residual_, heads_, logits_, mixed_;
-  Buffer<Act<T>> normed_, attended_, ffn_;
+  Buffer<float> residual_, heads_, logits_, mixed_, routed_, made_;
+  Buffer<Act<T>> normed_, attended_, ffn_, gathered_;
+  std::vector<int16_t> went_;  // [rows, sent_]
   std::vector<Act<T>> packed_;
   std::vector<int32_t> visible_;
   std::vector<float*> targets_;
@@ -441,8 +522,8 @@ using Model = Decoder<MESHRL_STORAGE>;
 extern "C" {
 
 // nullptr: no memory.
-void* decoder_new(const Shape* shape, const float* rope) {
-  return guarded<void*>(nullptr, [&] { return new Model(*shape, rope); });
+void* decoder_new(const Shape* shape, const float* rope, const uint8_t* sparse) {
+  return guarded<void*>(nullptr, [&] { return new Model(*shape, rope, sparse); });
 }
 void decoder_delete(void* d) { delete static_cast<Model*>(d); }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,18 @@ TINY = ModelConfig(
 )
 
 
+MOE = replace(
+    TINY,
+    architecture="qwen3_moe",
+    layers=3,
+    experts=6,
+    experts_per_token=2,
+    expert_ffn_size=24,
+    normalise_routing=True,
+    dense_layers=(1,),
+)
+
+
 class StandingClock:
     """Time passes only when `pass_` says so."""
 
@@ -56,9 +68,9 @@ class StandingClock:
         return loop_timeout(seconds, what)
 
 
-def decoder(seed: int = 0) -> Decoder:
+def decoder(seed: int = 0, config: ModelConfig = TINY) -> Decoder:
     """Random weights, sharp enough that tokens differ in probability."""
-    model = Decoder(TINY)
+    model = Decoder(config)
     model.initialise(torch.Generator().manual_seed(seed))
     with torch.no_grad():
         model.unembedding.mul_(2)
@@ -74,11 +86,16 @@ def text_of(tokens: Sequence[int]) -> str:
 
 
 def built_in(
-    path: str, slots: int = 4, max_length: int = 128, seed: int = 0, **more: Any
+    path: str,
+    slots: int = 4,
+    max_length: int = 128,
+    seed: int = 0,
+    config: ModelConfig = TINY,
+    **more: Any,
 ) -> TorchEngine:
     more = {"decode": text_of, "clock": StandingClock(), **more}
-    engine = build(TINY, slots, max_length, path=path, **more)
-    engine.wake(decoder(seed).state_dict(), 0)
+    engine = build(config, slots, max_length, path=path, **more)
+    engine.wake(decoder(seed, config).state_dict(), 0)
     return engine
 
 
@@ -106,6 +123,7 @@ class Heard:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     unmodified: list[float] = field(default_factory=list)
+    experts: list[list[int]] = field(default_factory=list)
     finish: list[int] = field(default_factory=list)  # codes other than RUNNING
 
 
@@ -132,6 +150,8 @@ class Listener:
         assert flush.unmodified.dtype == np.float32
         total = int(flush.counts.sum())
         assert len(flush.unmodified) in (0, total)
+        assert flush.experts.dtype == np.int16 and flush.experts.ndim == 2
+        assert len(flush.experts) in (0, total)
         assert total == len(flush.tokens) == len(flush.logprobs) == len(flush.versions)
         at = 0
         for id, count, finish in zip(flush.ids, flush.counts, flush.finish, strict=True):
@@ -142,6 +162,7 @@ class Listener:
             heard.logprobs += flush.logprobs[part].tolist()
             heard.versions += flush.versions[part].tolist()
             heard.unmodified += flush.unmodified[part].tolist()
+            heard.experts += flush.experts[part].tolist()
             assert not heard.finish, "something came after the end"
             if finish:
                 heard.finish.append(int(finish))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def build(
             where="rollout",
             fix=f"path: one of {', '.join(PATHS)}; dtype: one of {', '.join(DTYPES)}",
         )
-    places = Slots(slots, max_length)
+    places = Slots(slots, max_length, math.prod(config.expert_shape))
     with torch.device("meta"):
         state = Decoder(config).state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -7,7 +7,7 @@ just computed is copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.model.moe import Routing
 from services.rollout.engines.base import Ints
 from services.rollout.engines.counter import uniforms
 from services.rollout.engines.torch_engine.cache import Cache
@@ -27,8 +28,11 @@ from services.rollout.engines.torch_engine.slots import Slots
 NO_BLOCKS = np.zeros(0, np.int64)
 
 
-def draw(state: Slots, slots: Rows, logits: Tensor, version: int) -> None:
-    """Samples the next token of each of `slots` from float32 logits [n, vocab]."""
+def draw(
+    state: Slots, slots: Rows, logits: Tensor, version: int, experts: Tensor | None = None
+) -> None:
+    """Samples the next token of each of `slots` from float32 logits [n, vocab]; `experts` are those
+    that the tokens before went to, [n, sparse layers, k], in a mixture of them."""
     how = Sampling(
         state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
     )
@@ -38,7 +42,16 @@ def draw(state: Slots, slots: Rows, logits: Tensor, version: int) -> None:
     plain = logprobs
     if asked.any():
         plain = np.where(asked, unmodified(logits, tokens), np.float32(np.nan))
-    state.record(slots, tokens, logprobs, plain, version)
+    if experts is None:
+        return state.record(slots, tokens, logprobs, plain, version)
+    went = experts.flatten(1).to(torch.int16).cpu().numpy()
+    state.record(slots, tokens, logprobs, plain, version, went)
+
+
+def joined_experts(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Of a step's rows [n, sparse layers, k]; None for a dense model."""
+    there = [part for part in parts if part is not None]
+    return torch.cat(there) if there else None
 
 
 def load_into(model: Decoder, state: Mapping[str, Tensor]) -> None:
@@ -62,40 +75,44 @@ class EagerCompute:
     @torch.inference_mode()
     def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
         single = counts == 1
-        hidden = [
+        parts = [
             self._prefill(slot, count)
             for slot, count in zip(slots[~single].tolist(), counts[~single].tolist(), strict=True)
         ]
         rows = np.sort(slots[single])
         if len(rows):
-            hidden.append(self._decode(rows))
+            parts.append(self._decode(rows))
         order = np.concatenate((slots[~single], rows))
         state = self._slots
         sampling = np.flatnonzero(state.computed[order] == state.known[order])
         if not len(sampling):
             return 0
-        last = torch.cat(hidden)
+        last = torch.cat([hidden for hidden, _ in parts])
+        went = joined_experts([experts for _, experts in parts])
         if len(sampling) < len(order):
-            last = last[self._tensor(sampling)]
-        draw(state, order[sampling], self.model.logits(last).float(), version)
+            chosen = self._tensor(sampling)
+            last, went = last[chosen], went[chosen] if went is not None else None
+        draw(state, order[sampling], self.model.logits(last).float(), version, went)
         return len(sampling)
 
-    def _prefill(self, slot: int, count: int) -> Tensor:
-        """The hidden state of the last of the slot's next `count` tokens, [1, hidden_size]."""
+    def _prefill(self, slot: int, count: int) -> tuple[Tensor, Tensor | None]:
+        """The hidden state of the last of the slot's next `count` tokens, [1, hidden_size], and the
+        experts that it went to."""
         start = int(self._slots.computed[slot])
         tokens = self._tensor(self._slots.tokens[slot, start : start + count])
         positions = torch.arange(start, start + count, device=tokens.device)
-        hidden: Tensor = self.model(tokens, positions, self.cache.prefill(slot, start, count))
+        attention, routing = self.cache.prefill(slot, start, count), Routing()
+        hidden: Tensor = self.model(tokens, positions, attention, routing=routing)
         self._slots.computed[slot] = start + count
-        return hidden[-1:]
+        return hidden[-1:], routing.experts[-1:] if routing.experts is not None else None
 
-    def _decode(self, rows: Rows) -> Tensor:
+    def _decode(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         positions = self._slots.computed[rows]
         tokens = self._tensor(self._slots.tokens[rows, positions])
-        attention = self.cache.decode(rows, positions)
-        hidden: Tensor = self.model(tokens, self._tensor(positions), attention)
+        attention, routing = self.cache.decode(rows, positions), Routing()
+        hidden: Tensor = self.model(tokens, self._tensor(positions), attention, routing=routing)
         self._slots.computed[rows] = positions + 1
-        return hidden
+        return hidden, routing.experts
 
     @torch.inference_mode()
     def load(self, state: Mapping[str, Tensor]) -> None:

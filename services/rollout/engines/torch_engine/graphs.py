@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from common.model.attention import Attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.model.moe import Routing, groups_here
 from kernels.ops import (
     BLOCK,
     bucket_pack,
@@ -34,7 +35,7 @@ from kernels.ops.layout import unpacked
 from services.rollout.engines.base import NO_FLOATS, Ints
 from services.rollout.engines.torch_engine.blocks import blocks_of
 from services.rollout.engines.torch_engine.buckets import Bucket, Buckets
-from services.rollout.engines.torch_engine.eager import draw, load_into
+from services.rollout.engines.torch_engine.eager import draw, joined_experts, load_into
 from services.rollout.engines.torch_engine.parts import Rows
 from services.rollout.engines.torch_engine.sampling import unmodified
 from services.rollout.engines.torch_engine.slots import Slots
@@ -51,6 +52,7 @@ class Captured:
     positions: Tensor  # int64 [lanes], EMPTY where there is no row
     table: Tensor  # int32 [lanes, context / BLOCK]
     logits: Tensor  # float32 [lanes, vocab]
+    experts: Tensor  # int64 [lanes, sparse layers, k]
     replay: Callable[[], None]
 
 
@@ -93,13 +95,16 @@ class GraphCompute:
             parts.append(self._prefill(slots[~single], counts[~single]))
         if single.any():
             parts.append(self._decode(slots[single]))
+        went = joined_experts([experts for _, experts in parts])
         order = np.concatenate((slots[~single], slots[single]))
         self._slots.computed[slots] += counts
         known = self._slots.known[order] == self._slots.computed[order]
         sampling = np.flatnonzero(known)
         if len(sampling):
-            logits = torch.cat(parts)[self._tensor(sampling)]
-            draw(self._slots, order[sampling], logits, version)
+            chosen = self._tensor(sampling)
+            logits = torch.cat([logits for logits, _ in parts])[chosen]
+            went = went[chosen] if went is not None else None
+            draw(self._slots, order[sampling], logits, version, went)
         return len(sampling)
 
     def _refresh(self) -> None:
@@ -112,10 +117,13 @@ class GraphCompute:
 
     # -- decode ----------------------------------------------------------------------------------
 
-    def _decode(self, rows: Rows) -> Tensor:
-        """Logits [n, vocab] behind the next token of each row."""
+    def _decode(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, vocab] behind the next token of each row, and the experts it went to."""
         slots = self._slots
         logits = torch.empty(len(rows), self.vocab_size, dtype=torch.float32, device=self._device)
+        went = torch.empty(
+            len(rows), *self._config.expert_shape, dtype=torch.int64, device=self._device
+        )
         for bucket, chosen in self._buckets.split(slots.computed[rows] + 1):
             captured = self._captured.get(bucket) or self._capture(bucket)
             index = np.full(bucket.lanes, EMPTY)
@@ -130,7 +138,9 @@ class GraphCompute:
             )
             captured.replay()
             bucket_scatter(captured.logits, self._tensor(index), logits)
-        return logits
+            if self._config.experts:
+                went[self._tensor(chosen)] = captured.experts[: len(chosen)]
+        return logits, went if self._config.experts else None
 
     def _capture(self, bucket: Bucket) -> Captured:
         """Buffers for a bucket, all lanes empty, and its graph where there is a GPU."""
@@ -145,9 +155,13 @@ class GraphCompute:
             logits=torch.zeros(
                 bucket.lanes, self.vocab_size, dtype=torch.float32, device=self._device
             ),
+            experts=torch.zeros(
+                bucket.lanes, *self._config.expert_shape, dtype=torch.int64, device=self._device
+            ),
             replay=lambda: self._forward(made),
         )
-        if self._device.type == "cuda" and can_be_captured():
+        groups = not self._config.experts or groups_here(self._config, self.model.embedding)
+        if self._device.type == "cuda" and can_be_captured() and groups:
             made.replay = self._graph(made)
         self._captured[bucket] = made
         return made
@@ -173,13 +187,17 @@ class GraphCompute:
             mixed: Tensor = paged_decode(q, keys, values, made.table, lengths, self._scale)
             return mixed
 
-        hidden = self.model(made.tokens, made.positions.clamp(min=0), attend)
+        routing = Routing()
+        hidden = self.model(made.tokens, made.positions.clamp(min=0), attend, routing=routing)
         made.logits.copy_(self.model.logits(hidden))
+        if routing.experts is not None:
+            made.experts.copy_(routing.experts)
 
     # -- prefill ---------------------------------------------------------------------------------
 
-    def _prefill(self, slots: Rows, counts: Rows) -> Tensor:
-        """Logits [n, vocab] behind the next `counts[i]` tokens of each of `slots`."""
+    def _prefill(self, slots: Rows, counts: Rows) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, vocab] behind the next `counts[i]` tokens of each of `slots`, and the experts
+        that the last of them went to."""
         state = self._slots
         starts = state.computed[slots]
         order = np.argsort(starts > 0, kind="stable")  # those from the beginning go first
@@ -191,11 +209,13 @@ class GraphCompute:
         tokens, places = self._tensor(state.tokens[rows, positions]), self._tensor(positions)
         fresh = int((starts == 0).sum())
         attention = self._prefill_attention(slots[order], starts[order], ends, fresh, rows, places)
-        hidden = self.model(tokens, places, attention)[self._tensor(ends - 1)]
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        logits: Tensor = self.model.logits(hidden[self._tensor(back)]).float()
-        return logits
+        routing = Routing()
+        hidden = self.model(tokens, places, attention, routing=routing)
+        last = np.empty_like(order)
+        last[order] = ends - 1
+        chosen = self._tensor(last)
+        logits: Tensor = self.model.logits(hidden[chosen]).float()
+        return logits, routing.experts[chosen] if routing.experts is not None else None
 
     def _prefill_attention(
         self,

@@ -40,14 +40,20 @@ PARTS = (  # in the order of Part in decoder.cpp
     "mlp_norm",
     "gate_up",
     "down",
+    "experts.router",
+    "experts.gate_up",
+    "experts.down",
 )
 
-_SHAPE = ("vocab", "hidden", "layers", "heads", "kv_heads", "head_width", "rotary_width", "ffn")
+_SHAPE = (
+    *("vocab", "hidden", "layers", "heads", "kv_heads", "head_width", "rotary_width", "ffn"),
+    *("positions", "blocks", "experts", "experts_per_token", "expert_ffn", "normalise_routing"),
+)
 
 
 class _Shape(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in (*_SHAPE, "positions", "blocks")),
+        *((name, ctypes.c_int64) for name in _SHAPE),
         ("norm_epsilon", ctypes.c_float),
         ("attention_scale", ctypes.c_float),
     )
@@ -70,6 +76,7 @@ _ARRAYS = {
     "top_k": np.int64,
     "wants_unmodified": np.bool_,
     "finish": np.int8,
+    "experts": np.int16,
 }
 
 
@@ -119,10 +126,18 @@ class NativeCompute:
             ffn=config.ffn_size,
             positions=positions,
             blocks=blocks,
+            experts=config.experts,
+            experts_per_token=config.experts_per_token,
+            expert_ffn=config.expert_ffn_size,
+            normalise_routing=config.normalise_routing,
             norm_epsilon=config.norm_eps,
             attention_scale=config.head_dim**-0.5,
         )
-        self._decoder = self._lib.decoder_new(ctypes.byref(described), rope.data_ptr())
+        sparse = np.zeros(config.layers, np.uint8)
+        sparse[list(config.sparse_layers)] = 1
+        self._decoder = self._lib.decoder_new(
+            ctypes.byref(described), rope.data_ptr(), sparse.ctypes.data
+        )
         if not self._decoder:
             raise _out_of_memory()
 
@@ -241,14 +256,14 @@ def _described(slots: Slots, table: NDArray[np.int32]) -> _Slots:
     for name, dtype in _ARRAYS.items():
         array = table if name == "table" else getattr(slots, name)
         assert array.dtype == dtype and array.flags.c_contiguous
-        setattr(described, name, array.ctypes.data)
+        setattr(described, name, array.ctypes.data if array.size else None)
     return described
 
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
     address, number = ctypes.c_void_p, ctypes.c_int64
     lib.decoder_new.restype = address
-    lib.decoder_new.argtypes = (address, address)
+    lib.decoder_new.argtypes = (address, address, address)
     lib.decoder_delete.argtypes = (address,)
     lib.decoder_wake.argtypes = (address,)
     lib.decoder_sleep.argtypes = (address,)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from services.rollout.engines.base import (
     LENGTH,
+    NO_EXPERTS,
     NO_FLOATS,
     NO_SESSION,
     RUNNING,
@@ -31,12 +32,15 @@ class Slots:
     another request needs it (the one idle for longest goes first).
     """
 
-    def __init__(self, count: int, max_length: int) -> None:
+    def __init__(self, count: int, max_length: int, experts: int = 0) -> None:
+        """`experts`: to which a token is sent, all layers together; 0: the model is dense."""
         self.count, self.max_length = count, max_length
         self.tokens = np.zeros((count, max_length), np.int64)
         self.logprobs = np.zeros((count, max_length), np.float32)
         self.unmodified = np.full((count, max_length), np.nan, np.float32)
         self.versions = np.zeros((count, max_length), np.int32)
+        # That predicted a sampled token. Pages cost memory when they are first written.
+        self.experts = np.zeros((count, max_length, experts), np.int16)
         self.known = np.zeros(count, np.int64)
         self.computed = np.zeros(count, np.int64)
         self.limit = np.zeros(count, np.int64)  # known tokens at which LENGTH ends the request
@@ -205,6 +209,7 @@ class Slots:
         logprobs: NDArray[np.float32],
         unmodified: NDArray[np.float32],
         version: int,
+        experts: NDArray[np.int16] = NO_EXPERTS,
     ) -> None:
         """Appends one sampled token each; `finish` tells whose request that ends."""
         at = self.known[slots]
@@ -212,6 +217,8 @@ class Slots:
         self.logprobs[slots, at] = logprobs
         self.unmodified[slots, at] = unmodified
         self.versions[slots, at] = version
+        if self.experts.size:
+            self.experts[slots, at] = experts
         self.known[slots] = at + 1
         stopped = (self.stops[slots] == tokens[:, None]).any(1)
         full = np.where(at + 1 >= self.limit[slots], LENGTH, RUNNING)
@@ -242,6 +249,7 @@ class Slots:
             unmodified=self._asked(live, rows, columns),
             versions=self.versions[rows, columns],
             finish=np.full(len(live), RUNNING, np.int8),
+            experts=self.experts[rows, columns] if self.experts.size else NO_EXPERTS,
         )
 
     def _asked(
@@ -261,6 +269,7 @@ class Slots:
             self.versions[slot, new].copy(),
             code,
             self.unmodified[slot, new].copy() if self.wants_unmodified[slot] else None,
+            self.experts[slot, new].copy() if self.experts.size else None,
         )
 
     def _take(self, session: int) -> int:
