@@ -26,7 +26,14 @@ def bracket(config: JobConfig, tag: str, version: int) -> Plan | None:
     """The evaluation `before` or `after` training; None: the job wants none."""
     plan = config.evaluation
     wanted = plan.before if tag == BEFORE else plan.after
-    return Plan(tag, version, ("sampled", "greedy")) if wanted else None
+    return Plan(tag, version, ("sampled", "greedy")) if wanted and measurable(config) else None
+
+
+def measurable(config: JobConfig) -> bool:
+    """Whether there is something to evaluate on, and a reward to evaluate by."""
+    rewarded = config.reward.use or config.reward.judge.use
+    rewarded = rewarded or config.environment.use or config.environment.verifiers
+    return bool(rewarded and (config.dataset.held_out or config.evaluation.datasets))
 
 
 def due(config: JobConfig, version: int) -> Plan | None:
@@ -35,7 +42,8 @@ def due(config: JobConfig, version: int) -> Plan | None:
     The last one is evaluated after training.
     """
     plan = config.evaluation
-    if not plan.every or version < 1 or version % plan.every or version >= config.budget.steps:
+    last = version >= config.budget.steps
+    if not plan.every or version < 1 or version % plan.every or last or not measurable(config):
         return None
     modes = ("sampled", "greedy") if plan.best == GREEDY else ("sampled",)
     return Plan(f"step-{version}", version, modes)

@@ -1,53 +1,133 @@
-"""Held-out evaluation on the engines of the job: sampled and greedy, at a version or newer."""
+"""Evaluation on the engines of the job: the held-out set and the other ones, at one version."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from common.evaluations import HELD_OUT, Plan, estimates
+from common.patience import patiently
 from common.state import jobs
 from services.rollout.job import EVALUATION_GROUP, ShardJob
-from services.rollout.trajectory import Trajectory
+from services.rollout.trajectory import NOT_SAMPLED, Trajectory
 
-MODES = {"sampled": 1.0, "greedy": 0.0}  # temperature of each
+TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # of the modes of the held-out set
+SETS = 64  # datasets and modes of one version that have groups of their own
 
 
-async def evaluate(shard: ShardJob, tag: str, version: int, modes: list[str]) -> dict[str, Any]:
-    """Runs the held-out set on engines at `version` or newer and records the result under `tag`.
+@dataclass(slots=True)
+class Drawn:
+    """Samples of a set, problem by problem."""
 
-    Returns, per mode, the mean reward over the problems; a trajectory that fails by type counts in
-    `failed` and in no mean.
-    """
-    problems = shard.held_out[: shard.config.evaluation.problems]
-    result: dict[str, Any] = {"version": version, "problems": len(problems)}
-    lengths: list[int] = []
-    for number, mode in enumerate(modes):
-        base = EVALUATION_GROUP + (((version + 1) * 2 + number) << 20)
-        ts = [trajectory(shard, base + i, i, version, MODES[mode]) for i in range(len(problems))]
-        await asyncio.gather(*(shard.run(t, row) for t, row in zip(ts, problems, strict=True)))
-        rewards = [t.ending.reward for t in ts if t.ending and t.ending.reward is not None]
-        result[mode] = float(np.mean(rewards)) if rewards else 0.0
-        result["failed"] = result.get("failed", 0) + len(ts) - len(rewards)
-        lengths += [t.length for t in ts]
-    result["length_mean"] = float(np.mean(lengths)) if lengths else 0.0
-    await jobs.record_evaluation(
-        shard.mesh.state,
-        shard.job.id,
-        tag,
-        version,
-        result,
-        shard.mesh.name,
-        shard.mesh.token,
+    rewards: list[list[float]]  # of those that neither failed nor ran on into another version
+    lengths: list[int] = field(default_factory=list)
+    failed: int = 0
+    mixed: int = 0  # samples that another version has had a part in
+
+    @property
+    def every(self) -> list[float]:
+        return [reward for problem in self.rewards for reward in problem]
+
+
+class Evaluation:
+    """One plan, carried out; groups are off the books and numbered by version and set."""
+
+    def __init__(self, shard: ShardJob, plan: Plan) -> None:
+        self._shard, self._plan = shard, plan
+        self._sets = 0
+        self._drawn: list[Drawn] = []
+
+    async def run(self) -> dict[str, Any]:
+        """The result, recorded under the plan's tag: figures by name, and how they came about."""
+        shard, plan = self._shard, self._plan
+        settings = shard.config.evaluation
+        problems = shard.held_out[: settings.problems]
+        result: dict[str, Any] = {"version": plan.version, "problems": len(problems)}
+        for mode in plan.modes if problems else ():
+            drawn = await self._draw(problems, 1, TEMPERATURES[mode])
+            if drawn.every:
+                result[mode] = float(np.mean(drawn.every))
+        figures = {f"{HELD_OUT}.{m}": result[m] for m in plan.modes if m in result}
+        for dataset in settings.datasets:
+            rows = shard.job.rows_of(dataset.path)[: dataset.problems]
+            drawn = await self._draw(rows, dataset.samples, dataset.temperature)
+            figures |= estimates(dataset, drawn.rewards)
+        lengths = [length for drawn in self._drawn for length in drawn.lengths]
+        result |= {
+            "figures": figures,
+            "failed": sum(drawn.failed for drawn in self._drawn),
+            "mixed": sum(drawn.mixed for drawn in self._drawn),
+            "length_mean": float(np.mean(lengths)) if lengths else 0.0,
+        }
+        await self._record(result, figures.get(settings.best))
+        return result
+
+    async def _draw(
+        self, rows: Sequence[dict[str, Any]], samples: int, temperature: float
+    ) -> Drawn:
+        """`samples` trajectories of each row, on engines at the version or newer."""
+        shard, version = self._shard, self._plan.version
+        base = EVALUATION_GROUP + (((version + 1) * SETS + self._sets) << 20)
+        self._sets += 1
+        every = [
+            [
+                trajectory(shard, base + i, member, i, version, temperature)
+                for member in range(samples)
+            ]
+            for i in range(len(rows))
+        ]
+        await asyncio.gather(
+            *(shard.run(t, row) for ts, row in zip(every, rows, strict=True) for t in ts)
+        )
+        drawn = Drawn([[] for _ in rows])
+        for rewards, ts in zip(drawn.rewards, every, strict=True):
+            for t in ts:
+                drawn.lengths.append(t.length)
+                if t.ending is None or t.ending.reward is None:
+                    drawn.failed += 1
+                elif _of_another_version(t, version):
+                    drawn.mixed += 1
+                else:
+                    rewards.append(t.ending.reward)
+        self._drawn.append(drawn)
+        return drawn
+
+    async def _record(self, result: dict[str, Any], value: float | None) -> None:
+        mesh = self._shard.mesh
+        await jobs.record_evaluation(
+            mesh.state,
+            self._shard.job.id,
+            self._plan.tag,
+            self._plan.version,
+            result,
+            mesh.name,
+            mesh.token,
+            value,
+        )
+
+
+async def evaluate(shard: ShardJob, plan: Plan) -> None:
+    """Carries out a plan, unless a predecessor has."""
+    recorded = await patiently(
+        shard.mesh.clock, lambda: jobs.evaluations(shard.mesh.state, shard.job.id)
     )
-    return result
+    if plan.tag not in {e["tag"] for e in recorded}:
+        await patiently(shard.mesh.clock, lambda: Evaluation(shard, plan).run())
+
+
+def _of_another_version(t: Trajectory, version: int) -> bool:
+    sampled = t.versions[t.versions != NOT_SAMPLED]
+    return bool((sampled != version).any())
 
 
 def trajectory(
-    shard: ShardJob, group: int, prompt: int, version: int, temperature: float
+    shard: ShardJob, group: int, member: int, prompt: int, version: int, temperature: float
 ) -> Trajectory:
-    t = Trajectory(group, 0, prompt, version, shard.seed_of(group, 0))
+    t = Trajectory(group, member, prompt, version, shard.seed_of(group, member))
     t.recorded = False
     t.temperature = temperature
     return t

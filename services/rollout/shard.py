@@ -10,6 +10,7 @@ from common.actor import Actor, cast
 from common.api.hint import Look
 from common.api.rollout import Rollout
 from common.errors import MeshError
+from common.evaluations import AFTER, BEFORE, Plan, bracket, due
 from common.jobdata import JobData
 from common.mesh import Mesh
 from common.patience import patiently
@@ -101,16 +102,18 @@ class RolloutShard(Actor):
         return True
 
     def _evaluations(self, shard: ShardJob, row: jobs.JobRow) -> None:
-        """Starts the evaluation that this phase or step asks for, once."""
-        plan = shard.config.evaluation
-        if row.phase == "baseline" and self._once("before"):
-            self._start(self._bracket(shard, "before", row, plan.before, "training"))
-        elif row.phase == "evaluation" and self._once("after"):
-            self._start(self._bracket(shard, "after", row, plan.after, "finished"))
-        elif row.phase == "training" and plan.every and row.version >= plan.every:
-            tag = f"step-{row.version // plan.every * plan.every}"
-            if row.version < shard.config.budget.steps and self._once(tag):
-                self._start(self._evaluate(shard, tag, row.version, ["sampled"]))
+        """Starts the evaluation that this phase or version asks for, once."""
+        config = shard.config
+        if row.phase == "baseline" and self._once(BEFORE):
+            plan = bracket(config, BEFORE, row.version)
+            self._start(self._bracket(shard, plan, "training"))
+        elif row.phase == "evaluation" and self._once(AFTER):
+            plan = bracket(config, AFTER, row.version)
+            self._start(self._bracket(shard, plan, "finished"))
+        elif row.phase == "training":
+            asked = due(config, row.version)
+            if asked is not None and self._once(asked.tag):
+                self._start(evaluate(shard, asked))
 
     def _once(self, tag: str) -> bool:
         """True the first time that this incarnation asks for `tag`."""
@@ -118,12 +121,10 @@ class RolloutShard(Actor):
         self._evaluated.add(tag)
         return fresh
 
-    async def _bracket(
-        self, shard: ShardJob, tag: str, row: jobs.JobRow, wanted: bool, then: str
-    ) -> None:
-        """The evaluation before or after training, and the phase that follows it."""
-        if wanted:
-            await self._evaluate(shard, tag, row.version, ["sampled", "greedy"])
+    async def _bracket(self, shard: ShardJob, plan: Plan | None, then: str) -> None:
+        """The evaluation before or after training, if any, and the phase that follows it."""
+        if plan is not None:
+            await evaluate(shard, plan)
         await patiently(
             self.mesh.clock,
             lambda: jobs.set_phase(
@@ -131,14 +132,6 @@ class RolloutShard(Actor):
             ),
         )
         self._changed.set()
-
-    async def _evaluate(self, shard: ShardJob, tag: str, version: int, modes: list[str]) -> None:
-        """Evaluates under `tag`, unless a predecessor has."""
-        recorded = await patiently(
-            self.mesh.clock, lambda: jobs.evaluations(self.mesh.state, shard.job.id)
-        )
-        if shard.held_out and tag not in {e["tag"] for e in recorded}:
-            await patiently(self.mesh.clock, lambda: evaluate(shard, tag, version, modes))
 
     def _start(self, work: Any) -> None:
         task = asyncio.create_task(work)

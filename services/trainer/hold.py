@@ -1,0 +1,32 @@
+"""A version that is being evaluated stays current until that is done."""
+
+from __future__ import annotations
+
+from common.evaluations import due
+from common.jobdata import JobData
+from common.mesh import Mesh
+from common.patience import patiently
+from common.state import jobs
+
+LOOK_S = 0.1
+EVALUATOR = "rollout/0"
+
+
+async def evaluated(mesh: Mesh, data: JobData, version: int) -> None:
+    """Waits for the evaluation that `version` asks for, if it does, at most `evaluation.hold_s`;
+    past it training goes on, and what is evaluated later is left out of the figures.
+    """
+    plan = due(data.config, version)
+    if plan is None:
+        return
+    until = mesh.clock.monotonic() + data.config.evaluation.hold_s
+    with mesh.wait(f"the evaluation of version {version}", on=EVALUATOR):
+        while True:
+            found = await patiently(mesh.clock, lambda: jobs.evaluations(mesh.state, data.id))
+            row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, data.id))
+            if row.ended or any(evaluation["tag"] == plan.tag for evaluation in found):
+                return
+            if mesh.clock.monotonic() > until:
+                mesh.log.warning("going on without the evaluation", version=version)
+                return
+            await mesh.clock.sleep(LOOK_S)
