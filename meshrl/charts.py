@@ -10,7 +10,12 @@ from html import escape
 WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 12, 34  # margins, for the axes' labels
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito: apart for all eyes
-ROLE_COLORS = {"rollout": "#56b4e9", "training": "#e69f00", "serving": "#009e73"}
+ROLE_COLORS = {
+    "rollout": "#56b4e9",
+    "training": "#e69f00",
+    "serving": "#009e73",
+    "scoring": "#cc79a7",
+}
 ROW = 26  # height of a gang's row in the timeline
 
 

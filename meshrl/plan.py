@@ -72,7 +72,8 @@ def described(config: JobConfig) -> list[tuple[str, str]]:
     rows = [("redis", "state; every write is on disk before it is acknowledged")]
     rows += [(s.name, s.purpose) for s in _services_of(config)]
     for i in range(config.mesh.workers):
-        role = "training" if i < training else "rollout"
+        scores = i == training and bool(config.models.declared)
+        role = "training" if i < training else "scoring" if scores else "rollout"
         rows.append((f"worker/g{i}", f"{config.mesh.device} slot; starts in the {role} role"))
     if config.environment.use:
         count = config.environment.processes

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from common.evaluations import HELD_OUT
 from common.state.accounting import account
 from common.state.events import Event
 from meshrl import audit, charts, dryrun, summary
@@ -112,6 +113,7 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("held-out before", accuracy("before")),
         ("held-out after", accuracy("after")),
         ("steps", str(found["steps"])),
+        *_evaluations(found),
         ("time", f"{clock(found['wall_s'])}{cached}; {found['cpu_total_s']:.0f} CPU-seconds"),
         (
             "tokens",
@@ -129,6 +131,18 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _evaluations(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The best version, if the job asks for it, and what the last one came to elsewhere."""
+    every = found["evaluations"]
+    best = [e for e in every if e["step"] == found["best_version"]]
+    last = [e for e in every if any(not n.startswith(f"{HELD_OUT}.") for n in e["figures"])]
+    return [
+        (what, f"{e['step']}: " + ", ".join(f"{n} {v:.3f}" for n, v in e["figures"].items()))
+        for what, rows in (("best version", best), ("evaluated last", last))
+        for e in rows[-1:]
+    ]
+
+
 def html(
     found: dict[str, Any],
     rows: Sequence[dict[str, Any]],
@@ -137,7 +151,7 @@ def html(
     document: dict[str, Any],
 ) -> str:
     """The report as one self-contained page."""
-    held = [(float(e.step), e.sampled) for e in evaluations]
+    held = [(float(e.step), e.sampled) for e in evaluations if e.sampled is not None]
     greedy = [(float(e.step), e.greedy) for e in evaluations if e.greedy is not None]
     start_ms = events[0].ms if events else 0
     end = (events[-1].ms - start_ms) / 1000 if events else 1.0
@@ -161,6 +175,7 @@ def html(
     sections = [
         ("Summary", _table(facts(found))),
         ("Learning", charts.lines(learning, "step")),
+        *_evaluated(evaluations),
         ("Length of trajectories, tokens", charts.lines(lengths, "step")),
         (
             "Staleness, versions",
@@ -179,6 +194,16 @@ def html(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         f"<style>{STYLE}</style><h1>{title}</h1>{body}</html>\n"
     )
+
+
+def _evaluated(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
+    """A section with the figures of the datasets beside the held-out set, if there are any."""
+    names = {n: 0 for e in evaluations for n in e.figures if not n.startswith(f"{HELD_OUT}.")}
+    curves = [
+        Series(n, [(float(e.step), e.figures[n]) for e in evaluations if n in e.figures], dots=True)
+        for n in names
+    ]
+    return [("Evaluation", charts.lines(curves, "step"))] if curves else []
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[float, float]]:

@@ -37,6 +37,8 @@ def summarize(
             "before": _accuracy(evaluations, "before"),
             "after": _accuracy(evaluations, "after"),
         },
+        "evaluations": [{"tag": e.tag, "step": e.step, "figures": e.figures} for e in evaluations],
+        "best_version": next((e.step for e in reversed(evaluations) if e.best), None),
         "wall_s": round(wall_s, 1),
         "warm_start_cached": warm_start_cached,
         "cpu_s": cpu_s,
@@ -83,4 +85,6 @@ def stage_time_moves(events: Sequence[Event]) -> list[Event]:
 
 def _accuracy(evaluations: Sequence[Evaluation], tag: str) -> dict[str, float] | None:
     found = next((e for e in evaluations if e.tag == tag), None)
-    return None if found is None else {"sampled": found.sampled, "greedy": found.greedy or 0.0}
+    if found is None or found.sampled is None:
+        return None
+    return {"sampled": found.sampled, "greedy": found.greedy or 0.0}

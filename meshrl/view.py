@@ -15,10 +15,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from common.evaluations import HELD_OUT
 from meshrl.watch import Evaluation, Snapshot, Worker
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-ROLE_COLORS = {"rollout": "cyan", "training": "magenta", "idle": "bright_black"}
+ROLE_COLORS = {
+    "rollout": "cyan",
+    "training": "magenta",
+    "scoring": "green",
+    "idle": "bright_black",
+}
 CURVE_WIDTH = 60
 
 
@@ -141,8 +147,11 @@ def _learning(shot: Snapshot) -> RenderableType:
     held = "   ".join(
         f"{e.step}: {e.sampled:.3f}" + (f" ({e.greedy:.3f} greedy)" if e.greedy is not None else "")
         for e in shot.evaluations[-4:]
+        if e.sampled is not None
     )
     grid.add_row("held-out", held or "-")
+    if shot.evaluations and (others := other_figures(shot.evaluations[-1])):
+        grid.add_row("evaluated", f"{shot.evaluations[-1].step}: {others}")
     grid.add_row("tokens/s", f"{shot.rolled_out_s:,.0f} rolled out   {shot.trained_s:,.0f} trained")
     grid.add_row(
         "off-policy",
@@ -214,8 +223,21 @@ def gap(value: float | None) -> str:
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    greedy = "" if evaluation.greedy is None else f", {evaluation.greedy:.3f} greedy"
-    return f"held-out after step {evaluation.step}: {evaluation.sampled:.3f} sampled{greedy}"
+    parts = []
+    if evaluation.sampled is not None:
+        parts.append(f"{evaluation.sampled:.3f} sampled")
+    if evaluation.greedy is not None:
+        parts.append(f"{evaluation.greedy:.3f} greedy")
+    parts += [others] if (others := other_figures(evaluation)) else []
+    best = "; the best so far" if evaluation.best else ""
+    what = "held-out" if evaluation.sampled is not None else "evaluated"
+    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'nothing'}{best}"
+
+
+def other_figures(evaluation: Evaluation) -> str:
+    """Those of the datasets beside the held-out set."""
+    others = {k: v for k, v in evaluation.figures.items() if not k.startswith(f"{HELD_OUT}.")}
+    return ", ".join(f"{name} {value:.3f}" for name, value in others.items())
 
 
 def roles(workers: Sequence[Worker]) -> str:

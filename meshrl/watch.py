@@ -34,8 +34,10 @@ class Worker:
 class Evaluation:
     tag: str  # before | step-10 | after
     step: int
-    sampled: float
-    greedy: float | None  # only before and after
+    sampled: float | None  # of the held-out set; None: the job has none
+    greedy: float | None  # before, after, and when the best version is chosen by it
+    figures: dict[str, float] = field(default_factory=dict)  # of all datasets, by name
+    best: bool = False  # it is the best version so far
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,14 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
 
 def evaluation(row: dict[str, Any]) -> Evaluation:
     """From the fields of an event `evaluation`."""
-    greedy = row.get("greedy")
+    sampled, greedy = row.get("sampled"), row.get("greedy")
     return Evaluation(
         tag=str(row["tag"]),
         step=int(row["step"]),
-        sampled=float(row["sampled"]),
+        sampled=None if sampled is None else float(sampled),
         greedy=None if greedy is None else float(greedy),
+        figures={name: float(value) for name, value in row.get("figures", {}).items()},
+        best=bool(row.get("best", False)),
     )
 
 
@@ -177,6 +181,8 @@ def worker(gang: Gang, entries: Sequence[Entry]) -> Worker:
     doing = ""
     if gang.actual_role == "training":
         doing = "core" if gang.desired_core else "hybrid"
+    elif gang.actual_role == "scoring":
+        doing = "frozen models"
     elif gang.actual_role == "rollout" and stats:
         doing = f"{stats.get('running', 0)} running, version {stats.get('version', '?')}"
     return Worker(
