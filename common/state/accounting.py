@@ -38,6 +38,9 @@ def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str,
                 terms["host_lost"] += fields["samples"]
             case "dropped":
                 terms["typed_drops"] += fields["samples"]
+            case "filtered":
+                terms["filtered"] += fields["samples"]
+                terms["typed_drops"] += fields["failed"]
             case "step":
                 steps[fields["step"]] = fields["groups"]
             case "lineage":

@@ -127,6 +127,16 @@ async def group_requeued(
     await _return(state, job, shard, token, group, reason, op_id, requeue=True)
 
 
+async def group_filtered(
+    state: State, job: str, trainer: str, token: int, group: int, op_id: str
+) -> None:
+    """The trainer leased a group that has nothing to teach, and another takes its place: the
+    admission returns, the prompt does not; counts `filtered`, and members that failed as
+    `typed_drops`.
+    """
+    await _returned(state, job, trainer, token, group, "filtered", op_id, "filtered", "filtered")
+
+
 async def open_groups(state: State, job: str, shard: str) -> list[Admitted]:
     """What the shard has to finish, oldest first; its predecessor's groups are among them."""
     return _admitted(await state.run("open_groups", [job_prefix(job)], {"shard": shard}))
@@ -195,6 +205,22 @@ async def _return(
     *,
     requeue: bool,
 ) -> None:
+    counter, kind = ("host_lost", "requeued") if requeue else ("typed_drops", "dropped")
+    await _returned(state, job, name, token, group, reason, op_id, counter, kind, requeue)
+
+
+async def _returned(
+    state: State,
+    job: str,
+    name: str,
+    token: int,
+    group: int,
+    reason: str,
+    op_id: str,
+    counter: str,
+    kind: str,
+    requeue: bool = False,
+) -> None:
     args = {
         "job": job,
         "name": name,
@@ -203,8 +229,8 @@ async def _return(
         "reason": reason,
         "op": op_id,
         "requeue": requeue,
-        "counter": "host_lost" if requeue else "typed_drops",
-        "kind": "requeued" if requeue else "dropped",
+        "counter": counter,
+        "kind": kind,
     }
     await state.run("group_returned", [job_prefix(job)], args)
 

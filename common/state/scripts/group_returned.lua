@@ -1,6 +1,6 @@
 -- uses: groups
 -- Ends a group that cannot train: by its shard while it is open, or by the trainer that leased it
--- and found it bad.
+-- and found it bad, or without anything to teach: then its members that failed are told apart.
 local seen = replayed()
 if seen then return seen end
 if not holds(a.name, a.token) then return fenced(a.name) end
@@ -11,7 +11,9 @@ if not own then
   return refuse('refused', 'group ' .. a.group .. ' is not ' .. a.name .. "'s to give back")
 end
 give_back(a.group, row, a.requeue)
-count(a.counter, tonumber(row.samples))
+local failed = a.counter == 'filtered' and row.samples - row.scored or 0
+count(a.counter, row.samples - failed)
+count('typed_drops', failed)
 event(a.kind, {job = a.job, group = a.group, prompt = tonumber(row.prompt),
-  samples = tonumber(row.samples), reason = a.reason, by = a.name})
+  samples = row.samples - failed, failed = failed, reason = a.reason, by = a.name})
 return done({returned = true})

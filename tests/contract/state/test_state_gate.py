@@ -111,6 +111,20 @@ class Gate(RuleBasedStateMachine):
     def step(self, filtered: int, poisoned: bool, dies: bool) -> None:
         self.do(self.one_step(filtered, poisoned, dies))
 
+    @rule()
+    def refill(self) -> None:
+        """A group of the step has nothing to teach, and gives its place to another."""
+        self.do(self.refill_one())
+
+    async def refill_one(self) -> None:
+        row = await self.row()
+        if row.phase != "training":
+            return
+        leased = await self.seats.lease(row.version + 1)
+        if isinstance(leased, groups.Leased):
+            token = self.seats.trainer
+            await self.twice(groups.group_filtered, TRAINER, token, leased.groups[0].group)
+
     async def one_step(self, filtered: int = 0, poisoned: bool = False, dies: bool = False) -> bool:
         row = await self.row()
         if row.phase != "training":
