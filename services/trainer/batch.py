@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from common.api.weights import Group
 from common.config import JobConfig
 from common.errors import BadMessage
-from services.trainer.algorithms import algorithm
+from services.trainer.algorithms import algorithm, refills
 from services.trainer.algorithms.aggregation import token_weight
 from services.trainer.algorithms.shaping import divergences, kl_in_reward, overlong
 from services.trainer.batching import Sequence
 
+REFILLS = 10  # groups replaced in a step, per group that it takes, before it takes what there is
 EXTRAS = ("reference", "teacher")  # of a group's arrays, those that losses may ask for
 
 
@@ -31,6 +32,7 @@ class Batch:
     sequences: list[Sequence] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
     filtered: list[int] = field(default_factory=list)
+    refilled: int = 0  # groups that were filtered before, and replaced
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)  # per group: deviation of its rewards
@@ -73,7 +75,8 @@ class Batch:
             "reward": float(np.mean(self.rewards)) if self.rewards else 0.0,
             "groups": len(self.groups),
             "filtered": len(self.filtered),
-            "filtered_share": len(self.filtered) / max(1, len(self.groups)),
+            "refilled": self.refilled,
+            "filtered_share": self._filtered_share(),
             "reward_spread": float(np.mean(self.spreads)) if self.spreads else 0.0,
             "tokens": int(sum(self.lengths)),
             "tokens_trained": self.tokens,
@@ -85,6 +88,11 @@ class Batch:
             "staleness_tokens": self._histogram(),
             "mixed": self.mixed,
         }
+
+    def _filtered_share(self) -> float:
+        """Of all groups that the step looked at."""
+        left_out = len(self.filtered) + self.refilled
+        return left_out / max(1, len(self.groups) + self.refilled)
 
     def _histogram(self) -> list[int]:
         """Trained tokens by the versions that they lie behind: 0, 1, .. up to `max_staleness`."""
@@ -113,6 +121,23 @@ def advantages_of(
 def teaches_nothing(group: Group, config: JobConfig) -> bool:
     """Whether a batch would filter the group."""
     return advantages_of(members_of(group), scored_rewards(group), config) is None
+
+
+class Refill:
+    """Dynamic sampling (DAPO): which groups of one step give their place to others."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        wanted = refills(config.algorithm)
+        self._most = REFILLS * config.algorithm.groups_per_step if wanted else 0
+        self.count = 0  # that did
+
+    def replaces(self, group: Group) -> bool:
+        """Whether the group has nothing to teach and may be replaced; counts it if so."""
+        if self.count >= self._most or not teaches_nothing(group, self._config):
+            return False
+        self.count += 1
+        return True
 
 
 def scored_rewards(group: Group) -> NDArray[np.float64]:

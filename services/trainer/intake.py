@@ -15,6 +15,7 @@ from common.state import groups
 from common.store import get
 
 POLL_S = 0.03  # how often ready groups are looked for
+LOOK_S = 60.0  # deadline of a look at one group's rewards
 
 
 class Intake:
@@ -22,11 +23,16 @@ class Intake:
         self._mesh, self._bulk, self._job = mesh, bulk, job
         self.waited_s = 0.0  # for groups, over all steps
 
-    async def groups(self, step: int, stale: Callable[[Group], bool]) -> AsyncIterator[Group]:
+    async def groups(
+        self,
+        step: int,
+        stale: Callable[[Group], bool],
+        replaced: Callable[[Group], bool] = lambda group: False,
+    ) -> AsyncIterator[Group]:
         """Each group of the step once, as soon as it may train.
 
         One whose bytes are gone or garbled, or whose tokens are staler than its row says, goes
-        back, and another takes its place.
+        back, and another takes its place; so does one that is `replaced`, which ends.
         """
         given: set[int] = set()
         while True:
@@ -37,6 +43,8 @@ class Intake:
                     await self._give_back(row, "poisoned")
                 elif stale(group):
                     await self._give_back(row, "stale")
+                elif await self._mesh.host.run_blocking(replaced, group, deadline_s=LOOK_S):
+                    await self._filter(row)
                 else:
                     given.add(row.group)
                     yield group
@@ -73,6 +81,16 @@ class Intake:
             mesh.clock,
             lambda: groups.group_requeued(
                 mesh.state, self._job, mesh.name, mesh.token, row.group, reason, operation
+            ),
+        )
+
+    async def _filter(self, row: groups.GroupRow) -> None:
+        mesh = self._mesh
+        operation = f"filtered-{row.group}"
+        await patiently(
+            mesh.clock,
+            lambda: groups.group_filtered(
+                mesh.state, self._job, mesh.name, mesh.token, row.group, operation
             ),
         )
 

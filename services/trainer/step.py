@@ -133,9 +133,10 @@ class Step:
     async def _update(
         self, rounds: list[list[Bin]], plan: RoundPlan, sequences: list[Sequence]
     ) -> None:
-        first = not self.done.updates
-        # Weights between two updates of a step are nowhere but here: hybrids have no part in them.
-        await self._gradients.begin(self._number, self._manifest if first else "")
+        # What only the core has, weights between two updates of a step or a critic, is nothing that
+        # hybrids could take part in.
+        alone = bool(self.done.updates) or self._algorithm.critic
+        await self._gradients.begin(self._number, "" if alone else self._manifest)
         self._enter("computing", self._number)
         self._gradients.offer(rounds)
         self._gradients.close()

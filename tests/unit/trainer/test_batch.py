@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.api.weights import Group
 from common.config import AlgorithmConfig, JobConfig, RolloutConfig
 from common.errors import BadMessage, ConfigError
-from services.trainer.batch import Batch, teaches_nothing
+from services.trainer.batch import Batch, Refill, teaches_nothing
 
 LONGEST = 40
 
@@ -132,6 +132,26 @@ def test_neither_a_constant_nor_the_order_of_members_changes_advantages(rewards,
     other = Batch(3, job(filter_zero_variance=False)).add(group(moved, lengths))
     expected = [float(one[i].advantages) for i in places]
     assert [float(s.advantages) for s in other] == pytest.approx(expected, abs=1e-6)
+
+
+def test_dynamic_sampling_replaces_what_teaches_nothing_but_not_for_ever():
+    config = job("dapo", groups_per_step=2)
+    silent, telling = group([1.0, 1.0]), group([1.0, 0.0], number=8)
+    refill = Refill(config)
+    assert not refill.replaces(telling) and refill.replaces(silent)
+    while refill.replaces(silent):
+        assert refill.count <= 100
+    assert refill.count == 20
+    batch = Batch(3, config, refilled=refill.count)
+    for one in (silent, telling):
+        batch.add(one)
+    metrics = batch.metrics()
+    assert (metrics["refilled"], metrics["filtered_share"]) == (20, 21 / 22)
+
+
+def test_without_dynamic_sampling_nothing_is_replaced():
+    assert not Refill(job()).replaces(group([1.0, 1.0]))
+    assert Refill(job(refill_filtered=True)).replaces(group([1.0, 1.0]))
 
 
 def test_a_batch_of_nothing_still_has_metrics():
