@@ -33,19 +33,19 @@ class Run:
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.directory = directory / "run"
         words = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
-        environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
         self._said = (directory / "said").open("w+")
+        self._start("run", str(JOB), f"--set=out={self.directory}", *words)
+
+    def resume(self) -> None:
+        """Goes on with the run, after `end`, as `meshrl resume` does."""
+        self._said = Path(self._said.name).open("a+")  # noqa: SIM115 (until `end`)
+        self._start("resume", str(self.directory))
+
+    def _start(self, *words: str) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
         self.program = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "meshrl",
-                "run",
-                str(JOB),
-                f"--set=out={self.directory}",
-                *words,
-            ],
-            cwd=directory,
+            [sys.executable, "-m", "meshrl", *words],
+            cwd=self.directory.parent,
             env={**environment, "PYTHONPATH": str(ROOT)},
             stdout=self._said,
             stderr=subprocess.STDOUT,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,10 @@ from common import ledger
 from common.api.weights import Group
 from common.blob import unpack
 from common.ledger import Kind, trajectory_id
-from common.state.client import script_source
 from services.rollout.trajectory import Restored, Trajectory
 from tests.mesh.running import Run
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("mesh")]
-SLICE_S, REST_S = 0.001, 0.01  # of a trainer that is brought to a point step by step
-TRIES = 5  # steps at which a trainer may be caught between staging and the commit
 
 
 def written(directory: Path) -> dict[int, Trajectory]:
@@ -45,30 +41,6 @@ def trained(run: Run) -> dict[int, np.ndarray]:
         for member, tokens in enumerate(np.split(content.tokens, ends[:-1])):
             found[trajectory_id(number, member)] = tokens
     return found
-
-
-def any_of(directory: Path, pattern: str) -> bool:
-    return any(directory.glob(pattern))
-
-
-def stop_before_the_commit(run: Run, trainer: int, before: int) -> bool:
-    """Stops the trainer between the checkpoint of a step and its commit; False: it was too late.
-
-    From the moment at which it asks what the checkpoint must hold it runs by slices, too short for
-    an answer of the store to come and a commit to go out, with rests in which the store works.
-    """
-    asks = script_source("checkpoint_state")[1]
-    with run.redis.monitor() as seen:
-        while asks not in seen.next_command()["command"]:
-            pass
-        os.kill(trainer, signal.SIGSTOP)
-    checkpoints = run.directory / "checkpoints"
-    while not any(checkpoints.glob(f"step-000-{before + 1:06d}*.json")) and run.version == before:
-        os.kill(trainer, signal.SIGCONT)
-        time.sleep(SLICE_S)
-        os.kill(trainer, signal.SIGSTOP)
-        time.sleep(REST_S)
-    return run.version == before
 
 
 def assert_nothing_lost(run: Run, steps: int) -> dict[str, Any]:
@@ -103,24 +75,6 @@ def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
     for t in both:
         assert t.length < len(told[t.id]), "it was finished already"
         assert told[t.id][: t.length].tolist() == t.tokens.tolist()
-
-
-def test_a_trainer_that_dies_between_staging_and_the_commit_takes_the_step_again(
-    run: Callable[..., Run],
-) -> None:
-    mesh = run(budget__steps=TRIES + 1)
-    mesh.until("a first version", lambda: mesh.version >= 0)
-    caught, trainer = False, 0
-    while not caught:
-        before = mesh.version
-        assert before < TRIES, "each step was committed before it could be caught"
-        trainer = mesh.pid("trainer/digits", other_than=trainer)
-        caught = stop_before_the_commit(mesh, trainer, before)
-        os.kill(trainer, signal.SIGKILL)
-    assert mesh.finish() == 0, mesh.said
-    assert_nothing_lost(mesh, TRIES + 1)
-    steps = [fields["step"] for fields in mesh.events("step")]
-    assert steps == list(range(1, TRIES + 2))
 
 
 def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
