@@ -187,6 +187,8 @@ class TrainingConfig:
     bin_deadline_s: float = (
         20.0  # a hybrid's bin that is not back by then is recomputed by the core
     )
+    ranks: int = 1  # workers that share the core: each holds its rows of the parameters
+    rank_deadline_s: float = 120.0  # for the others in a collective; past it a rank counts as lost
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,12 @@ class PeerLost(MeshError):
     retryable = True
 
 
+class RankLost(MeshError):
+    """A rank of a training gang has gone or hangs: what the gang was computing is lost with it."""
+
+    code = "rank_lost"
+
+
 class StaleIncarnation(MeshError):
     """The address now belongs to another start of the process."""
 

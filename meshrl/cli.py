@@ -125,6 +125,9 @@ def up(
     metrics: Annotated[
         str, typer.Option(help="Where each process serves its metrics, HOST:PORTS; or off.")
     ] = "127.0.0.1:*",
+    ranks: Annotated[
+        int, typer.Option(metavar="N", help="Workers that train together: a job's training.ranks.")
+    ] = 1,
 ) -> None:
     """Starts a mesh in the background, for jobs that are submitted to it.
 
@@ -140,7 +143,7 @@ def up(
     """
     from meshrl import updown
 
-    updown.up(root, workers, shards, device, bind, advertise, metrics)
+    updown.up(root, workers, shards, device, bind, advertise, metrics, ranks)
 
 
 @app.command(rich_help_panel="Meshes")

@@ -45,6 +45,7 @@ class Shape:
     bind: str = "tcp://127.0.0.1:*"
     advertise: str = ""
     metrics: str = "127.0.0.1:*"
+    ranks: int = 1  # workers of the first gang
 
 
 class Launcher(Hooks):
@@ -251,7 +252,9 @@ class Launcher(Hooks):
 
     def _services(self) -> list[plan.Service]:
         shape = self.shape
-        return plan.services(shape.workers, shape.shards, shape.device, self.settings.host)
+        return plan.services(
+            shape.workers, shape.shards, shape.device, self.settings.host, shape.ranks
+        )
 
     async def _note(self, kind: str, fields: dict[str, Any]) -> None:
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
@@ -319,8 +322,9 @@ def main() -> None:
     parser.add_argument("--bind", default=Shape.bind)
     parser.add_argument("--advertise", default="")
     parser.add_argument("--metrics", default=Shape.metrics)
+    parser.add_argument("--ranks", type=int, default=1)
     a = parser.parse_args()
-    shape = Shape(a.workers, a.shards, a.device, a.bind, a.advertise, a.metrics)
+    shape = Shape(a.workers, a.shards, a.device, a.bind, a.advertise, a.metrics, a.ranks)
     try:
         code = asyncio.run(serve(a.root, shape))
     except MeshError as error:

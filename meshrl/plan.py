@@ -19,8 +19,10 @@ class Service:
     purpose: str
 
 
-def services(workers: int, shards: int, device: str, host: str) -> list[Service]:
-    """The services of a mesh in the order they start; they stop in the reverse order."""
+def services(workers: int, shards: int, device: str, host: str, ranks: int = 1) -> list[Service]:
+    """The services of a mesh in the order they start; they stop in the reverse order. The first
+    `ranks` workers make one gang.
+    """
 
     def service(name: str, module: str, purpose: str, *arguments: str) -> Service:
         return Service(name, (sys.executable, "-m", module, *arguments), purpose)
@@ -57,21 +59,26 @@ def services(workers: int, shards: int, device: str, host: str) -> list[Service]
             str(workers),
             "--device",
             device,
+            *(["--ranks", str(ranks)] if ranks > 1 else []),
         ),
         *rollouts,
     ]
 
 
 def _services_of(config: JobConfig) -> list[Service]:
-    return services(config.mesh.workers, config.rollout.shards, config.mesh.device, "*")
+    mesh, ranks = config.mesh, config.training.ranks
+    return services(mesh.workers, config.rollout.shards, mesh.device, "*", ranks)
 
 
 def described(config: JobConfig) -> list[tuple[str, str]]:
     """(process, what it does) of everything that `meshrl run` would start."""
+    ranks = config.training.ranks
     training = config.planner.training
     rows = [("redis", "state; every write is on disk before it is acknowledged")]
     rows += [(s.name, s.purpose) for s in _services_of(config)]
-    for i in range(config.mesh.workers):
+    for rank in range(1, ranks):
+        rows.append((f"worker/g0.{rank}", f"{config.mesh.device} slot; rank {rank} of the core"))
+    for i in range(config.mesh.workers - ranks + 1):
         scores = i == training and bool(config.models.declared)
         role = "training" if i < training else "scoring" if scores else "rollout"
         rows.append((f"worker/g{i}", f"{config.mesh.device} slot; starts in the {role} role"))

@@ -34,6 +34,7 @@ def run(config: JobConfig, base: Path, force: bool) -> int:
         mesh.bind,
         mesh.advertise,
         mesh.metrics,
+        config.training.ranks,
     )
     return asyncio.run(_session(run_dir, shape))
 

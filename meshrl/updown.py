@@ -29,6 +29,7 @@ def up(
     bind: str,
     advertise: str,
     metrics: str,
+    ranks: int,
 ) -> None:
     if metrics != OFF:
         metrics_ports(metrics)
@@ -43,7 +44,7 @@ def up(
                 *(sys.executable, "-m", "meshrl.launcher", "--root", str(place.root)),
                 *("--workers", str(workers), "--shards", str(shards)),
                 *("--device", device, "--bind", bind, "--advertise", advertise),
-                *("--metrics", metrics),
+                *("--metrics", metrics, "--ranks", str(ranks)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -12,14 +12,39 @@ from common.wire import Array, message
 
 
 @message
-class BinRequest:
+class JoinHybrids:
     gang: str
-    wait_s: float  # how long the core may hold the call while it has no bin
 
 
 @message
-class BinLease:
-    """A round to compute, or `index` = -1: none came in time."""
+class Joined:
+    generation: int  # what the hybrid says from now on carries it; an older one is refused
+
+
+@message
+class LeaveHybrids:
+    gang: str
+    generation: int
+
+
+@message
+class Left:
+    pass
+
+
+@message
+class RoundRequest:
+    gang: str
+    generation: int
+    manifest: str  # digest of the weights that the hybrid has
+    wait_s: float  # how long the core may hold the call while there is nothing to say
+
+
+@message
+class RoundLease:
+    """A round to compute. `index` = -1: there is none for these weights; if `manifest` names
+    others, rounds will need them.
+    """
 
     step: int
     version: int
@@ -30,8 +55,9 @@ class BinLease:
 
 
 @message
-class BinResult:
+class RoundResult:
     gang: str
+    generation: int
     step: int
     version: int
     epoch: str
@@ -43,10 +69,12 @@ class BinResult:
 
 
 @message
-class BinTaken:
+class RoundTaken:
     counted: bool  # False: the step has moved on, or another result came first
 
 
 class Trainer(Role):
-    lease_bin = Call(BinRequest, BinLease, deadline_s=15.0)
-    bin_done = Call(BinResult, BinTaken, deadline_s=30.0)
+    join = Call(JoinHybrids, Joined, deadline_s=10.0)
+    leave = Call(LeaveHybrids, Left, deadline_s=2.0, idempotent=True)
+    lease_round = Call(RoundRequest, RoundLease, deadline_s=15.0)
+    round_done = Call(RoundResult, RoundTaken, deadline_s=30.0)

@@ -8,7 +8,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,9 +21,16 @@ from common.model.tokenizer import Tokenizer
 from services.trainer import warm_start
 from services.trainer.learner import Learner
 
+L = TypeVar("L", bound=Learner)
+
 
 def fresh_learner(data: JobData) -> Learner:
-    """The job's model as it is given, or initialised from the job's seed."""
+    """Of the job's model as it is given, or initialised from the job's seed."""
+    return fresh(data, Learner)
+
+
+def fresh(data: JobData, make: Callable[..., L]) -> L:
+    """As `fresh_learner`, of another kind."""
     config = data.config
     if config.model.path:
         _, model = load_model(str(data.bundle / config.model.path), torch.float32)
@@ -32,7 +39,7 @@ def fresh_learner(data: JobData) -> Learner:
         generator = torch.Generator()
         generator.manual_seed(config.seed)
         model.initialise(generator)
-    return Learner(model, config.optimizer, config.algorithm, config.rollout.temperature)
+    return make(model, config.optimizer, config.algorithm, config.rollout.temperature)
 
 
 def warm(data: JobData, learner: Learner, progress: Callable[[int, float], None]) -> bool:

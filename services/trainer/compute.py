@@ -33,6 +33,11 @@ class Compute(Protocol):
     def size(self) -> int:
         """Numbers in a flat gradient."""
 
+    async def form(self) -> None:
+        """All ranks meet, for the first time or after RankLost; weights are still to be given, but
+        for those that the job begins with.
+        """
+
     async def begin(self) -> None:
         """A step begins, or begins again: gradients that are kept are forgotten."""
 
@@ -50,6 +55,9 @@ class Compute(Protocol):
 
     async def weights(self) -> dict[str, Tensor]:
         """The whole model's float32 master weights, by name; copies."""
+
+    async def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Begins from these weights, with a new optimizer."""
 
     async def snapshot(self) -> Any:
         """What `write` takes: all that the next step depends on beside the weights; copies."""
@@ -73,6 +81,13 @@ class LocalCompute:
         self._added = 0  # rounds that are in the sum
         self._kept: dict[int, Tensor] = {}  # those that came before their turn
         self._busy = asyncio.Lock()  # one piece of arithmetic at a time
+
+    async def form(self) -> None:
+        """There is nobody to meet."""
+
+    async def load_weights(self, weights: dict[str, Tensor]) -> None:
+        async with self._busy:
+            await self._run(self.learner.load_weights, weights)
 
     async def begin(self) -> None:
         self._sum, self._added = None, 0

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.api.trainer import BinLease, BinResult
+from common.api.trainer import RoundLease, RoundRequest, RoundResult
 from common.errors import BadMessage, DeadlineExceeded
 from common.mesh import Mesh
 from services.trainer.bins import RoundBoard
 from services.trainer.compute import Compute, Round
+from services.trainer.membership import Membership
 from services.trainer.stats import BinStats
 
 PATIENT_ROUNDS = 5.0  # a leased round may take this many times as long as rounds take on average
@@ -41,14 +42,29 @@ class Gradients:
         self._offered = asyncio.Event()  # there may be a round for a hybrid
         self._progress = asyncio.Event()  # something to look at for the core
         self._round_s = 0.0  # moving average of a round's time
+        self.hybrids = Membership()
 
     # -- hybrids ---------------------------------------------------------------------------------
 
-    async def lease(self, gang: str, wait_s: float) -> BinLease | None:
-        """The next round for a hybrid; None when none comes within `wait_s`."""
+    def joined(self, gang: str) -> int:
+        """The generation of a hybrid's new join."""
+        now = self._mesh.clock.monotonic()
+        for silent in [gang, *self.hybrids.silent(now)]:
+            self._free(silent)
+        return self.hybrids.join(gang, now)
+
+    def left(self, gang: str, generation: int) -> None:
+        """A hybrid is gone: what it had is anybody's."""
+        if self.hybrids.leave(gang, generation):
+            self._free(gang)
+
+    async def lease(self, request: RoundRequest) -> RoundLease | None:
+        """The next round for a hybrid, or word of the weights that it needs first; None when there
+        is neither within the time that it waits. Fenced if it is no hybrid any more.
+        """
         clock = self._mesh.clock
-        deadline = clock.monotonic() + min(wait_s, LONGEST_HOLD_S)
-        while (lease := self._lease(gang)) is None and clock.monotonic() < deadline:
+        deadline = clock.monotonic() + min(request.wait_s, LONGEST_HOLD_S)
+        while (lease := self._lease(request)) is None and clock.monotonic() < deadline:
             self._offered.clear()
             try:
                 async with clock.timeout(max(0.001, deadline - clock.monotonic()), "a round"):
@@ -57,31 +73,41 @@ class Gradients:
                 return None
         return lease
 
-    def _lease(self, gang: str) -> BinLease | None:
-        work = self._work
-        if work is None or not work.manifest:
+    def _lease(self, request: RoundRequest) -> RoundLease | None:
+        work, now = self._work, self._mesh.clock.monotonic()
+        wanted = work.manifest if work is not None else ""
+        gang, has = request.gang, request.manifest
+        index = None
+        if self.hybrids.asks(gang, request.generation, has, wanted, now) and work is not None:
+            index = work.board.lease(gang, now + self._patience_s())
+        if work is None or not wanted or (index is None and has == wanted):
             return None
-        patience_s = min(max(LEAST_ROUND_S, PATIENT_ROUNDS * self._round_s), self._bin_deadline_s)
-        index = work.board.lease(gang, self._mesh.clock.monotonic() + patience_s)
-        if index is None:
-            return None
-        return BinLease(
+        if index is not None:
+            self.hybrids.leased(gang)
+        return RoundLease(
             step=work.step,
             version=work.step - 1,
             epoch=self._mesh.incarnation,
-            index=index,
-            manifest=work.manifest,
-            bins=[bin.to_arrays() for bin in work.rounds[index]],
+            index=-1 if index is None else index,
+            manifest=wanted,
+            bins=[] if index is None else [bin.to_arrays() for bin in work.rounds[index]],
         )
 
-    def released(self, gang: str) -> None:
-        """A hybrid is gone: what it had is anybody's."""
+    def _patience_s(self) -> float:
+        """How long a hybrid may take: it computes one after the other what ranks do at once."""
+        expected_s = PATIENT_ROUNDS * self._compute.ranks * self._round_s
+        return min(max(LEAST_ROUND_S, expected_s), self._bin_deadline_s)
+
+    def _free(self, gang: str) -> None:
         if self._work is not None and self._work.board.release(gang):
             self._offered.set()
             self._progress.set()
 
-    async def done(self, result: BinResult) -> bool:
-        """Counts a hybrid's result; False when the step has moved on or another came first."""
+    async def done(self, result: RoundResult) -> bool:
+        """Counts a hybrid's result; False when the step has moved on or another came first. Fenced
+        if it is no hybrid any more.
+        """
+        self.hybrids.gives(result.gang, result.generation, self._mesh.clock.monotonic())
         work = self._work
         key = result.step, result.epoch, result.manifest
         if work is None or key != (work.step, self._mesh.incarnation, work.manifest):
@@ -104,7 +130,10 @@ class Gradients:
     async def begin(self, step: int, manifest: str) -> None:
         """An update's rounds are offered from now on, to be computed with `manifest`'s weights."""
         await self._compute.begin()
+        for silent in self.hybrids.silent(self._mesh.clock.monotonic()):
+            self._free(silent)
         self._work = StepWork(step, manifest)
+        self._offered.set()  # hybrids fetch the weights while rounds are still to come
 
     def offer(self, rounds: Sequence[Round]) -> None:
         work = self._at_work()

@@ -1,28 +1,40 @@
-"""A hybrid: lends a training gang's core gradients of bins, and owns nothing."""
+"""A hybrid: lends a training gang's core gradients of rounds, and owns nothing.
+
+It joins under a generation, gets weights before it asks for work, and never holds a step up: what
+it does not bring in time the core computes.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import Any
 
 from common.actor import Actor, call
 from common.api.role import Drain, Drained, Role
-from common.api.trainer import BinLease, BinRequest, BinResult, Trainer
+from common.api.trainer import (
+    JoinHybrids,
+    LeaveHybrids,
+    RoundLease,
+    RoundRequest,
+    RoundResult,
+    Trainer,
+)
 from common.bulk import BulkClient
-from common.errors import MeshError
+from common.errors import Fenced, MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh
 from common.model.transfer import fetch
 from services.trainer.batching import Bin
 from services.trainer.learner import Learner
 
-ASK_S = 5.0  # how long the core may hold the question for a bin
+ASK_S = 5.0  # how long the core may hold the question for a round
 RETRY_S = 0.3
 COMPUTE_S = 600.0
 
 
 class Hybrid(Actor):
-    """Asks the core for bins until it is drained."""
+    """Asks the core for rounds until it is drained."""
 
     interface = Role
 
@@ -30,10 +42,12 @@ class Hybrid(Actor):
         self.mesh, self.data, self.gang, self.epoch = mesh, data, gang, epoch
         self.learner = learner
         self.bulk = BulkClient(mesh)
-        self.bins = 0
+        self.rounds, self.bins = 0, 0
         self.busy_s = 0.0
-        self._manifest = ""
-        self._draining = False
+        self._core = mesh.ref(f"trainer/{data.id}")
+        self._generation = 0  # of the join; 0: in none
+        self._manifest = ""  # of the weights that the learner has
+        self._draining = asyncio.Event()
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -42,53 +56,71 @@ class Hybrid(Actor):
             "ready": True,
             "gang": self.gang,
             "core": False,
+            "generation": self._generation,
+            "rounds": self.rounds,
             "bins": self.bins,
             "busy_s": self.busy_s,
         }
 
     @call(Role.drain)
-    def drain(self, request: Drain) -> Drained:
-        """The bin at hand is left to the core."""
-        self._draining = True
+    async def drain(self, request: Drain) -> Drained:
+        """The round at hand is left to the core, which hears of it at once."""
+        self._draining.set()
+        if self._generation:
+            await self._core.call(Trainer.leave, LeaveHybrids(self.gang, self._generation))
         return Drained(0)
 
     async def serve(self) -> None:
         """Until drained; a core that is away is asked again."""
-        core = self.mesh.ref(f"trainer/{self.data.id}")
-        while not self._draining:
+        while not self._draining.is_set():
             try:
-                request = BinRequest(self.gang, ASK_S)
-                lease = await core.call(Trainer.lease_bin, request, deadline_s=ASK_S + 5.0)
-                if lease.index >= 0:
-                    result = await self._compute(lease)
-                    await core.call(Trainer.bin_done, result)
+                await self._help()
+            except Fenced as error:  # the core knows this join no more: from the beginning
+                self.mesh.telemetry.log.info("joining again", error=str(error))
+                self._generation = 0
             except MeshError as error:
                 self.mesh.telemetry.log.info("asking again", error=str(error))
                 await self.mesh.clock.sleep(RETRY_S)
 
-    async def _compute(self, lease: BinLease) -> BinResult:
+    async def _help(self) -> None:
+        if not self._generation:
+            joined = await self._core.call(Trainer.join, JoinHybrids(self.gang))
+            self._generation = joined.generation
+        request = RoundRequest(self.gang, self._generation, self._manifest, ASK_S)
+        lease = await self._core.call(Trainer.lease_round, request, deadline_s=ASK_S + 5.0)
+        if lease.index >= 0:
+            await self._core.call(Trainer.round_done, await self._compute(lease))
+        elif lease.manifest:
+            await self._fetch(lease.manifest)
+
+    async def _fetch(self, manifest: str) -> None:
+        """The weights that rounds will need, before a round is asked for."""
+        self._manifest = ""  # whatever happens meanwhile, the learner has no version
+        _, weights = await fetch(self.mesh, self.bulk, manifest)
+        load = self.learner.load_weights
+        await self.mesh.host.run_blocking(load, weights, deadline_s=COMPUTE_S)
+        self._manifest = manifest
+
+    async def _compute(self, lease: RoundLease) -> RoundResult:
         clock = self.mesh.clock
-        if lease.manifest != self._manifest:
-            _, weights = await fetch(self.mesh, self.bulk, lease.manifest)
-            load = self.learner.load_weights
-            await self.mesh.host.run_blocking(load, weights, deadline_s=COMPUTE_S)
-            self._manifest = lease.manifest
         began = clock.monotonic()
-        bins = [Bin.from_arrays(arrays) for arrays in lease.bins]
+        bins = [bin for arrays in lease.bins if (bin := Bin.from_arrays(arrays)).trained]
         gradient, stats = await self.mesh.host.run_blocking(
             self.learner.round_gradient, bins, deadline_s=COMPUTE_S
         )
         took = clock.monotonic() - began
-        self.bins += 1
+        self.rounds += 1
+        self.bins += len(bins)
         self.busy_s += took
-        return BinResult(
+        return RoundResult(
             gang=self.gang,
+            generation=self._generation,
             step=lease.step,
             version=lease.version,
             epoch=lease.epoch,
             index=lease.index,
             manifest=lease.manifest,
-            gradient=gradient.numpy(),
+            gradient=gradient.cpu().numpy(),
             stats=asdict(stats),
             busy_s=took,
         )

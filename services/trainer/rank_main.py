@@ -1,46 +1,73 @@
-"""Entry of a training process: the role process of a worker in the training role, as core or
-hybrid.
+"""Entry of a training process: the role process of a worker in the training role, as core, as a
+rank of a core of several, or as hybrid.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from common.errors import ConfigError, MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh, MeshSettings, run
 from common.patience import patiently
 from common.state import jobs
-from services.trainer.beginning import check, fresh_learner
+from services.trainer.beginning import check, fresh, fresh_learner
 from services.trainer.core import TrainerCore
+from services.trainer.gang import GangCompute
 from services.trainer.hybrid import Hybrid
+from services.trainer.rank_actor import RankActor, rank_name
+from services.trainer.ranks import Rank, ShardedLearner
 
 
-async def main(gang: str, job_id: str, epoch: int, core: bool) -> None:
+async def main(a: argparse.Namespace) -> None:
     settings = MeshSettings.from_env()
-    kind, name = ("trainer", f"trainer/{job_id}") if core else ("hybrid", f"hybrid/{gang}")
+    kind, name = _place(a)
     mesh = await Mesh.open(name, kind, settings)
     torch.set_num_threads(1)
-    row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, job_id))
+    row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, a.job))
     if row is None:
-        raise ConfigError(f"no job is called {job_id}", where=name)
-    data = JobData.of(job_id, row.document, row.run_dir)
+        raise ConfigError(f"no job is called {a.job}", where=name)
+    data = JobData.of(a.job, row.document, row.run_dir)
     try:
-        if core:
-            await train(mesh, data, gang, epoch)
+        if a.rank:
+            await obey(mesh, data, a.gang, a.epoch, _rank(data, a))
+        elif a.core:
+            await train(mesh, data, a.gang, a.epoch, _rank(data, a) if a.ranks > 1 else None)
         else:
-            await help_out(mesh, data, gang, epoch)
+            await help_out(mesh, data, a.gang, a.epoch)
     finally:
         await mesh.leave()
 
 
-async def train(mesh: Mesh, data: JobData, gang: str, epoch: int) -> None:
+def _place(a: argparse.Namespace) -> tuple[str, str]:
+    """Kind and name of the process in the mesh."""
+    if a.rank:
+        return "rank", rank_name(a.job, a.rank)
+    return ("trainer", f"trainer/{a.job}") if a.core else ("hybrid", f"hybrid/{a.gang}")
+
+
+def _rank(data: JobData, a: argparse.Namespace) -> Rank:
+    def make(group: DeviceMesh) -> ShardedLearner:
+        return fresh(data, partial(ShardedLearner, mesh=group))
+
+    return Rank(make, a.rank, a.ranks, data.config.mesh.device)
+
+
+async def train(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | None) -> None:
     """The core's life; an error in the job itself ends the job with its text."""
     check(data)
     learner = fresh_learner(data)
-    core = TrainerCore(mesh, data, gang, epoch, learner)
+    compute = None
+    if rank is not None:
+        meetings = Path(mesh.settings.run_root) / "mesh" / "gangs"
+        within_s = data.config.training.rank_deadline_s
+        compute = GangCompute(mesh, data.id, rank, meetings, within_s)
+    core = TrainerCore(mesh, data, gang, epoch, learner, compute)
     await mesh.join(core, stats=core.stats)
     try:
         await core.begin()
@@ -48,6 +75,14 @@ async def train(mesh: Mesh, data: JobData, gang: str, epoch: int) -> None:
     except ConfigError as error:
         await jobs.set_phase(mesh.state, data.id, "failed", mesh.token, mesh.name, error=str(error))
         raise
+
+
+async def obey(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank) -> None:
+    """The life of a rank beside the first."""
+    within_s = data.config.training.rank_deadline_s
+    actor = RankActor(mesh, data.id, gang, epoch, rank, within_s)
+    await mesh.join(actor, stats=actor.stats)
+    await actor.until_drained()
 
 
 async def help_out(mesh: Mesh, data: JobData, gang: str, epoch: int) -> None:
@@ -67,5 +102,7 @@ if __name__ == "__main__":
     parser.add_argument("--job", required=True)
     parser.add_argument("--epoch", type=int, required=True)
     parser.add_argument("--core", action="store_true")
+    parser.add_argument("--rank", type=int, default=0, help="in the core's gang")
+    parser.add_argument("--ranks", type=int, default=1, help="of the core's gang")
     arguments = parser.parse_args()
-    run(lambda: main(arguments.gang, arguments.job, arguments.epoch, arguments.core))
+    run(lambda: main(arguments))

@@ -19,13 +19,16 @@ from torch.distributed.tensor import DTensor
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts a model in place: its layers one by one, then the rest.
+    """Cuts a model in place: its layers one by one, a critic, then the rest.
 
     Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins.
     """
-    for layer in model.get_submodule("layers").children():
-        fully_shard(layer, mesh=mesh)
+    for name, part in model.named_children():
+        for unit in part.children() if name == "layers" else [part]:
+            fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    # The root must be known as such before a part of it, such as a critic, runs alone.
+    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

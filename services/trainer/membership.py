@@ -1,0 +1,102 @@
+"""Who helps the core of a training gang, and how far each hybrid is.
+
+A hybrid is REQUESTED when it asks to join, FETCHING while it gets the weights that the core names,
+READY when it has them, and ACTIVE from its first lease on; weights of a new version make it
+FETCHING again. None of it stops a step: a hybrid without the step's weights is not given a round.
+
+Each join has a generation. Leaving, being silent for long or joining again ends it, and whatever
+comes under it afterwards is refused: the hybrid rolls back and joins anew.
+
+Pure: times are told, nothing is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.errors import Fenced
+
+SILENT_S = 60.0  # a hybrid asks every few seconds, but while it computes or fetches
+
+
+class Stage(StrEnum):
+    REQUESTED = "requested"
+    FETCHING = "fetching"
+    READY = "ready"
+    ACTIVE = "active"
+
+
+@dataclass(slots=True)
+class Member:
+    generation: int
+    stage: Stage
+    manifest: str  # digest of the weights that it has
+    heard_s: float
+
+
+class Membership:
+    """Of one incarnation of a core; the next one's hybrids join again."""
+
+    def __init__(self, silent_s: float = SILENT_S) -> None:
+        self._silent_s = silent_s
+        self._members: dict[str, Member] = {}
+        self._generations = 0
+
+    def join(self, gang: str, now: float) -> int:
+        """The generation of a new join, which ends an earlier one of the gang."""
+        self._generations += 1
+        self._members[gang] = Member(self._generations, Stage.REQUESTED, "", now)
+        return self._generations
+
+    def asks(self, gang: str, generation: int, manifest: str, wanted: str, now: float) -> bool:
+        """Whether a member that has the weights `manifest` may lease rounds that need `wanted`.
+
+        Fenced if it is none, or not any more.
+        """
+        member = self._member(gang, generation)
+        member.heard_s, member.manifest = now, manifest
+        if not manifest or manifest != wanted:
+            member.stage = Stage.READY if manifest and not wanted else Stage.FETCHING
+            return False
+        if member.stage != Stage.ACTIVE:
+            member.stage = Stage.READY
+        return True
+
+    def leased(self, gang: str) -> None:
+        """A member that may lease has been given a round."""
+        self._members[gang].stage = Stage.ACTIVE
+
+    def gives(self, gang: str, generation: int, now: float) -> None:
+        """A member brings what it computed; Fenced if it is none any more."""
+        self._member(gang, generation).heard_s = now
+
+    def leave(self, gang: str, generation: int) -> bool:
+        """Ends a join; False if it has ended before."""
+        member = self._members.get(gang)
+        if member is None or member.generation != generation:
+            return False
+        del self._members[gang]
+        return True
+
+    def silent(self, now: float) -> list[str]:
+        """Gangs that have failed: not heard of for long. Their joins end."""
+        failed = [g for g, m in self._members.items() if now - m.heard_s > self._silent_s]
+        for gang in failed:
+            del self._members[gang]
+        return failed
+
+    def stages(self) -> dict[str, str]:
+        """How far each hybrid is."""
+        return {gang: str(member.stage) for gang, member in self._members.items()}
+
+    def _member(self, gang: str, generation: int) -> Member:
+        member = self._members.get(gang)
+        if member is None or member.generation != generation:
+            now = f"generation {member.generation}" if member else "no member"
+            raise Fenced(
+                f"hybrid {gang} speaks for generation {generation}, and is {now}",
+                where="trainer",
+                fix="it joins again",
+            )
+        return member

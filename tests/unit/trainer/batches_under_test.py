@@ -1,0 +1,59 @@
+"""A tiny model, and batches made from a seed: what any number of ranks must train alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from common.config import AlgorithmConfig, OptimizerConfig
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from services.trainer.batching import Bin, Sequence, make_bins
+
+STEPS = 4
+BINS = 5  # of each step: no multiple of two or three ranks
+VOCABULARY = 37
+OPTIMIZER = OptimizerConfig(muon_lr=0.003, adamw_lr=0.001, weight_decay=0.01)
+ALGORITHM = AlgorithmConfig()
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def fresh_model() -> Decoder:
+    model = Decoder(ModelConfig.from_hf(MODEL))
+    generator = torch.Generator()
+    generator.manual_seed(7)
+    model.initialise(generator)
+    return model
+
+
+def bins_of_step(step: int) -> list[Bin]:
+    """BINS bins of one or two sequences."""
+    random = np.random.default_rng(step)
+    return [
+        make_bins([_sequence(random, step) for _ in range(1 + number % 2)], 80, step)[0]
+        for number in range(BINS)
+    ]
+
+
+def _sequence(random: np.random.Generator, step: int) -> Sequence:
+    length = int(random.integers(8, 40))
+    mask = np.arange(length) >= 3
+    return Sequence(
+        tokens=random.integers(0, VOCABULARY, length).astype(np.int32),
+        logprobs=np.where(mask, -3.6 + 0.1 * random.standard_normal(length), 0).astype(np.float32),
+        mask=mask,
+        versions=np.where(mask, step, -1).astype(np.int32),
+        advantages=np.array(random.standard_normal(), np.float32),
+    )
