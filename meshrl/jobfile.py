@@ -6,8 +6,9 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -15,9 +16,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 from common.config import INITIAL, JobConfig
 from common.errors import ConfigError
 from common.model.chat import Chat, format_of
+from common.model.projections import targeted
 from common.model.tokenizer import Tokenizer
 from common.pace import profile
-from meshrl import jobmodels, references, rows
+from common.settings import OFF, metrics_ports
+from meshrl import jobmodels, references, rows, trackers
 from meshrl.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "reward.use", "warm_start.demonstrations")
@@ -34,7 +37,12 @@ CHOICES = {
         for role in jobmodels.FROZEN
     },
     **{f"models.{role}.dtype": ("float32", "bfloat16") for role in jobmodels.FROZEN},
-    "algorithm.name": ("grpo",),
+    "algorithm.name": jobmodels.ALGORITHMS,
+    "algorithm.kl": ("k1", "k2", "k3"),
+    "algorithm.kl_in": ("loss", "reward"),
+    "algorithm.aggregation": ("", "tokens", "sequences", "constant"),
+    "algorithm.correction": ("none", "decoupled", "tis", "mis"),
+    "algorithm.correction_level": ("token", "sequence"),
 }
 AT_LEAST: dict[str, float] = {
     "mesh.workers": 2,  # one trains, one rolls out
@@ -54,6 +62,7 @@ AT_LEAST: dict[str, float] = {
     "training.bin_tokens": 1,
     "training.checkpoint_every": 1,
     "training.keep_checkpoints": 1,
+    "training.ranks": 1,
     **{f"models.{role}.max_tokens": 0 for role in jobmodels.FROZEN},
     "reward.judge.max_tokens": 1,
     "reward.judge.in_flight": 1,
@@ -223,16 +232,34 @@ class _Checker:
         if any(length < 1 for length in config.rollout.lengths):
             raise self.fail("rollout.lengths", "rollout.lengths must all be at least 1")
         self._scheduling(config)
+        self._monitoring(config)
         if config.min_group > config.algorithm.group_size:
             raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
         scoring = int(bool(config.models.declared))
-        if config.planner.training + config.planner.min_rollout + scoring > config.mesh.workers:
+        training = config.planner.training + config.training.ranks - 1
+        if training + config.planner.min_rollout + scoring > config.mesh.workers:
             raise self.fail(
                 "mesh.workers",
-                f"mesh.workers = {config.mesh.workers} are too few for {config.planner.training} "
+                f"mesh.workers = {config.mesh.workers} are too few for {training} "
                 f"that train and {config.planner.min_rollout} that roll out"
                 + (", and one for the job's frozen models" if scoring else ""),
             )
+
+    def _monitoring(self, config: JobConfig) -> None:
+        """What is trained of the model, and who is told of it."""
+        metrics = config.mesh.metrics
+        checks: dict[str, Callable[[], object]] = {
+            "lora.targets": lambda: targeted(config.lora.targets),
+            "mesh.metrics": lambda: metrics == OFF or metrics_ports(metrics),
+            **{f"tracking.{t}": partial(trackers.present, t) for t in trackers.wanted(config)},
+        }
+        for key, check in checks.items():
+            try:
+                check()
+            except ConfigError as error:
+                raise self.fail(key, error.message, error.fix) from error
+        if config.lora.alpha <= 0:
+            raise self.fail("lora.alpha", f"lora.alpha = {config.lora.alpha} must be above 0")
 
     def _scheduling(self, config: JobConfig) -> None:
         buckets = config.rollout.buckets

@@ -17,6 +17,7 @@ from common.errors import DeadlineExceeded, StateUnavailable
 from common.state import events, gangs, groups, jobs, registry, steps
 from meshrl.launcher import Launcher
 from meshrl.places import read_json, write_json
+from meshrl.trackers import Trackers
 from meshrl.usage import Tally
 from meshrl.watch import History, Reading, Snapshot, snapshot
 
@@ -36,6 +37,8 @@ class Recorder:
         known = read_events(run_dir)
         self._last_event = known[-1].id if known else "0"
         self._evaluations = {e.fields["tag"]: e.fields for e in evaluated(known, job)}
+        self.trackers = Trackers.of(run_dir, launcher.host, launcher.clock)
+        self.trackers.offer(self.rows, evaluated(known, job))
         self._history = History()
         self._clock = launcher.clock
         self._started = self._clock.monotonic()
@@ -75,6 +78,7 @@ class Recorder:
                 counted = await groups.in_flight(self.launcher.state, self.job)
                 mark = {"event": self._last_event, **asdict(counted)}
                 write_json(self.run_dir / "in_flight.json", mark)
+        await self.trackers.close()
 
     async def _read(self) -> Snapshot:
         state = self.launcher.state
@@ -117,6 +121,7 @@ class Recorder:
             if event.kind in ("lineage", "restored") and event.fields.get("job") == self.job:
                 kept = min(kept, int(event.fields["version"]))
         if kept < len(self.rows):
+            self.trackers.rewind(kept)
             self.rows = self.rows[:kept]
             (self.run_dir / "metrics.jsonl").unlink()
             append_lines(self.run_dir / "metrics.jsonl", self.rows)
@@ -125,10 +130,13 @@ class Recorder:
         if rows:
             append_lines(self.run_dir / "metrics.jsonl", rows)
             self.rows += rows
+            self.trackers.offer(rows, [])
         mine = [e for e in new if e.fields.get("job") in (None, "", self.job)]
         if mine:
             append_lines(self.run_dir / "events.jsonl", [asdict(event) for event in mine])
-            self._evaluations |= {e.fields["tag"]: e.fields for e in evaluated(mine, self.job)}
+            done = evaluated(mine, self.job)
+            self._evaluations |= {e.fields["tag"]: e.fields for e in done}
+            self.trackers.offer([], done)
         if new:
             self._last_event = new[-1].id
 
