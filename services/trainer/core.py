@@ -8,20 +8,31 @@ from common.actor import Actor, call
 from common.api.engine import Engine
 from common.api.hint import Look
 from common.api.role import Drain, Drained
-from common.api.trainer import BinLease, BinRequest, BinResult, BinTaken, Trainer
+from common.api.trainer import (
+    Joined,
+    JoinHybrids,
+    LeaveHybrids,
+    Left,
+    RoundLease,
+    RoundRequest,
+    RoundResult,
+    RoundTaken,
+    Trainer,
+)
 from common.api.weights import Group
 from common.bulk import BulkClient
-from common.errors import MeshError, NotFound
+from common.errors import MeshError, NotFound, RankLost
 from common.jobdata import JobData
 from common.mesh import Mesh
 from common.model.transfer import stage
 from common.patience import patiently
-from common.state import jobs, registry, steps
-from services.trainer.batch import Batch, staleness
+from common.state import events, jobs, registry, steps
+from services.trainer.batch import Batch, Refill, staleness
 from services.trainer.beginning import warm
 from services.trainer.checkpointing import Checkpoints
-from services.trainer.compute import COMPUTE_S, LocalCompute
+from services.trainer.compute import COMPUTE_S, Compute, LocalCompute
 from services.trainer.gradients import Gradients
+from services.trainer.hold import evaluated
 from services.trainer.intake import POLL_S, Intake
 from services.trainer.learner import Learner
 from services.trainer.recovery import Recovery
@@ -34,7 +45,16 @@ class TrainerCore(Actor):
 
     interface = Trainer
 
-    def __init__(self, mesh: Mesh, data: JobData, gang: str, epoch: int, learner: Learner) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        data: JobData,
+        gang: str,
+        epoch: int,
+        learner: Learner,
+        compute: Compute | None = None,
+    ) -> None:
+        """`compute`: of several ranks; `learner` alone otherwise."""
         self.mesh, self.data, self.gang, self.epoch = mesh, data, gang, epoch
         self.learner = learner
         self.bulk = BulkClient(mesh)
@@ -44,7 +64,7 @@ class TrainerCore(Actor):
         self.tokens = 0
         self.busy_s, self.wait_s = 0.0, 0.0
         self.warm_fraction = 0.0
-        self.compute = LocalCompute(mesh, learner)
+        self.compute: Compute = compute or LocalCompute(mesh, learner)
         self.gradients = Gradients(mesh, self.compute, gang, data.config.training.bin_deadline_s)
         self.intake = Intake(mesh, self.bulk, data.id)
         self.checkpoints = Checkpoints(mesh, data, self.compute, learner.model.config, self.enter)
@@ -68,20 +88,30 @@ class TrainerCore(Actor):
             "busy_s": self.busy_s,
             "wait_s": self.wait_s,
             "warm_start": self.warm_fraction,
+            "hybrids": self.gradients.hybrids.stages(),
         }
 
     # -- hybrids ---------------------------------------------------------------------------------
 
-    @call(Trainer.lease_bin)
-    async def lease_bin(self, request: BinRequest) -> BinLease:
-        lease = await self.gradients.lease(request.gang, request.wait_s)
-        return lease or BinLease(
+    @call(Trainer.join)
+    def join(self, request: JoinHybrids) -> Joined:
+        return Joined(self.gradients.joined(request.gang))
+
+    @call(Trainer.leave)
+    def leave(self, request: LeaveHybrids) -> Left:
+        self.gradients.left(request.gang, request.generation)
+        return Left()
+
+    @call(Trainer.lease_round)
+    async def lease_round(self, request: RoundRequest) -> RoundLease:
+        lease = await self.gradients.lease(request)
+        return lease or RoundLease(
             self.steps_done + 1, self.steps_done, self.mesh.incarnation, -1, "", []
         )
 
-    @call(Trainer.bin_done)
-    async def bin_done(self, result: BinResult) -> BinTaken:
-        return BinTaken(await self.gradients.done(result))
+    @call(Trainer.round_done)
+    async def round_done(self, result: RoundResult) -> RoundTaken:
+        return RoundTaken(await self.gradients.done(result))
 
     @call(Trainer.drain)
     def drain(self, request: Drain) -> Drained:
@@ -93,6 +123,7 @@ class TrainerCore(Actor):
     async def begin(self) -> None:
         """Puts the learner where the job stands; makes version 0 if there is none."""
         await self.checkpoints.clear()
+        await self.compute.form()
         row = await self._row()
         if row.version < 0:
             if row.phase == "queued":
@@ -146,9 +177,11 @@ class TrainerCore(Actor):
         def progress(step: int, loss: float) -> None:
             self.warm_fraction = step / total
 
-        return await self.mesh.host.run_blocking(
+        cached = await self.mesh.host.run_blocking(
             warm, self.data, self.learner, progress, deadline_s=COMPUTE_S
         )
+        await self.compute.load_weights(self.learner.copied_weights())
+        return cached
 
     async def _commit_initial(self, cached: bool) -> None:
         weights = await self.compute.weights()
@@ -179,10 +212,23 @@ class TrainerCore(Actor):
                 await self.mesh.clock.sleep(POLL_S)
                 row = await self._row()
                 continue
-            await self._step(self.steps_done + 1)
+            try:
+                await self._step(self.steps_done + 1)
+            except RankLost as error:
+                await self._regain(error)
         self.phase = "done"
         while True:  # the role process stays until its gang is moved
             await self.mesh.clock.sleep(60.0)
+
+    async def _regain(self, error: RankLost) -> None:
+        """The gang is formed anew, and stands where the last committed step left the job."""
+        self.mesh.telemetry.log.warning("step cut off", error=str(error))
+        self.enter("forming", self.steps_done + 1)
+        await events.append(self.mesh.state, "rank_lost", {"job": self.data.id, "why": str(error)})
+        with self.mesh.loading():
+            await self.compute.form()
+            await self.checkpoints.settled()
+            await self._recover(await self._row())
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -191,10 +237,12 @@ class TrainerCore(Actor):
         started, waited_before = clock.monotonic(), self.intake.waited_s
         self.enter("waiting", step)
         self.gradients.busy_s = {}
-        groups = self.intake.groups(step, self._stale)
+        refill = Refill(self.data.config)
+        groups = self.intake.groups(step, self._stale, refill.replaces)
         done = await self._make_step(step, self.manifest).run(groups)
         waited = self.intake.waited_s - waited_before
         busy = clock.monotonic() - started - waited
+        done.batch.refilled = refill.count
         metrics = done.batch.metrics() | update_metrics(done.bins, done.norm, done.stats)
         metrics |= {
             "step": step,
@@ -225,6 +273,7 @@ class TrainerCore(Actor):
             metrics["checkpoint_pause_s"] = self.checkpoints.pause_s
         if step == self.data.config.budget.steps:
             await self.checkpoints.settled(required=True)
+        await evaluated(self.mesh, self.data, step - 1)
         self.enter("committing", step)
         record = {"ranks": self.compute.ranks, "updates": done.updates}
         committed = await patiently(
