@@ -20,7 +20,7 @@ from common.model.projections import targeted
 from common.model.tokenizer import Tokenizer
 from common.pace import profile
 from common.settings import OFF, metrics_ports
-from meshrl import jobmodels, references, rows, trackers
+from meshrl import jobalgorithm, jobmodels, references, rows, trackers
 from meshrl.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "reward.use", "warm_start.demonstrations")
@@ -67,6 +67,7 @@ AT_LEAST: dict[str, float] = {
     "reward.judge.max_tokens": 1,
     "reward.judge.in_flight": 1,
     "lora.rank": 0,
+    **jobalgorithm.AT_LEAST,
     "evaluation.every": 0,
     "budget.steps": 1,
     "planner.min_rollout": 1,
@@ -155,6 +156,7 @@ class _Checker:
         config = jobmodels.supervised(config, document, self.fail)
         self._values(config)
         jobmodels.check(config, document, self.fail)
+        jobalgorithm.check(config, self.fail)
         self._files(config)
         self._verifiers(config)
         self._references(config, base)
