@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import field
 
 from common.api.hint import Look
 from common.api.role import Role
+from common.experts import NO_EXPERTS
 from common.interface import Call, Cast, Stream
 from common.wire import Array, message
 
@@ -18,8 +20,7 @@ class Attach:
 
 @message
 class Tokens:
-    """What a flush brings: for request `ids[i]`, its next `counts[i]` entries of the three token
-    arrays.
+    """What a flush brings: for request `ids[i]`, its next `counts[i]` entries of the token arrays.
 
     `finish[i]`: 0 goes on, 1 stop token (included), 2 length, 3 aborted.
     """
@@ -32,6 +33,9 @@ class Tokens:
     versions: Array  # int32, of the weights that sampled the token
     finish: Array  # int8 [n]
     version: int  # of the weights now loaded; a flush without requests tells of new ones
+    # int16 [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted
+    # each; see common.experts.
+    experts: Array = field(default_factory=lambda: NO_EXPERTS)
 
 
 @message

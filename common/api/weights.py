@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from common.experts import NO_EXPERTS
 from common.interface import Call, Interface
 from common.wire import Array, message
 
@@ -86,6 +87,10 @@ class Group:
     # for members that failed; empty: the job has no such model.
     reference: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     teacher: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    # Where a mixture of experts sent the place that predicted each token, int16 [tokens, layers x
+    # k], as its engine noted it; empty for a dense model. `expert_shape` is [layers, k].
+    experts: Array = field(default_factory=lambda: NO_EXPERTS)
+    expert_shape: list[int] = field(default_factory=lambda: [0, 0])
 
 
 class Weights(Interface):

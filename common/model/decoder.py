@@ -65,7 +65,7 @@ class Decoder(nn.Module):
         """Hidden states [.., hidden_size], normalised, of `tokens` [..] at `positions` [..].
 
         Of a mixture of experts, `experts` [.., sparse layers, k] says where to send each token
-        (`moe.UNKNOWN`: where the router does), and `routing` is told where each went.
+        (`common.experts.UNKNOWN`: where the router does), and `routing` is told where each went.
         """
         hidden = embedding(tokens, self.embedding)
         cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)

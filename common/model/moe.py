@@ -17,7 +17,6 @@ from torch.nn.functional import linear, silu
 
 from common.model.config import ModelConfig
 
-UNKNOWN = -1  # in place of an expert's number: the router decides for that token
 _WHOLE_ROWS = 8  # features of bfloat16 in 16 bytes: the grouped kernel takes no other multiples
 
 
@@ -53,8 +52,8 @@ class Experts(nn.Module):
     ) -> tuple[Tensor, Routed]:
         """Of tokens x [.., hidden_size]: what the experts add, and where each token was sent.
 
-        `experts` [.., k] says where to; a token for which one of them is UNKNOWN goes where the
-        router sends it.
+        `experts` [.., k] says where to; a token for which one of them is `common.experts.UNKNOWN`
+        goes where the router sends it.
         """
         c, shape = self.config, x.shape
         x = x.reshape(-1, shape[-1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from common.api.engine import Tokens
 from common.errors import BadMessage
+from common.experts import laid_out
 from common.mesh import Mesh
 from common.tokenrecord import TokenRows
 from common.wire import Array
@@ -118,6 +120,7 @@ class GroupCommit:
             tokens=_joined([f.tokens for f in flushes], np.int32),
             logprobs=_joined([f.logprobs for f in flushes], np.float32),
             versions=_joined([f.versions for f in flushes], np.int32),
+            experts=laid_out((f.experts, len(f.tokens)) for f in flushes),
         )
         rows = self._staging.rows_of(requests)
         writes = self._write(rows, new)
@@ -139,7 +142,7 @@ class GroupCommit:
             return None
         chosen = new if wanted.all() else some(new, wanted)
         ids = self._staging.trajectories(rows[wanted])
-        return TokenRows(ids, chosen.counts, chosen.tokens, chosen.logprobs, chosen.versions)
+        return replace(chosen, ids=ids)
 
     def _end(self, request: int, code: int) -> None:
         done = self._turns.pop(request, None)
@@ -164,3 +167,7 @@ def _check(engine: str, flush: Tokens) -> None:
     lengths = len(flush.tokens), len(flush.logprobs), len(flush.versions)
     if any(sizes) or set(lengths) != {total} or (n and int(flush.counts.min()) < 0):
         raise BadMessage(f"a flush of {n} requests and {lengths} tokens", where=engine)
+    experts = flush.experts
+    if experts.dtype != np.int16 or experts.ndim != 2 or len(experts) not in (0, total):
+        told = f"{experts.dtype}{list(experts.shape)}"
+        raise BadMessage(f"a flush of {total} tokens, and experts {told}", where=engine)

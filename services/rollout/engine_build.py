@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,13 +10,13 @@ import torch
 from common.engines import home, interpreter
 from common.jobdata import JobData
 from common.mesh import Mesh
-from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
 from common.pace import profile
 from services.rollout.engine_service import FLUSH_S, FLUSH_STEPS
 from services.rollout.engines.base import Engine
 from services.rollout.engines.paced import PacedEngine
 from services.rollout.engines.torch_engine import TorchEngine, build
+from services.rollout.jobmodel import model_config
 
 if TYPE_CHECKING:
     from services.rollout.engines.sglang_engine.engine import SGLangEngine
@@ -88,11 +87,3 @@ def _torch(data: JobData) -> TorchEngine:
         budget_s=FLUSH_S,
         decode=_decode(data),
     )
-
-
-def model_config(data: JobData) -> ModelConfig:
-    """The model of a job, before any weights."""
-    if data.config.model.path:
-        text = (data.bundle / data.config.model.path / "config.json").read_text()
-        return ModelConfig.from_hf(json.loads(text))
-    return ModelConfig.from_hf(data.config.model.config)

@@ -20,8 +20,9 @@ from common.model.lora import merged
 from common.model.transfer import Fetcher
 from common.patience import patiently
 from common.state import jobs
-from services.rollout.engine_build import model_config, opened
+from services.rollout.engine_build import opened
 from services.rollout.engine_service import EngineService
+from services.rollout.jobmodel import model_config
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
 LOOK_S = 0.3  # how often the job's version is looked at without a hint

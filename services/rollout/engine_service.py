@@ -376,6 +376,7 @@ def _cut(
             flush.versions,
             flush.finish,
             version,
+            flush.experts,
         )
     rows = np.array(mine)
     tokens = np.repeat(rows, flush.counts)
@@ -388,4 +389,5 @@ def _cut(
         flush.versions[tokens],
         flush.finish[rows],
         version,
+        flush.experts[tokens] if len(flush.experts) else flush.experts,
     )

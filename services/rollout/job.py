@@ -14,6 +14,7 @@ from common.api.weights import Group
 from common.blob import pack
 from common.bulk import BulkClient
 from common.errors import ConfigError, MeshError, ToolFailed
+from common.experts import laid_out
 from common.jobdata import JobData
 from common.ledger import Kind
 from common.mesh import Mesh
@@ -27,6 +28,7 @@ from services.rollout.commit import GroupCommit
 from services.rollout.environments import EnvironmentPool
 from services.rollout.given import give
 from services.rollout.history import History
+from services.rollout.jobmodel import model_config
 from services.rollout.judging import judge_of
 from services.rollout.ledger import ShardLedger
 from services.rollout.lengths import Lengths
@@ -237,6 +239,7 @@ class ShardJob:
     async def _hand_in(self, group: int, prompt: int, members: list[Trajectory]) -> None:
         """The group's bytes into the store, then its row to `ready`."""
         endings = [t.ending or Ending("failed") for t in members]
+        experts = laid_out((t.experts, t.length) for t in members)
         message = Group(
             group=group,
             prompt=prompt,
@@ -249,6 +252,8 @@ class ShardJob:
             ),
             ends=[e.reason for e in endings],
             **{role: beside(members, role) for role in self.scorer.roles},
+            experts=experts,
+            expert_shape=list(model_config(self.job).expert_shape) if experts.size else [0, 0],
         )
         content = pack(message)
         digest = await put(self.mesh, self.bulk, content, "storing a finished group")

@@ -12,15 +12,16 @@ import numpy as np
 
 from common.errors import StorageFull
 from common.jobdata import JobData
-from common.ledger import Kind, Ledger, groups_of, scan, segments
+from common.ledger import MAX_RECORD, Kind, Ledger, groups_of, scan, segments
 from common.mesh import Mesh
 from common.patience import patiently
 from common.state import groups as rows
-from common.tokenrecord import MEMBER_BITS, TokenRows
+from common.tokenrecord import MEMBER_BITS, TokenRows, in_parts
 from services.rollout.trajectory import Restored, Trajectory
 
 SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
 FULL_RETRY_S = 0.5
+PART_BYTES = MAX_RECORD // 2  # of a record of tokens, which grows while the disk is full
 WRITE_S = 60.0  # a disk that takes longer has failed
 
 Done = asyncio.Future[None]
@@ -146,7 +147,8 @@ class ShardLedger:
     async def tokens(self, new: TokenRows) -> None:
         """New tokens of trajectories."""
         groups = np.unique(new.ids >> MEMBER_BITS).tolist()
-        await self.log((Kind.TOKENS, new), groups=groups)
+        parts = ((Kind.TOKENS, part) for part in in_parts(new, PART_BYTES))
+        await self.log(*parts, groups=groups)
 
     async def sync_forever(self) -> None:
         """Brings what was written to the disk, and goes on in a new segment when one is full."""

@@ -21,9 +21,10 @@ from common.model.tokenizer import Tokenizer
 from common.model.transfer import fetch
 from common.patience import patiently
 from common.state import jobs
-from services.rollout.engine_build import BUILD_S, model_config
+from services.rollout.engine_build import BUILD_S
 from services.rollout.engines.torch_engine import TorchEngine, build
 from services.rollout.frozen import FrozenModel, FrozenModels
+from services.rollout.jobmodel import model_config
 
 LOAD_S = 3600.0  # of one model into memory
 LOOK_S = 0.5  # how often version 0 is looked for

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import Overloaded
+from common.experts import NO_EXPERTS, UNKNOWN
 from common.tokenrecord import TokenRows
 from services.rollout.trajectory import Trajectory
 
@@ -32,6 +33,7 @@ class Staging:
         self._tokens = np.zeros(0, np.int32)  # rows one after the other
         self._logprobs = np.zeros(0, np.float32)
         self._versions = np.zeros(0, np.int32)
+        self._experts = NO_EXPERTS  # as long as the others once there are some
         self._of: list[Trajectory | None] = []
         self._free: list[int] = []
         self._opened = 0
@@ -77,8 +79,18 @@ class Staging:
         self._tokens = np.append(self._tokens, tokens)
         self._logprobs = np.append(self._logprobs, tokens.astype(np.float32))
         self._versions = np.append(self._versions, tokens)
+        if self._experts.shape[1]:
+            self._widen(self._experts.shape[1])
         self._of += [None] * more
         self._free += range(rows + more - 1, rows - 1, -1)
+
+    def _widen(self, width: int) -> None:
+        """Room for so many experts of each token; what is written by none is read by none."""
+        before, self._experts = self._experts, np.empty((len(self._tokens), width), np.int16)
+        if before.shape[1]:
+            self._experts[: len(before)] = before
+        else:
+            self._experts[:] = UNKNOWN
 
     # -- tokens ----------------------------------------------------------------------------------
 
@@ -121,6 +133,11 @@ class Staging:
         self._tokens[at] = new.tokens
         self._logprobs[at] = new.logprobs
         self._versions[at] = new.versions
+        width = new.experts.shape[1]
+        if width and not self._experts.shape[1]:
+            self._widen(width)
+        if self._experts.shape[1]:
+            self._experts[at] = new.experts if width else UNKNOWN
         self._used[rows] = used + counts
 
     def _straight(self, rows: NDArray[np.int64], new: TokenRows, large: NDArray[np.bool_]) -> None:
@@ -130,7 +147,7 @@ class Staging:
             part = slice(int(ends[i] - new.counts[i]), int(ends[i]))
             trajectory = self._of[int(rows[i])]
             assert trajectory is not None
-            trajectory.sampled(new.tokens[part], new.logprobs[part], new.versions[part])
+            trajectory.sampled(*new.columns(part))
 
     # -- what a trajectory asks ------------------------------------------------------------------
 
@@ -146,14 +163,15 @@ class Staging:
             return
         part = slice(row * ROW_TOKENS, row * ROW_TOKENS + used)
         self._used[row] = 0
-        trajectory.sampled(self._tokens[part], self._logprobs[part], self._versions[part])
+        experts = self._experts[part]
+        trajectory.sampled(self._tokens[part], self._logprobs[part], self._versions[part], experts)
 
 
 def some(rows: TokenRows, chosen: NDArray[np.bool_]) -> TokenRows:
     """The chosen rows with their tokens."""
     if rows.counts[~chosen].any():
         tokens = np.repeat(chosen, rows.counts)
-        columns = rows.tokens[tokens], rows.logprobs[tokens], rows.versions[tokens]
+        columns = rows.columns(tokens)
     else:
-        columns = rows.tokens, rows.logprobs, rows.versions
+        columns = rows.columns(slice(None))
     return TokenRows(rows.ids[chosen], rows.counts[chosen], *columns)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from common.experts import NO_EXPERTS, UNKNOWN
 from common.ledger import Kind, Record, group_of, trajectory_id
 from common.tokenrecord import TokenRows
 
@@ -82,6 +83,7 @@ class Trajectory:
         self._tokens = np.zeros(64, np.int32)
         self._logprobs = np.zeros(64, np.float32)
         self._versions = np.full(64, NOT_SAMPLED, np.int32)
+        self._experts = NO_EXPERTS  # beside the others, once there are some
 
     @property
     def length(self) -> int:
@@ -106,6 +108,12 @@ class Trajectory:
         return self._versions[: self._length]
 
     @property
+    def experts(self) -> np.ndarray:
+        """As `common.experts` has them: NO_EXPERTS if no token came with any."""
+        self._settle()
+        return self._experts[: self._length]
+
+    @property
     def turn(self) -> np.ndarray:
         """Ids sampled in the current turn."""
         return self.tokens[self.turn_start :]
@@ -126,17 +134,35 @@ class Trajectory:
             self._tokens = np.concatenate([self._tokens, np.zeros(extra, np.int32)])
             self._logprobs = np.concatenate([self._logprobs, np.zeros(extra, np.float32)])
             self._versions = np.concatenate([self._versions, np.full(extra, NOT_SAMPLED, np.int32)])
+            if width := self._experts.shape[1]:
+                unknown = np.full((extra, width), UNKNOWN, np.int16)
+                self._experts = np.concatenate([self._experts, unknown])
         where = slice(self._length, end)
         self._length = end
         return where
 
-    def sampled(self, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
+    def sampled(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        versions: np.ndarray,
+        experts: np.ndarray = NO_EXPERTS,
+    ) -> None:
         """Tokens of the model."""
         where = self._room(len(tokens))
         self._tokens[where] = tokens
         self._logprobs[where] = logprobs
         self._versions[where] = versions
+        self._routed(where, experts)
         self.attempts = 0
+
+    def _routed(self, where: slice, experts: np.ndarray) -> None:
+        """Notes the experts of tokens that there is room for; NO_EXPERTS: unknown."""
+        width = experts.shape[1]
+        if width and not self._experts.shape[1]:
+            self._experts = np.full((len(self._tokens), width), UNKNOWN, np.int16)
+        if self._experts.shape[1]:
+            self._experts[where] = experts if width else UNKNOWN
 
     def appended(self, ids: list[int]) -> None:
         """Tokens of the prompt or the environment; the model's next turn begins after them."""
@@ -144,6 +170,7 @@ class Trajectory:
         self._tokens[where] = ids
         self._logprobs[where] = 0.0
         self._versions[where] = NOT_SAMPLED
+        self._routed(where, NO_EXPERTS)
         self.turn_start = self._length
         if self.open_round is not None:
             self.rounds.append(self.open_round)
@@ -220,7 +247,7 @@ class Restored:
             at += count
             if identity in self.trajectories:
                 sampled = self.trajectories[identity].sampled
-                sampled(rows.tokens[part], rows.logprobs[part], rows.versions[part])
+                sampled(*rows.columns(part))
 
     def by_group(self) -> dict[int, list[Trajectory]]:
         """Unclosed groups with the members the ledger knows, in member order."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import Refused
+from common.experts import NO_EXPERTS, laid_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +23,6 @@ NO_SESSION = -1  # any negative session: nothing is kept after the request
 Ints = NDArray[np.integer]
 Floats = NDArray[np.floating]
 NO_FLOATS = np.zeros(0, np.float32)
-NO_EXPERTS = np.zeros((0, 0), np.int16)
-UNKNOWN = -1  # in place of an expert's number
 
 
 @dataclass(slots=True)
@@ -60,8 +59,8 @@ class Flush:
     unmodified: NDArray[np.float32]  # at temperature 1; nan where not asked for, empty if nowhere
     versions: NDArray[np.int32]  # of the weights that sampled each token
     finish: NDArray[np.int8]
-    # [tokens, sparse layers x k]: where a mixture of experts sent the token before each one, layer
-    # by layer; UNKNOWN where nobody noted it, empty if nowhere.
+    # [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted each
+    # token; `common.experts` says what stands for none.
     experts: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)
 
 
@@ -199,7 +198,7 @@ def flush_of(pieces: Sequence[Piece]) -> Flush | None:
         unmodified=np.concatenate([_unmodified(p) for p in pieces] if asked else [NO_FLOATS]),
         versions=np.concatenate([p.versions for p in pieces], dtype=np.int32, casting="same_kind"),
         finish=np.array([p.finish for p in pieces], np.int8),
-        experts=_experts(
+        experts=laid_out(
             [(NO_EXPERTS if p.experts is None else p.experts, len(p.tokens)) for p in pieces]
         ),
     )
@@ -219,7 +218,7 @@ def joined(first: Flush, second: Flush) -> Flush:
         unmodified=unmodified,
         versions=np.concatenate((first.versions, second.versions)),
         finish=np.concatenate((first.finish, second.finish)),
-        experts=_experts([(f.experts, len(f.tokens)) for f in (first, second)]),
+        experts=laid_out([(f.experts, len(f.tokens)) for f in (first, second)]),
     )
 
 
@@ -236,15 +235,6 @@ def rows_of(flush: Flush, rows: NDArray[np.bool_]) -> Flush:
         finish=flush.finish[rows],
         experts=flush.experts[tokens] if len(flush.experts) else flush.experts,
     )
-
-
-def _experts(parts: Sequence[tuple[NDArray[np.int16], int]]) -> NDArray[np.int16]:
-    """Those of several (experts, tokens), one after the other."""
-    width = max(experts.shape[1] for experts, _ in parts)
-    if not width:
-        return NO_EXPERTS
-    whole = [e if e.shape[1] else np.full((n, width), UNKNOWN, np.int16) for e, n in parts]
-    return np.concatenate(whole)
 
 
 def _unasked(flush: Flush) -> NDArray[np.float32]:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from common.experts import NO_EXPERTS, UNKNOWN
 from common.model.attention import causal_attention
 from common.model.decoder import Decoder
-from common.model.moe import UNKNOWN, Routing
-from services.rollout.engines.base import NO_EXPERTS, Flush, flush_of, joined, rows_of
+from common.model.moe import Routing
+from services.rollout.engines.base import Flush, flush_of, joined, rows_of
 from services.rollout.engines.torch_engine import TorchEngine
 from tests.unit.engines.engines_under_test import (
     MOE,

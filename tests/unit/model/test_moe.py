@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from common.experts import UNKNOWN
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from common.model.moe import UNKNOWN, Experts, Routing, balance
+from common.model.moe import Experts, Routing, balance
 
 MOE = ModelConfig(
     architecture="qwen3_moe",

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from common.experts import NO_EXPERTS
 from services.rollout.engines.base import (
     LENGTH,
-    NO_EXPERTS,
     NO_FLOATS,
     NO_SESSION,
     RUNNING,

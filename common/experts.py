@@ -1,0 +1,24 @@
+"""Where a mixture of experts sent tokens: arrays [tokens, experts] of their numbers, the layers one
+after the other in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNKNOWN = -1  # in place of an expert's number: nobody noted it
+NO_EXPERTS: NDArray[np.int16] = np.zeros((0, 0), np.int16)  # of tokens of a dense model
+
+
+def laid_out(parts: Iterable[tuple[NDArray[np.int16], int]]) -> NDArray[np.int16]:
+    """All of (experts, number of tokens), one after the other; UNKNOWN where a part has none, and
+    NO_EXPERTS if no part has any. ValueError if they are of models of different shapes."""
+    every = list(parts)
+    width = max((experts.shape[1] for experts, _ in every), default=0)
+    if not width:
+        return NO_EXPERTS
+    return np.concatenate(
+        [e if e.shape[1] else np.full((n, width), UNKNOWN, np.int16) for e, n in every]
+    )
