@@ -35,11 +35,10 @@ class Reading:
 
 @dataclass
 class Measured:
-    """A run that is over: readings by step, and the rows and events that it left."""
+    """A run that is over: readings and metrics by step."""
 
     readings: dict[int, Reading] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    events: list[events.Event] = field(default_factory=list)
 
     def per_step(self, first: int, last: int) -> dict[str, float]:
         """CPU-seconds of a step by kind of process, from commit `first` to commit `last`."""
@@ -98,6 +97,10 @@ async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
             if row is not None and row.phase == "failed":
                 raise RuntimeError(f"the job failed: {row.error}")
             await asyncio.sleep(LOOK_S)
-        measured.events = await events.read_all(state)
-    measured.rows = [e.fields["metrics"] for e in measured.events if e.kind == "step"]
+        measured.rows = await steps_of(state)
     return measured
+
+
+async def steps_of(state: State) -> list[dict[str, Any]]:
+    """Metrics of all committed steps."""
+    return [e.fields["metrics"] for e in await events.read_all(state) if e.kind == "step"]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtests import beside_trl
+from loadtests import beside_trl, elastic
 
 Figures = dict[str, Any]
 Part = Callable[[Path, argparse.Namespace], Figures]
@@ -23,6 +23,11 @@ PARTS: dict[str, Part] = {
     "equal": beside_trl.equal,
     "longtail": beside_trl.longtail,
     "reward": beside_trl.reward,
+    "ranks": elastic.two_ranks,
+    "hybrid": elastic.hybrid,
+    "join": elastic.join,
+    "checkpoint": elastic.checkpoint,
+    "recovery": elastic.recovery,
 }
 
 
