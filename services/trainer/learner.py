@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config import AlgorithmConfig, OptimizerConfig
+from common.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from common.errors import ConfigError
 from common.model.decoder import Decoder
-from services.trainer import critic
+from services.trainer import critic, lora
 from services.trainer.algorithms import algorithm
 from services.trainer.algorithms.objective import objective
 from services.trainer.algorithms.terms import Terms
@@ -26,6 +26,7 @@ from services.trainer.batching import Bin
 from services.trainer.checkpoint import load_state
 from services.trainer.forward import Outputs, forward
 from services.trainer.optimizers import Optimizer
+from services.trainer.precision import WorkingCopy
 from services.trainer.stats import BinStats, describe, describe_values
 
 
@@ -38,18 +39,34 @@ class Learner:
         optimizer: OptimizerConfig,
         algorithm_config: AlgorithmConfig,
         temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """Passes compute in `dtype`; `temperature` is that at which trajectories were sampled."""
         self.model = model
         self.steps = 0  # that the optimizer has taken
         self._config = algorithm_config
         self._critic = algorithm(algorithm_config.name).critic
         if self._critic:
             critic.attach(model)
-        self._temperature = temperature  # at which the trajectories were sampled
-        self._clip_norm = optimizer.clip_norm
-        self._optimizer = Optimizer(model, optimizer)
-        self._parameters = list(model.parameters())
+        self._temperature = temperature
+        self._dtype = dtype
+        self._rates = optimizer
+        self._begin()
+
+    def _begin(self) -> None:
+        """The optimizer, and where gradients go, of the parameters that learn."""
+        self._optimizer = Optimizer(self.model, self._rates)
+        self._parameters = list(lora.trained(self.model).values())
         self.size = sum(parameter.numel() for parameter in self._parameters)
+        narrow = self._dtype != torch.float32
+        self._copy = WorkingCopy(self.model, self._dtype) if narrow else None
+
+    def adapt(self, config: LoraConfig, seed: int) -> None:
+        """From now on adapters learn, and the model's own weights stand still."""
+        lora.adapt(self.model, config, seed)
+        if self._critic:
+            critic.critic_of(self.model).requires_grad_(True)
+        self._begin()
 
     def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
         """Flat float32 gradient of the sum of weighted token losses, in the parameters' order."""
@@ -61,11 +78,14 @@ class Learner:
         roots: list[Tensor] = [out.logprobs]
         slopes: list[Tensor | None] = [found.slope]
         if self._critic:
-            values = critic.values(self.model, bin)
+            values = critic.values(self._passing, bin)
             losses = critic.value_losses(values, terms, weight, self._config)
             roots.append((losses * weight).sum() * self._config.value_coefficient)
             slopes.append(None)
             describe_values(stats, terms, losses)
+        if out.aux_loss is not None:
+            roots.append(out.aux_loss)
+            slopes.append(None)
         torch.autograd.backward(roots, slopes)
         return gradient, stats
 
@@ -87,7 +107,8 @@ class Learner:
         if what == "values":
             if not self.steps:
                 critic.follow(self.model)  # which a warm start may have changed
-            scores = critic.values(self.model, bin)
+                self._refresh()
+            scores = critic.values(self._passing, bin)
         else:
             scores = self._forward(bin).logprobs
         found[bin.mask] = scores.cpu().numpy()
@@ -106,9 +127,10 @@ class Learner:
                 where="trainer",
                 fix="lower optimizer.muon_lr and optimizer.adamw_lr, or look at the rewards",
             )
-        if norm > self._clip_norm:
-            gradient *= self._clip_norm / (norm + 1e-6)
+        if norm > self._rates.clip_norm:
+            gradient *= self._rates.clip_norm / (norm + 1e-6)
         self._optimizer.step(gradient, lr_factor)
+        self._refresh()
         self.steps += 1
         return norm
 
@@ -134,6 +156,7 @@ class Learner:
         self._optimizer.load(state)
         if self._critic:
             critic.load(self.model, state)
+        self._refresh()
         self.steps = int(state["steps"])
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -141,20 +164,35 @@ class Learner:
         with torch.no_grad():
             for name, parameter in critic.published(self.model.named_parameters()).items():
                 parameter.copy_(weights[name])
+        self._refresh()
 
     def _norm(self, gradient: Tensor) -> float:
         return float(gradient.norm())
 
+    @property
+    def _passing(self) -> Decoder:
+        """The model that passes run on."""
+        return self.model if self._copy is None else self._copy.model
+
+    def _refresh(self) -> None:
+        if self._copy is not None:
+            self._copy.refresh()
+
     def _fresh_gradient(self) -> Tensor:
         """A zero gradient whose slices the parameters accumulate into."""
-        gradient = torch.zeros(self.size)
+        gradient = torch.zeros(self.size, device=self._parameters[0].device)
         sizes = [parameter.numel() for parameter in self._parameters]
-        for parameter, piece in zip(self._parameters, torch.split(gradient, sizes), strict=True):
-            parameter.grad = piece.view_as(parameter)
+        pairs = zip(self._parameters, torch.split(gradient, sizes), strict=True)
+        slices = {parameter: piece.view_as(parameter) for parameter, piece in pairs}
+        if self._copy is not None:
+            self._copy.collect([slices.get(parameter) for parameter in self.model.parameters()])
+            return gradient
+        for parameter, piece in slices.items():
+            parameter.grad = piece
         return gradient
 
     def _forward(self, bin: Bin) -> Outputs:
-        return forward(self.model, bin, self._temperature)
+        return forward(self._passing, bin, self._temperature)
 
     def _terms(self, bin: Bin, out: Outputs) -> Terms:
         behaviour = pick(bin.behaviour, out.places)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from common.config import OptimizerConfig
+from common.model.lora import is_adapter
 from services.trainer.sharding import group_of, local, on_whole
 
 MOMENTUM = 0.95
@@ -42,9 +43,11 @@ class Optimizer:
         rest: list[Part] = []
         offset = 0
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             part = Part(name, parameter, offset)
             muon = config.muon_lr > 0 and parameter.dim() >= 2
-            chosen = muon and name.rsplit(".", 1)[-1] not in NOT_FOR_MUON
+            chosen = muon and not is_adapter(name) and last_part(name) not in NOT_FOR_MUON
             (matrices if chosen else rest).append(part)
             offset += part.numel
         self._adamw = AdamW(rest, config.adamw_lr, config.weight_decay)
@@ -69,6 +72,10 @@ class Optimizer:
         self._adamw.load(state)
         for muon in self._muons:
             muon.load(state)
+
+
+def last_part(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 class Part:

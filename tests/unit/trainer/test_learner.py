@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load, save
 
 from common.config import AlgorithmConfig, OptimizerConfig
 from common.errors import MeshError
@@ -11,6 +10,7 @@ from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.trainer.batching import Sequence, make_bins
+from services.trainer.checkpoint import save_state
 from services.trainer.learner import BinStats, Learner, add
 
 MODEL = ModelConfig(
@@ -136,26 +136,30 @@ def test_steps_on_good_trajectories_make_them_likelier():
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
     one = learner()
-    before = one.state()
+    before = one.copied_weights() | one.optimizer_state()
     gradient = torch.zeros(one.size)
     gradient[3] = torch.inf
     with pytest.raises(MeshError, match="not finite"):
         one.apply(gradient, 10, 1.0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in one.state().items())
+    after = one.copied_weights() | one.optimizer_state()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_a_learner_goes_on_where_its_state_was_taken():
+def test_a_learner_goes_on_where_its_state_was_taken(tmp_path):
     first, second = learner(), learner(seed=7)
     bins = make_bins(sequences(), 200)
     for _ in range(2):
         gradient, stats = add(first.gradient(bin) for bin in bins)
         first.apply(gradient, stats.tokens, 1.0)
-    second.load(load(save(first.state())))
+    save_state(tmp_path / "state", first.optimizer_state())
+    second.restore(tmp_path / "state", first.copied_weights())
     assert second.steps == 2
     for one in (first, second):
         gradient, stats = add(one.gradient(bin) for bin in bins)
         one.apply(gradient, stats.tokens, 0.7)
-    assert all(torch.equal(t, second.state()[name]) for name, t in first.state().items())
+    expected = second.copied_weights() | second.optimizer_state()
+    found = first.copied_weights() | first.optimizer_state()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 def test_the_supervised_gradient_is_that_of_the_cross_entropy():
