@@ -161,6 +161,7 @@ def members_of(group: Group) -> list[Sequence]:
                 f"group {group.group} has {len(group.tokens)} tokens and {len(array)} "
                 f"{name} log-probabilities"
             )
+    experts = _experts(group)
     found = []
     scored = zip(ends, group.lengths, group.rewards, strict=True)
     for member, (end, length, reward) in enumerate(scored):
@@ -174,8 +175,21 @@ def members_of(group: Group) -> list[Sequence]:
                     mask=versions >= 0,
                     versions=versions,
                     extras={name: np.array(array[where]) for name, array in extras.items()},
+                    experts=None if experts is None else np.array(experts[where]),
                     group=group.group,
                     member=member,
                 )
             )
     return found
+
+
+def _experts(group: Group) -> NDArray[np.int16] | None:
+    """[tokens, layers, k]; None: a dense model's group."""
+    if not group.experts.size:
+        return None
+    shape = len(group.tokens), *group.expert_shape
+    if group.experts.shape != (shape[0], shape[1] * shape[2]):
+        raise BadMessage(
+            f"group {group.group} has experts {list(group.experts.shape)}, not {list(shape)}"
+        )
+    return group.experts.reshape(shape)

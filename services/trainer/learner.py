@@ -84,7 +84,8 @@ class Learner:
             slopes.append(None)
             describe_values(stats, terms, losses)
         if out.aux_loss is not None:
-            roots.append(out.aux_loss)
+            share = weight.sum() / max(1, len(weight))  # of a token in the loss, as the others'
+            roots.append(out.aux_loss * share)
             slopes.append(None)
         torch.autograd.backward(roots, slopes)
         return gradient, stats

@@ -58,6 +58,18 @@ def test_scores_that_do_not_fit_the_tokens_are_refused():
         Batch(3, job()).add(replace(given_, reference=given_.reference[:-1]))
 
 
+def test_where_experts_sent_tokens_goes_with_them():
+    given_ = group([1.0, np.nan, 0.0])
+    experts = np.arange(len(given_.tokens) * 6, dtype=np.int16).reshape(-1, 6)
+    routed = replace(given_, experts=experts, expert_shape=[3, 2])
+    _, second = Batch(3, job()).add(routed)
+    assert second.experts.shape == (8, 3, 2)
+    assert (second.experts.reshape(8, 6) == experts[-8:]).all()
+    assert Batch(3, job()).add(given_)[0].experts is None
+    with pytest.raises(BadMessage, match="experts"):
+        Batch(3, job()).add(replace(routed, expert_shape=[2, 2]))
+
+
 def test_a_group_without_variance_is_filtered_and_counted():
     batch = Batch(3, job())
     assert batch.add(group([1.0, 1.0])) == []
