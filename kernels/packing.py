@@ -1,79 +1,335 @@
-"""Which sequences share a bin: long tails packed into rows with next to no padding.
+"""Which sequences share a bin, and which bins are computed at the same time.
 
-Best-fit decreasing (Johnson 1974), one bin after another. A bin is as wide as the longest sequence
-that is left, so that a mask costs width squared only where a sequence is that long; what its rows
-have free is filled with the longest that still fit. On the calculator's lengths, on one CPU thread,
-this trains 1.27 times as fast as rows of the maximal length, and 1.2 times as fast as one sequence
-a row sorted by length.
+Sequences lie end to end in bins of a token budget. A round is one bin for each rank; ranks wait for
+each other, so a round takes as long as its dearest bin, and a plan is good if the sum of these is
+small (`makespan`). Cost grows with length squared while the budget counts tokens, so bins that are
+equally full are not equally dear.
+
+Several plans are made and the best is taken: longest processing time first (Graham 1969) over all
+bins, each within its budget; the same round after round, from the longest sequence on, so that what
+is dear lies side by side; best-fit decreasing (Johnson 1974), which needs the fewest bins. Bins of
+similar cost then share a round, within which sequences are exchanged until nothing is gained.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf, sqrt
 
-GRANULE = 16  # tokens; widths are multiples of it, a float32 vector of AVX-512
-NARROWEST = 96  # tokens; below it wider rows pack better and the mask is cheap already
+from kernels.cost import BinCost
+
+Bin = list[int]  # indices of sequences
+Round = list[Bin]  # one bin for each rank; some may be empty
+
+AHEAD = (
+    2.0  # rounds' worth of tokens to choose from before one is packed: more, and bins are fuller
+)
+STEPS = 32  # sizes of a bin between a power of two and the next: at most a 32nd is padding
+FILLS = (
+    1.0,
+    0.97,
+    0.94,
+    0.9,
+    0.86,
+    0.82,
+    0.78,
+)  # of a round's budget, that are tried as it streams
+FEW = 20_000  # sequences times rounds, up to which every plan is made and worked out
+MORE = 4  # rounds beyond the fewest that are tried: bins less full can be more level
+GOOD = 3e-4  # share by which a plan may be worse than any could be, and is taken
+EXCHANGES = 8  # in a round, for each rank
+LEVEL = 1e-5  # share of the cost by which bins may differ and count as level
 
 
-@dataclass(slots=True)
-class Layout:
-    """Where the sequences of one bin lie: item[i] starts at start[i] of row[i]."""
-
-    rows: int
-    width: int
-    item: list[int] = field(default_factory=list)  # indices into the lengths that were packed
-    row: list[int] = field(default_factory=list)
-    start: list[int] = field(default_factory=list)
-
-
-def pack(lengths: Sequence[int], budget: int) -> list[Layout]:
-    """Bins of at most `budget` tokens, padding included, that hold every length once.
+def pack_rounds(
+    lengths: Sequence[int], budget: int, ranks: int = 1, cost: BinCost | None = None
+) -> list[Round]:
+    """Rounds of `ranks` bins of at most `budget` tokens that hold every sequence once.
 
     The result depends on nothing but the arguments. A sequence longer than the budget gets a bin of
     its own. ValueError if a length is not positive.
     """
     if any(length < 1 for length in lengths):
         raise ValueError("a sequence to pack has no tokens")
-    left = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    bins = []
-    while left:
-        layout, left = _fill(left, lengths, budget)
-        bins.append(layout)
-    return bins
-
-
-def _fill(left: list[int], lengths: Sequence[int], budget: int) -> tuple[Layout, list[int]]:
-    """One bin, and the items (still longest first) that it does not hold."""
-    width = _width(lengths[left[0]], budget)
-    layout = Layout(rows=0, width=width)
-    shortest = lengths[left[-1]]
-    free: list[tuple[int, int]] = []  # (tokens free, row) of rows that can still take something
-    rest: list[int] = []
-    for index, item in enumerate(left):
-        length = lengths[item]
-        fit = bisect_left(free, (length, -1))
-        if fit < len(free):
-            space, row = free.pop(fit)
-        elif (layout.rows + 1) * width <= max(budget, width):
-            space, row = width, layout.rows
-            layout.rows += 1
-        elif not free:
-            rest += left[index:]
+    if not lengths:
+        return []
+    problem = _Problem(lengths, budget, ranks, cost or BinCost())
+    best: list[Round] = []
+    least = inf
+    for bins in problem.candidates():
+        rounds = problem.grouped(bins)
+        if problem.is_small:
+            rounds = [problem.exchanged(one) for one in rounds]
+        if (takes := problem.makespan(rounds)) < least:
+            best, least = rounds, takes
+        if least <= problem.bound(len(best)) * (1 + GOOD):
             break
-        else:
-            rest.append(item)
-            continue
-        layout.item.append(item)
-        layout.row.append(row)
-        layout.start.append(width - space)
-        if space - length >= shortest:
-            insort(free, (space - length, row))
-    return layout, rest
+    return best if problem.is_small else [problem.exchanged(one) for one in best]
 
 
-def _width(longest: int, budget: int) -> int:
-    """The width of a bin's rows: rounded up, but not past the budget."""
-    rounded = -(-max(longest, NARROWEST) // GRANULE) * GRANULE
-    return max(longest, min(rounded, budget))
+def makespan(rounds: Iterable[Round], lengths: Sequence[int], cost: BinCost) -> float:
+    """How long the rounds take when ranks wait for each other: of each its dearest bin, summed."""
+    return sum(max(cost.of([lengths[i] for i in bin]) for bin in one) for one in rounds)
+
+
+def padded_places(tokens: int) -> int:
+    """A size for a bin of so many tokens, from a few: compiled graphs and blocks of memory are kept
+    by size. At most a 32nd is padding.
+    """
+    step = max(16, 1 << max(0, tokens.bit_length() - 1 - STEPS.bit_length() + 1))
+    return -(-tokens // step) * step
+
+
+class RoundPacker:
+    """Packs sequences as they come; what it gives is nearly as good as if all had been there.
+
+    A round is packed from twice the tokens that it holds, long and short ones as they come.
+    """
+
+    def __init__(self, budget: int, ranks: int = 1, cost: BinCost | None = None) -> None:
+        self._budget, self._ranks, self._cost = budget, ranks, cost or BinCost()
+        self._left: dict[int, int] = {}  # length of each sequence that waits
+        self._count = 0  # sequences that came
+
+    def add(self, lengths: Sequence[int]) -> list[Round]:
+        """The rounds that are full now; sequences are numbered in the order in which they came."""
+        self._left.update(enumerate(lengths, self._count))
+        self._count += len(lengths)
+        rounds = []
+        while sum(self._left.values()) >= AHEAD * self._budget * self._ranks:
+            items = list(self._left)
+            lengths_left = [self._left[i] for i in items]
+            problem = _Problem(lengths_left, self._budget, self._ranks, self._cost)
+            rounds.append(self._taken(items, problem.one_round()))
+        return rounds
+
+    def flush(self) -> list[Round]:
+        """The rounds of all that is left."""
+        items = list(self._left)
+        lengths = [self._left[i] for i in items]
+        rounds = pack_rounds(lengths, self._budget, self._ranks, self._cost)
+        return [self._taken(items, one) for one in rounds]
+
+    def _taken(self, items: list[int], one: Round) -> Round:
+        taken = [[items[i] for i in bin] for bin in one]
+        for bin in taken:
+            for i in bin:
+                del self._left[i]
+        return taken
+
+
+@dataclass(slots=True)
+class _Open:
+    """A bin that is being filled."""
+
+    items: Bin = field(default_factory=list)
+    tokens: int = 0
+    cost: float = 0.0  # of its sequences
+
+
+class _Problem:
+    """One set of lengths, with what each costs; `order` is longest first."""
+
+    def __init__(self, lengths: Sequence[int], budget: int, ranks: int, cost: BinCost) -> None:
+        self.lengths, self.budget, self.ranks, self.cost = lengths, budget, ranks, cost
+        self.costs = [cost.sequence(length) for length in lengths]
+        self.order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+        self.is_small = len(lengths) * sum(lengths) <= FEW * budget * ranks
+
+    def makespan(self, rounds: list[Round]) -> float:
+        return sum(
+            max(sum(self.costs[i] for i in bin) + self.cost.bin * bool(bin) for bin in one)
+            for one in rounds
+        )
+
+    def bound(self, rounds: int) -> float:
+        """No plan of so many rounds takes less."""
+        return sum(self.costs) / self.ranks + rounds * self.cost.bin
+
+    def candidates(self) -> Iterator[list[Bin]]:
+        """Ways to fill as few bins as possible, and one round more where that may pay."""
+        fewest = self._best_fit()
+        if self.ranks == 1:
+            yield fewest
+            return
+        least = -(-len(fewest) // self.ranks)
+        for rounds in range(least, least + MORE):
+            if (levelled := self._levelled(rounds * self.ranks)) is not None:
+                yield levelled
+        yield fewest
+        if self.is_small:
+            yield self._round_by_round(least)
+
+    def _best_fit(self) -> list[Bin]:
+        """Each sequence into the fullest bin that has room."""
+        bins: list[Bin] = []
+        room: list[tuple[int, int]] = []  # (tokens free, bin)
+        shortest = self.lengths[self.order[-1]]
+        for i in self.order:
+            length = self.lengths[i]
+            fit = bisect_left(room, (length, -1))
+            if fit < len(room):
+                free, bin = room.pop(fit)
+                bins[bin].append(i)
+            else:
+                free, bin = max(self.budget, length), len(bins)
+                bins.append([i])
+            if free - length >= shortest:
+                insort(room, (free - length, bin))
+        return bins
+
+    def _levelled(self, count: int) -> list[Bin] | None:
+        """Each sequence into the cheapest of `count` bins that has room; None if one has none."""
+        bins = [_Open() for _ in range(count)]
+        return None if self._level(bins, self.order, inf) else [bin.items for bin in bins]
+
+    def _round_by_round(self, rounds: int) -> list[Bin]:
+        """Each round levelled by itself, to what is left for each or to its longest sequence."""
+        left = self.order
+        made: list[Bin] = []
+        while left:
+            still = max(1, rounds - len(made) // self.ranks)
+            share = sum(self.costs[i] for i in left) / (still * self.ranks)
+            bins = [_Open() for _ in range(self.ranks)]
+            left = self._level(bins, left, max(share, self.costs[left[0]]))
+            made += [bin.items for bin in bins]
+        return made
+
+    def one_round(self) -> Round:
+        """A round that wastes as little as any, of sequences as mixed as all are."""
+        return self.exchanged(max(map(self._sampled, FILLS), key=self._use))
+
+    def _sampled(self, fill: float) -> Round:
+        """A round of every so manieth sequence, to about `fill` of its budget; then of others that
+        still fit but make no bin dearer than the dearest."""
+        share = fill * self.ranks * self.budget / sum(self.lengths)
+        seen, taken, chosen, others = 0.0, 0, [], []
+        for i in self.order:
+            seen += share * self.lengths[i]
+            if taken < seen:
+                chosen.append(i)
+                taken += self.lengths[i]
+            else:
+                others.append(i)
+        bins = [_Open() for _ in range(self.ranks)]
+        self._level(bins, chosen, inf)
+        self._level(bins, others, max(bin.cost for bin in bins))
+        return [bin.items for bin in bins]
+
+    def _use(self, one: Round) -> float:
+        """Which share of a round's time its ranks compute."""
+        costs = [sum(self.costs[i] for i in bin) for bin in one]
+        return sum(costs) / (len(costs) * (max(costs) + self.cost.bin))
+
+    def _level(self, bins: list[_Open], items: list[int], limit: float) -> list[int]:
+        """Puts `items`, longest first, into the cheapest bin each that has room and stays within
+        `limit`; those that none has room for.
+
+        A bin that has no room waits until they are short enough, so none is looked at in vain.
+        """
+        open_bins = [(bin.cost, b) for b, bin in enumerate(bins)]
+        heapify(open_bins)
+        waiting: list[tuple[int, int]] = []  # (minus the length that has room, bin)
+        limit, rest = limit * (1 + 1e-9), []
+        for i in items:
+            length = self.lengths[i]
+            while waiting and -waiting[0][0] >= length:
+                b = heappop(waiting)[1]
+                heappush(open_bins, (bins[b].cost, b))
+            while open_bins:
+                bin = bins[open_bins[0][1]]
+                room = self._room(bin, limit)
+                if room >= length or not bin.items:
+                    break
+                heappush(waiting, (-room, heappop(open_bins)[1]))
+            else:
+                rest.append(i)
+                continue
+            b = heappop(open_bins)[1]
+            _put(bin, i, length, self.costs[i])
+            heappush(open_bins, (bin.cost, b))
+        return rest
+
+    def _room(self, bin: _Open, limit: float) -> int:
+        """The longest sequence that a bin has room for."""
+        free = self.budget - bin.tokens
+        if free <= 0 or limit == inf or self.cost.sequence(free) <= limit - bin.cost:
+            return free
+        return int(self._length_of(limit - bin.cost))
+
+    def _length_of(self, cost: float) -> float:
+        """How long a sequence of this cost is."""
+        if cost <= 0:
+            return 0.0
+        token, square = self.cost.token, self.cost.square
+        return 2 * cost / (token + sqrt(token * token + 4 * square * cost))
+
+    def grouped(self, bins: list[Bin]) -> list[Round]:
+        """Bins of similar cost share a round, dearest first."""
+        bins = [bin for bin in bins if bin]
+        bins.sort(key=lambda bin: (-sum(self.costs[i] for i in bin), bin[0]))
+        bins += [[] for _ in range(-len(bins) % self.ranks)]
+        return [bins[i : i + self.ranks] for i in range(0, len(bins), self.ranks)]
+
+    def exchanged(self, one: Round) -> Round:
+        """The same sequences, moved or swapped between the dearest bin and the cheapest while that
+        makes the dearest cheaper."""
+        bins = [self._opened(bin) for bin in one]
+        for _ in range(EXCHANGES * self.ranks if self.ranks > 1 else 0):
+            high = max(range(len(bins)), key=lambda b: (bins[b].cost, b))
+            low = min(range(len(bins)), key=lambda b: (bins[b].cost, b))
+            level = bins[high].cost - bins[low].cost <= LEVEL * bins[high].cost
+            if level or not self._exchange(bins[high], bins[low]):
+                break
+        return [bin.items for bin in bins]
+
+    def _exchange(self, high: _Open, low: _Open) -> bool:
+        """Makes the exchange that levels two bins best; False if none does."""
+        gap = high.cost - low.cost
+        wanted, room = gap / 2, self.budget - low.tokens
+        best: tuple[float, int, int | None] = (wanted * (1 - 1e-3), -1, None)
+        offered = sorted(low.items, key=lambda i: (self.lengths[i], i))
+        sizes = [self.lengths[i] for i in offered]
+        tried: set[int] = set()
+        for i in high.items:
+            length = self.lengths[i]
+            if length in tried or length > self.budget:
+                continue
+            tried.add(length)
+            if length <= room:
+                best = min(best, (abs(wanted - self.costs[i]), i, None), key=lambda x: x[0])
+            for j in self._partners(i, wanted, offered, sizes):
+                fits = self.lengths[i] - self.lengths[j] <= room
+                if fits and self.lengths[j] <= self.budget:
+                    off = abs(wanted - (self.costs[i] - self.costs[j]))
+                    best = min(best, (off, i, j), key=lambda x: x[0])
+        _, i, other = best
+        if i < 0:
+            return False
+        self._move(i, high, low)
+        if other is not None:
+            self._move(other, low, high)
+        return True
+
+    def _partners(self, i: int, wanted: float, offered: Bin, sizes: list[int]) -> Bin:
+        """Sequences of the cheaper bin that are about `wanted` cheaper than `i`."""
+        at = bisect_left(sizes, self._length_of(self.costs[i] - wanted))
+        return offered[max(0, at - 1) : at + 1]
+
+    def _move(self, i: int, source: _Open, target: _Open) -> None:
+        source.items.remove(i)
+        _put(source, None, -self.lengths[i], -self.costs[i])
+        _put(target, i, self.lengths[i], self.costs[i])
+
+    def _opened(self, bin: Bin) -> _Open:
+        return _Open(list(bin), sum(self.lengths[i] for i in bin), sum(self.costs[i] for i in bin))
+
+
+def _put(bin: _Open, item: int | None, tokens: int, cost: float) -> None:
+    if item is not None:
+        bin.items.append(item)
+    bin.tokens += tokens
+    bin.cost += cost

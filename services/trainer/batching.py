@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import BadMessage
+from kernels.packing import pack_rounds
 
 UNKNOWN = -1  # version of a token whose version nobody recorded, expert that nobody recorded
 EXTRA = "extra."  # what names of extras start with on a wire
@@ -131,22 +132,16 @@ def make_bins(sequences: Many[Sequence], budget: int, version: int = UNKNOWN) ->
 
 
 def packed(sequences: Many[Sequence], budget: int) -> list[list[Sequence]]:
-    """Which sequences share a bin, longest first."""
-    bins: list[tuple[int, list[Sequence]]] = []
-    for sequence in sorted(sequences, key=lambda s: (-s.places, s.group, s.member)):
-        for at, (filled, members) in enumerate(bins):
-            if filled + sequence.places <= budget:
-                bins[at] = (filled + sequence.places, [*members, sequence])
-                break
-        else:
-            bins.append((sequence.places, [sequence]))
-    return [members for _, members in bins]
+    """Which sequences share a bin; it does not matter in which order they are given."""
+    _refuse_empty(sequences)
+    ordered = sorted(sequences, key=lambda s: (-s.places, s.group, s.member))
+    rounds = pack_rounds([s.places for s in ordered], budget)
+    return [[ordered[i] for i in bin] for (bin,) in rounds]
 
 
 def fill(sequences: Many[Sequence], version: int = UNKNOWN) -> Bin:
     """The bin that holds these sequences, in this order; it may hold none."""
-    if any(s.places < 1 for s in sequences):
-        raise ValueError("a sequence to train on has fewer than two tokens")
+    _refuse_empty(sequences)
     starts = np.cumsum([0] + [s.places for s in sequences], dtype=np.int32)
     names = sorted({name for s in sequences for name in s.extras})
     return Bin(
@@ -172,6 +167,11 @@ def fresh(sequence: Sequence, version: int) -> Bools:
     same = (sequence.versions == version) | (sequence.versions == UNKNOWN)
     whole: Bools = np.logical_and.accumulate(same) & sequence.mask
     return whole & (sequence.versions == version) if version != UNKNOWN else np.zeros_like(whole)
+
+
+def _refuse_empty(sequences: Many[Sequence]) -> None:
+    if any(s.places < 1 for s in sequences):
+        raise ValueError("a sequence to train on has fewer than two tokens")
 
 
 def _joined(arrays: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from common.model.decoder import Decoder
 from common.model.moe import Routing
 from kernels.ops.linear_logprob import linear_logprob
+from kernels.packing import padded_places
 from kernels.varlen import VarlenAttention
 from services.trainer.batching import Bin
 
@@ -32,20 +33,27 @@ class Outputs:
 
 
 def forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> Outputs:
-    """One pass over the bin; log-probabilities are those of logits divided by `temperature`."""
-    device = model.final_norm.device
+    """One pass over the bin; log-probabilities are those of logits divided by `temperature`.
 
-    def there(array: NDArray[Any]) -> Tensor:
+    On a GPU the bin is padded to one of few sizes, so that kernels and memory are used again.
+    """
+    device, size = model.final_norm.device, len(bin.tokens)
+    padding = padded_places(size) - size if device.type == "cuda" else 0
+
+    def there(array: NDArray[Any], behind: int = 0) -> Tensor:
+        if behind:
+            array = np.pad(array, [(0, behind)] + [(0, 0)] * (array.ndim - 1))
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     trained = np.flatnonzero(bin.mask)
     places = there(trained)
-    attention = VarlenAttention(bin.starts, len(bin.tokens), device)
+    attention = VarlenAttention(bin.starts, size + padding, device)
     routing, experts = None, None
     if model.config.sparse_layers:
-        routing = Routing(counted=there(bin.mask))
-        experts = there(bin.experts) if bin.experts is not None else None
-    hidden = model(there(bin.tokens), there(bin.positions), attention, experts, routing)
+        routing = Routing(counted=there(bin.mask, padding))
+        experts = there(bin.experts, padding) if bin.experts is not None else None
+    tokens, positions = there(bin.tokens, padding), there(bin.positions, padding)
+    hidden = model(tokens, positions, attention, experts, routing)
     hidden = hidden.index_select(0, places)
     targets = there(bin.targets[trained].astype(np.int64))
     unembedding = model.embedding if model.config.tie_embeddings else model.unembedding

@@ -1,0 +1,110 @@
+"""Log-probabilities and entropies without logits equal those with, in float64, gradients too."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.ops.linear_logprob import NARROWEST, linear_logprob
+
+
+def problem(t, vocab, d, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    targets = torch.randint(vocab, (t,), generator=generator)
+    return scale * normal(t, d), normal(vocab, d), targets, normal(t)
+
+
+def definition(hidden, weight, targets, temperature):
+    normal = (hidden @ weight.t() / temperature).log_softmax(-1)
+    logprobs = normal.gather(1, targets[:, None])[:, 0]
+    return logprobs, -(normal.exp() * normal).sum(-1).detach()
+
+
+def run(function, hidden, weight, targets, slope, dtype, *options):
+    leaves = [x.to(dtype).clone().requires_grad_() for x in (hidden, weight)]
+    logprobs, entropy = function(*leaves, targets, *options)
+    assert not entropy.requires_grad
+    logprobs.backward(slope.to(logprobs.dtype))
+    return [x.detach().double() for x in (logprobs, entropy, *(leaf.grad for leaf in leaves))]
+
+
+def check(t, vocab, d, dtype, tolerance, temperature=1.0, at_once=0, scale=1.0):
+    hidden, weight, targets, slope = problem(t, vocab, d, scale=scale)
+    hidden, weight = hidden.to(dtype).double(), weight.to(dtype).double()
+    found = run(linear_logprob, hidden, weight, targets, slope, dtype, temperature, at_once)
+    expected = run(definition, hidden, weight, targets, slope, torch.float64, temperature)
+    for value, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, reference, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("at_once", [0, 1])  # one chunk; chunks of NARROWEST tokens
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 0.05)],
+)
+def test_one_chunk_and_many(dtype, tolerance, at_once):
+    check(17, 3 * NARROWEST + 7, 24, dtype, tolerance, temperature=0.7, at_once=at_once)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(NARROWEST - 1, 2 * NARROWEST + 1),
+    st.sampled_from([0.5, 1.0, 1.7]),
+    st.sampled_from([0.1, 1.0, 30.0]),  # nearly uniform, and nearly certain
+)
+def test_whatever_the_sizes_the_temperature_and_the_certainty(t, vocab, temperature, scale):
+    check(t, vocab, 8, torch.float64, 1e-9, temperature, at_once=1, scale=scale)
+
+
+def test_large_logits_do_not_overflow():
+    check(5, 2 * NARROWEST, 8, torch.float32, 1e-2, at_once=1, scale=100.0)
+
+
+@pytest.mark.parametrize("vocab", [4, 2 * NARROWEST])
+def test_tokens_that_cannot_be_sampled_add_nothing_to_the_entropy(vocab):
+    weight = torch.full((vocab, 1), -1e300, dtype=torch.float64)
+    weight[1] = weight[3] = 0.0
+    hidden = torch.ones(1, 1, dtype=torch.float64)
+    logprobs, entropy = linear_logprob(hidden, weight, torch.tensor([1]), 1.0, 1)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    torch.testing.assert_close(logprobs, half.log())
+    torch.testing.assert_close(entropy, -half.log())
+
+
+def test_no_logits_of_the_whole_vocabulary_are_made():
+    """The largest tensor of either pass is a chunk's, however large the vocabulary."""
+    t, vocab = 64, 20 * NARROWEST
+    hidden, weight, targets, slope = problem(t, vocab, 8)
+    leaves = [x.float().requires_grad_() for x in (hidden, weight)]
+    with torch.profiler.profile(profile_memory=True) as seen:
+        linear_logprob(*leaves, targets, 1.0, t * NARROWEST)[0].backward(slope.float())
+    largest = max(event.cpu_memory_usage for event in seen.events())
+    assert 0 < largest < t * vocab * 4 / 4
+
+
+def test_only_what_asks_for_a_gradient_gets_one():
+    hidden, weight, targets, slope = problem(5, 2 * NARROWEST, 8)
+    for at_once in (0, 1):
+        leaf = hidden.clone().requires_grad_()
+        linear_logprob(leaf, weight, targets, 1.0, at_once)[0].backward(slope)
+        assert leaf.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize("at_once", [0, 1])
+def test_a_target_that_is_no_token_is_refused(at_once):
+    hidden, weight, targets, _ = problem(3, NARROWEST + 1, 8)
+    targets[1] = NARROWEST + 1
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        linear_logprob(hidden, weight, targets, 1.0, at_once)
+
+
+@pytest.mark.parametrize("at_once", [0, 1])
+def test_nothing_trained_gives_nothing(at_once):
+    hidden, weight, targets, _ = problem(0, NARROWEST + 1, 8)
+    logprobs, entropy = linear_logprob(hidden, weight, targets, 1.0, at_once)
+    assert logprobs.shape == entropy.shape == (0,)
