@@ -181,6 +181,8 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class TrainingConfig:
     bin_tokens: int = 2560  # token budget of a bin, the unit of training work
+    dtype: str = "float32"  # of passes: float32 | bfloat16; what is trained stays float32
+    activation_checkpointing: bool = False  # layers are computed again on the way back
     checkpoint_every: int = 8  # steps; those since are repeated from their records
     keep_checkpoints: int = 3
     deterministic: bool = False  # rounds wait for the whole batch, so that runs can be compared

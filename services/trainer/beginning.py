@@ -19,9 +19,13 @@ from common.model.decoder import Decoder
 from common.model.hf import load_model
 from common.model.tokenizer import Tokenizer
 from services.trainer import warm_start
+from services.trainer.forward import checkpoint_layers
 from services.trainer.learner import Learner
 
 L = TypeVar("L", bound=Learner)
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def fresh_learner(data: JobData) -> Learner:
@@ -39,7 +43,21 @@ def fresh(data: JobData, make: Callable[..., L]) -> L:
         generator = torch.Generator()
         generator.manual_seed(config.seed)
         model.initialise(generator)
-    return make(model, config.optimizer, config.algorithm, config.rollout.temperature)
+    if config.training.activation_checkpointing:
+        checkpoint_layers(model)
+    return make(
+        model.to(config.mesh.device),
+        config.optimizer,
+        config.algorithm,
+        config.rollout.temperature,
+        DTYPES[config.training.dtype],
+    )
+
+
+def adapt(data: JobData, learner: Learner) -> None:
+    """Adapters in place of the model, if the job trains such, once its weights are warm."""
+    if data.config.lora.rank:
+        learner.adapt(data.config.lora, data.config.seed)
 
 
 def warm(data: JobData, learner: Learner, progress: Callable[[int, float], None]) -> bool:
@@ -104,4 +122,10 @@ def check(data: JobData) -> None:
     """ConfigError for what only the trainer can tell of a job, before any work."""
     if not data.rows("train"):
         raise ConfigError("the job has no training prompts", fix="set dataset.train")
+    if data.config.lora.rank and data.config.training.ranks > 1:
+        raise ConfigError(
+            "adapters are trained by one rank",
+            where="training.ranks",
+            fix="set it to 1; hybrids still take rounds of it",
+        )
     json.dumps(cache_key(data))

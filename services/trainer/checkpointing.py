@@ -18,10 +18,10 @@ from common.errors import MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh
 from common.model.config import ModelConfig
-from common.model.hf import save_model
 from common.patience import patiently
 from common.store import STORE
 from services.trainer.compute import SAVE_S, Compute
+from services.trainer.publishing import write_model
 
 
 class Checkpoints:
@@ -105,7 +105,7 @@ class Checkpoints:
         self.name, self.step = name, request.step
 
     def _write_model(self, directory: Path, weights: dict[str, Tensor]) -> None:
-        save_model(directory, self._config, weights, self._data.tokenizer)
+        write_model(directory, self._config, weights, self._data)
 
 
 def _appear(scratch: Path, directory: Path) -> None:

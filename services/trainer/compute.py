@@ -76,11 +76,14 @@ class LocalCompute:
 
     def __init__(self, mesh: Mesh, learner: Learner) -> None:
         self._mesh, self.learner = mesh, learner
-        self.size = learner.size
         self._sum: Tensor | None = None
         self._added = 0  # rounds that are in the sum
         self._kept: dict[int, Tensor] = {}  # those that came before their turn
         self._busy = asyncio.Lock()  # one piece of arithmetic at a time
+
+    @property
+    def size(self) -> int:
+        return self.learner.size
 
     async def form(self) -> None:
         """There is nobody to meet."""

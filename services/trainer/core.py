@@ -24,17 +24,17 @@ from common.bulk import BulkClient
 from common.errors import MeshError, NotFound, RankLost
 from common.jobdata import JobData
 from common.mesh import Mesh
-from common.model.transfer import stage
 from common.patience import patiently
 from common.state import events, jobs, registry, steps
 from services.trainer.batch import Batch, Refill, staleness
-from services.trainer.beginning import warm
+from services.trainer.beginning import adapt, warm
 from services.trainer.checkpointing import Checkpoints
 from services.trainer.compute import COMPUTE_S, Compute, LocalCompute
 from services.trainer.gradients import Gradients
 from services.trainer.hold import evaluated
 from services.trainer.intake import POLL_S, Intake
 from services.trainer.learner import Learner
+from services.trainer.publishing import Publisher
 from services.trainer.recovery import Recovery
 from services.trainer.stats import update_metrics
 from services.trainer.step import Step, Stepped
@@ -66,6 +66,7 @@ class TrainerCore(Actor):
         self.warm_fraction = 0.0
         self.compute: Compute = compute or LocalCompute(mesh, learner)
         self.gradients = Gradients(mesh, self.compute, gang, data.config.training.bin_deadline_s)
+        self.publisher = Publisher(mesh, self.bulk, data)
         self.intake = Intake(mesh, self.bulk, data.id)
         self.checkpoints = Checkpoints(mesh, data, self.compute, learner.model.config, self.enter)
 
@@ -130,8 +131,10 @@ class TrainerCore(Actor):
                 await self._phase("warm_start")
             with self.mesh.loading():
                 cached = await self._warm()
+            adapt(self.data, self.learner)
             await self._commit_initial(cached)
         else:
+            adapt(self.data, self.learner)
             with self.mesh.loading():
                 await self._recover(row)
         self.warm_fraction = 1.0
@@ -141,7 +144,13 @@ class TrainerCore(Actor):
 
     async def _recover(self, row: jobs.JobRow) -> None:
         recovery = Recovery(
-            self.mesh, self.bulk, self.data, self.compute, self.intake, self._make_step
+            self.mesh,
+            self.bulk,
+            self.data,
+            self.compute,
+            self.intake,
+            self.publisher,
+            self._make_step,
         )
         stands = await recovery.recover(row)
         self.steps_done, self.lineage, self.manifest = (
@@ -185,7 +194,7 @@ class TrainerCore(Actor):
 
     async def _commit_initial(self, cached: bool) -> None:
         weights = await self.compute.weights()
-        manifest = await stage(self.mesh, self.bulk, self.data.id, 0, 0, weights)
+        manifest = await self.publisher.stage(0, 0, weights, "")
         account = {"version": 0, "warm_start_cached": cached}
         await self.checkpoints.begin(0, 0, manifest, weights, account)
         await self.checkpoints.settled(required=True)
@@ -265,7 +274,7 @@ class TrainerCore(Actor):
     async def _commit(self, step: int, done: Stepped, metrics: dict[str, Any]) -> None:
         self.enter("staging", step)
         weights = await self.compute.weights()
-        manifest = await stage(self.mesh, self.bulk, self.data.id, self.lineage, step, weights)
+        manifest = await self.publisher.stage(self.lineage, step, weights, self.manifest)
         if self.checkpoints.due(step):
             self.enter("checkpointing", step)
             account = await self._account(done.batch)

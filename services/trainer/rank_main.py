@@ -16,7 +16,7 @@ from common.jobdata import JobData
 from common.mesh import Mesh, MeshSettings, run
 from common.patience import patiently
 from common.state import jobs
-from services.trainer.beginning import check, fresh, fresh_learner
+from services.trainer.beginning import adapt, check, fresh, fresh_learner
 from services.trainer.core import TrainerCore
 from services.trainer.gang import GangCompute
 from services.trainer.hybrid import Hybrid
@@ -87,7 +87,9 @@ async def obey(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank) -> 
 
 async def help_out(mesh: Mesh, data: JobData, gang: str, epoch: int) -> None:
     """A hybrid's life."""
-    hybrid = Hybrid(mesh, data, gang, epoch, fresh_learner(data))
+    learner = fresh_learner(data)
+    adapt(data, learner)
+    hybrid = Hybrid(mesh, data, gang, epoch, learner)
     await mesh.join(hybrid, stats=hybrid.stats)
     try:
         await hybrid.serve()

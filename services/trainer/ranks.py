@@ -63,12 +63,13 @@ class ShardedLearner(Learner):
         optimizer: OptimizerConfig,
         algorithm_config: AlgorithmConfig,
         temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
         *,
         mesh: DeviceMesh,
     ) -> None:
         if algorithm(algorithm_config.name).critic:
             critic.attach(model)
-        shard(model, mesh)
+        shard(model, mesh, dtype)
         super().__init__(model, optimizer, algorithm_config, temperature)
         group = group_of(self._parameters[0])
         assert group is not None

@@ -13,12 +13,13 @@ from common.checkpoints import STATE
 from common.errors import ConfigError
 from common.jobdata import JobData
 from common.mesh import Mesh
-from common.model.transfer import fetch, stage
+from common.model.transfer import fetch
 from common.patience import patiently
 from common.state import jobs, steps
 from common.store import STORE
 from services.trainer.compute import Compute
 from services.trainer.intake import Intake
+from services.trainer.publishing import Publisher
 from services.trainer.step import Step
 
 MakeStep = Callable[[int, str], Step]  # of a step's number, and the manifest that it begins with
@@ -43,9 +44,11 @@ class Recovery:
         data: JobData,
         compute: Compute,
         intake: Intake,
+        publisher: Publisher,
         make_step: MakeStep,
     ) -> None:
         self._mesh, self._bulk, self._data = mesh, bulk, data
+        self._publisher = publisher
         self._compute, self._intake, self._make_step = compute, intake, make_step
 
     async def recover(self, row: jobs.JobRow) -> Standing:
@@ -117,8 +120,8 @@ class Recovery:
         if not records:
             return True
         weights = await self._compute.weights()
-        manifest = await stage(
-            self._mesh, self._bulk, self._data.id, row.lineage, row.version, weights
+        manifest = await self._publisher.stage(
+            row.lineage, row.version, weights, checkpoint.weights
         )
         return manifest == row.manifest
 

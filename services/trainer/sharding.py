@@ -14,19 +14,22 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cuts a model in place: its layers one by one, a critic, then the rest.
+def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
+    """Cuts a model in place: its layers one by one, a critic, then the rest. Passes are in `dtype`.
 
     Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins.
     """
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+    )
     for name, part in model.named_children():
         for unit in part.children() if name == "layers" else [part]:
-            fully_shard(unit, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     # The root must be known as such before a part of it, such as a critic, runs alone.
     fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
     for module in model.modules():
