@@ -11,7 +11,7 @@ from common.bulk import BulkClient
 from common.errors import BadMessage, NotFound
 from common.mesh import Mesh
 from common.patience import patiently
-from common.state import groups
+from common.state.groups import GroupRow, Leased, group_requeued, lease_groups
 from common.store import get
 
 POLL_S = 0.03  # how often ready groups are looked for
@@ -51,10 +51,10 @@ class Intake:
             if leased.waiting is None and len(given) == len(leased.groups):
                 return
 
-    async def contents(self, rows: Sequence[groups.GroupRow]) -> list[Group | None]:
+    async def contents(self, rows: Sequence[GroupRow]) -> list[Group | None]:
         return list(await asyncio.gather(*(self._content(row) for row in rows)))
 
-    async def _lease(self, step: int, given: set[int]) -> groups.Leased:
+    async def _lease(self, step: int, given: set[int]) -> Leased:
         """With what is new since `given`, or complete."""
         began = self._mesh.clock.monotonic()
         answer = await self._try_lease(step)
@@ -66,25 +66,25 @@ class Intake:
         self.waited_s += self._mesh.clock.monotonic() - began
         return answer
 
-    async def _try_lease(self, step: int) -> groups.Leased:
+    async def _try_lease(self, step: int) -> Leased:
         mesh = self._mesh
         return await patiently(
             mesh.clock,
-            lambda: groups.lease_groups(mesh.state, self._job, mesh.name, mesh.token, step),
+            lambda: lease_groups(mesh.state, self._job, mesh.name, mesh.token, step),
         )
 
-    async def _give_back(self, row: groups.GroupRow, reason: str) -> None:
+    async def _give_back(self, row: GroupRow, reason: str) -> None:
         mesh = self._mesh
         mesh.telemetry.log.error("group given back", group=row.group, reason=reason)
         operation = f"{reason}-{row.group}"
         await patiently(
             mesh.clock,
-            lambda: groups.group_requeued(
+            lambda: group_requeued(
                 mesh.state, self._job, mesh.name, mesh.token, row.group, reason, operation
             ),
         )
 
-    async def _filter(self, row: groups.GroupRow) -> None:
+    async def _filter(self, row: GroupRow) -> None:
         mesh = self._mesh
         operation = f"filtered-{row.group}"
         await patiently(
@@ -94,7 +94,7 @@ class Intake:
             ),
         )
 
-    async def _content(self, row: groups.GroupRow) -> Group | None:
+    async def _content(self, row: GroupRow) -> Group | None:
         try:
             content = await get(self._mesh, self._bulk, row.digest, f"group {row.group}")
             return unpack(Group, content)

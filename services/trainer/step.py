@@ -18,7 +18,7 @@ from common.mesh import Mesh
 from services.trainer.algorithms import algorithm, passes
 from services.trainer.algorithms.aggregation import denominator
 from services.trainer.batch import Batch
-from services.trainer.batching import Bin, Sequence, fill, packed
+from services.trainer.batching import UNKNOWN, Bin, Sequence, fill, packed
 from services.trainer.compute import COMPUTE_S, Compute
 from services.trainer.gradients import Gradients
 from services.trainer.optimizers import lr_factor
@@ -77,8 +77,10 @@ class Step:
         minibatches = await self._minibatches(groups)
         sequences = {(s.group, s.member): s for minibatch in minibatches for s in minibatch}
         for plan in updates:
-            rounds = await self._run(planned, plan, sequences, self._version)
-            members = [sequences[m] for one in plan for bin in one for m in map(tuple, bin)]
+            rounds = await self._run(planned, plan, sequences, self._measured)
+            members = [
+                sequences[group, member] for one in plan for bin in one for group, member in bin
+            ]
             await self._update(rounds, plan, members)
         return self.done
 
@@ -91,7 +93,12 @@ class Step:
 
     def _maker(self) -> RoundMaker:
         budget = self._config.training.bin_tokens
-        return RoundMaker(budget, self._compute.ranks, self._version)
+        return RoundMaker(budget, self._compute.ranks, self._measured)
+
+    @property
+    def _measured(self) -> int:
+        """The version by which tokens count as fresh: after a step's first update there is none."""
+        return UNKNOWN if self.done.updates else self._version
 
     async def _streamed(self, groups: AsyncIterator[Group]) -> None:
         maker, trained = self._maker(), []
