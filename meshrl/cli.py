@@ -112,6 +112,33 @@ def audit(run: Run, json: AsJson = False) -> None:
     raise typer.Exit(auditing.show(run, json))
 
 
+@app.command(rich_help_panel="Runs")
+def export(
+    run: Run,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of a step that is still kept; default: the last one."),
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The version that evaluation found best.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: RUN/model, or RUN/model-N.")
+    ] = None,
+) -> None:
+    """Writes a version of a run as a Hugging Face directory, also while the run goes on.
+
+    Of a run with adapters: the merged model, and the adapters in PEFT's layout in DIR/adapter.
+
+    Example:
+
+        meshrl export runs/calculator --step 12
+    """
+    from meshrl import exporting
+
+    raise typer.Exit(exporting.export(run, step, best, out))
+
+
 @app.command(rich_help_panel="Meshes")
 def up(
     workers: Annotated[int, typer.Option(metavar="N", help="Accelerators, or CPU slots.")] = 3,

@@ -17,6 +17,7 @@ from common.state.accounting import account
 from common.state.events import Event
 from meshrl import audit, charts, dryrun, summary
 from meshrl.charts import Series, Span
+from meshrl.exporting import command
 from meshrl.places import write_json
 from meshrl.recorder import Recorder, job_of, read_events
 from meshrl.view import clock
@@ -69,8 +70,7 @@ async def write(recorder: Recorder) -> dict[str, Any]:
 async def export_model(run_dir: Path) -> bool:
     """Writes the last weights in Hugging Face's layout to `<run>/model`; says so when it cannot."""
     exporting = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.weights.export"),
-        *("--run", str(run_dir), "--out", str(run_dir / "model")),
+        *command(run_dir, run_dir / "model"),
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )

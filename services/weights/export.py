@@ -1,6 +1,8 @@
-"""Writes a committed version as a Hugging Face directory, from the store's files alone.
+"""Writes a version of a run as a Hugging Face directory, from the run's files alone, while it goes
+on or afterwards.
 
-`python -m services.weights.export --run RUN --out DIR` takes a run's last committed checkpoint.
+`python -m services.weights.export --run RUN --out DIR [--step N | --best]`; without either, the
+last committed version.
 """
 
 from __future__ import annotations
@@ -8,49 +10,155 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from common.api.weights import Manifest
 from common.blob import unpack
 from common.bulk import ChunkStore
-from common.checkpoints import committed
-from common.errors import NotFound
+from common.checkpoints import all_checkpoints, best
+from common.errors import MeshError, NotFound, Refused
+from common.jobdata import JobData
 from common.model.config import ModelConfig
 from common.model.hf import save_model
+from common.model.lora import is_adapter, merged, save_adapter
 from common.model.transfer import tensor_of
 
+COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version
 
-def export(run: Path, bundle: Path, hf_config: dict[str, object], out: Path) -> Path:
-    """Writes config.json, model.safetensors and tokenizer.json of the last commit to `out`."""
-    found = committed(run)
-    if found is None:
-        raise NotFound(f"{run} has no checkpoint", fix="the run ended before version 0")
-    checkpoint = json.loads(found.read_text())
+
+@dataclass(frozen=True)
+class Version:
+    step: int
+    manifest: str  # digest
+
+
+def versions(run: Path) -> list[Version]:
+    """Those of the lineage that a run ended in, or is in, ascending; most are no longer stored."""
+    found: dict[int, str] = {}
+    for event in _events(run):
+        fields = event["fields"]
+        if event["kind"] in COMMITS and fields.get("manifest"):
+            step = int(fields["version"])
+            found = {n: digest for n, digest in found.items() if n < step}
+            found[step] = fields["manifest"]
+    if not found:  # nothing was recorded
+        for path in all_checkpoints(run):
+            checkpoint = json.loads(path.read_text())
+            found[checkpoint["step"]] = checkpoint["weights"]
+    return [Version(step, digest) for step, digest in sorted(found.items())]
+
+
+def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Version:
+    """The last version that is stored, or the one of a step, or the best; NotFound says which
+    there are.
+    """
+    stored = [version for version in versions(run) if _is_stored(run, version)]
+    if the_best:
+        found = best(run)
+        if found is None:
+            raise NotFound(
+                f"{run} has no best version",
+                fix="name the figure to judge by in evaluation.best",
+            )
+        return Version(found.version, found.manifest)
+    if not stored:
+        raise NotFound(f"{run} has no version", fix="the run ended before version 0")
+    if step is None:
+        return stored[-1]
+    for version in stored:
+        if version.step == step:
+            return version
+    raise NotFound(
+        f"{run} does not hold the weights of step {step}",
+        fix=f"it holds those of {', '.join(str(version.step) for version in stored)}; "
+        "training.keep_checkpoints and training.checkpoint_every say which are kept",
+    )
+
+
+def export(data: JobData, version: Version, out: Path, final: Path) -> None:
+    """Writes config.json, safetensors and tokenizer of a version to `out`, which is to become
+    `final`; for a run with adapters merged, with the adapters in PEFT's layout in `out/adapter`.
+    """
+    tensors = _tensors(ChunkStore(data.run_dir / "store"), version.manifest)
+    config, lora = _model_config(data), data.config.lora
+    save_model(out, config, merged(config, tensors, lora.scale), data.tokenizer)
+    adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    if not adapters:
+        return
+    if data.config.model.path and not data.config.warm_start.demonstrations:
+        base = data.bundle / data.config.model.path
+    else:  # nobody else has what the adapters were trained on
+        save_model(out / "base", config, tensors, data.tokenizer)
+        base = final / "base"
+    save_adapter(out / "adapter", config, adapters, lora.alpha, str(base))
+
+
+def _tensors(chunks: ChunkStore, manifest: str) -> dict[str, Tensor]:
+    described = unpack(Manifest, chunks.read(manifest)).tensors
+    content = {chunk: chunks.read(chunk) for chunk in {t.chunk for t in described}}
+    return {t.name: tensor_of(t, content[t.chunk]) for t in described}
+
+
+def _is_stored(run: Path, version: Version) -> bool:
     chunks = ChunkStore(run / "store")
-    manifest = unpack(Manifest, chunks.read(checkpoint["weights"]))
-    content = {t.chunk: chunks.read(t.chunk) for t in manifest.tensors}
-    state = {t.name: tensor_of(t, content[t.chunk]) for t in manifest.tensors}
-    out.mkdir(parents=True, exist_ok=True)
-    save_model(str(out), ModelConfig.from_hf(hf_config), state, str(bundle / "tokenizer.json"))
-    return out
+    if not chunks.has(version.manifest):
+        return False
+    described = unpack(Manifest, chunks.read(version.manifest)).tensors
+    return all(chunks.has(chunk) for chunk in {t.chunk for t in described})
+
+
+def _model_config(data: JobData) -> ModelConfig:
+    raw: dict[str, Any] = data.config.model.config
+    if data.config.model.path:
+        raw = json.loads((data.bundle / data.config.model.path / "config.json").read_text())
+    return ModelConfig.from_hf(raw)
+
+
+def _events(run: Path) -> Iterator[dict[str, Any]]:
+    path = run / "events.jsonl"
+    if not path.is_file():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):  # the last one may be being written
+            yield json.loads(line)
+
+
+def write(run: Path, out: Path, step: int | None, the_best: bool) -> Version:
+    """Exports to `out`, which holds either what it did or all of the new; Refused when that would
+    delete something else than an export.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise Refused(f"{out} holds something else than a model", fix="name another --out")
+    held = json.loads((run / "job.json").read_text())
+    data = JobData.of(held["job"], held["document"], str(run))
+    scratch = out.with_name(out.name + ".partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    version = chosen(run, step, the_best)
+    export(data, version, scratch, out)
+    if out.exists():
+        shutil.rmtree(out)
+    scratch.rename(out)
+    return version
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--best", action="store_true")
     arguments = parser.parse_args()
-    document = json.loads((arguments.run / "job.json").read_text())["document"]
-    bundle = Path(document["bundle"]["dir"])
-    hf_config = document["model"]["config"]
-    if document["model"]["path"]:
-        hf_config = json.loads((bundle / document["model"]["path"] / "config.json").read_text())
-    scratch = arguments.out.with_name(arguments.out.name + ".partial")
-    export(arguments.run, bundle, hf_config, scratch)
-    if arguments.out.exists():
-        shutil.rmtree(arguments.out)
-    scratch.rename(arguments.out)
-    print(arguments.out)
+    try:
+        version = write(arguments.run, arguments.out, arguments.step, arguments.best)
+    except MeshError as error:
+        sys.exit(f"error: {error}")
+    print(f"step {version.step}: {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+"""`meshrl export`: a version of a run as a Hugging Face directory, by a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from common.errors import ConfigError
+from meshrl import places
+
+
+def command(run_dir: Path, out: Path, step: int | None = None, best: bool = False) -> list[str]:
+    """What writes it."""
+    words = [sys.executable, "-m", "services.weights.export", "--run", str(run_dir)]
+    words += ["--out", str(out)]
+    words += ["--step", str(step)] if step is not None else []
+    return words + (["--best"] if best else [])
+
+
+def export(run: Path, step: int | None, best: bool, out: Path | None) -> int:
+    """The exit status; the process says itself what it wrote, or what is wrong."""
+    if best and step is not None:
+        raise ConfigError("--step and --best mean two versions", fix="give one of them")
+    run_dir = places.existing_run(run)
+    suffix = f"-{step}" if step is not None else "-best" if best else ""
+    target = (out or run_dir / f"model{suffix}").absolute()
+    return subprocess.run(command(run_dir, target, step, best), check=False).returncode

@@ -1,0 +1,201 @@
+"""Versions of a run as Hugging Face directories, from the run's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.api.weights import Manifest
+from common.api.weights import Tensor as Described
+from common.blob import pack
+from common.bulk import ChunkStore
+from common.config import JobConfig, LoraConfig
+from common.errors import NotFound, Refused
+from common.model.attention import causal_attention
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.hf import load_model
+from common.model.tokenizer import character_tokenizer
+from common.model.transfer import NAMES
+from services.trainer import lora
+from services.weights.export import Version, chosen, versions, write
+
+SHAPE = ModelConfig(
+    architecture="llama",
+    vocab_size=40,
+    hidden_size=16,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    ffn_size=24,
+    tie_embeddings=True,
+    max_positions=64,
+)
+TOKENS = torch.arange(10)[None]
+
+
+def model(seed: int) -> Decoder:
+    made = Decoder(SHAPE)
+    made.initialise(torch.Generator().manual_seed(seed))
+    return made
+
+
+def weights(of: Decoder) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in of.named_parameters()}
+
+
+def logits(of: Decoder) -> Tensor:
+    with torch.inference_mode():
+        return of.logits(of(TOKENS, torch.arange(10)[None], causal_attention))
+
+
+class Run:
+    """A run directory as services and the recorder leave it."""
+
+    def __init__(self, directory: Path, config: JobConfig) -> None:
+        self.directory = directory / "run"
+        bundle = directory / "bundle"
+        bundle.mkdir(parents=True)
+        self.directory.mkdir()
+        character_tokenizer("0123456789+-= ", str(bundle / "tokenizer.json"))
+        document = config.document() | {"bundle": {"dir": str(bundle), "digest": "0"}}
+        (self.directory / "job.json").write_text(json.dumps({"job": "j", "document": document}))
+        self.chunks = ChunkStore(self.directory / "store")
+
+    def store(self, tensors: dict[str, Tensor], version: int) -> str:
+        described, content = [], b""
+        for name, tensor in tensors.items():
+            raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            described.append(
+                (name, NAMES[tensor.dtype], list(tensor.shape), len(content), len(raw))
+            )
+            content += raw
+        chunk = self.chunks.write(content)
+        listed = [Described(n, d, s, chunk, at, size) for n, d, s, at, size in described]
+        return self.chunks.write(pack(Manifest("j", 0, version, listed)))
+
+    def event(self, kind: str, **fields: Any) -> None:
+        with (self.directory / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"id": "1-0", "ms": 0, "kind": kind, "fields": fields}) + "\n")
+
+    def commit(self, version: int, tensors: dict[str, Tensor], kind: str = "step") -> str:
+        digest = self.store(tensors, version)
+        self.event(kind, job="j", version=version, step=version, manifest=digest)
+        return digest
+
+
+CONFIG = JobConfig(
+    model=dataclasses.replace(JobConfig().model, config=SHAPE.to_hf()),
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path, CONFIG)
+    for version in range(4):
+        made.commit(version, weights(model(version)), "initial" if version == 0 else "step")
+    return made
+
+
+def test_the_last_version_is_exported_and_reads_as_a_model(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert write(run.directory, out, None, False).step == 3
+    _, loaded = load_model(out)
+    assert torch.equal(logits(loaded), logits(model(3)))
+    assert (out / "tokenizer.json").is_file()
+    assert not (tmp_path / "out.partial").exists() and not (out / "adapter").exists()
+
+
+def test_any_version_that_is_still_stored_can_be_had(run: Run, tmp_path: Path) -> None:
+    write(run.directory, tmp_path / "out", 1, False)
+    _, loaded = load_model(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model(1)))
+
+
+def test_of_one_that_is_gone_it_says_which_there_are(run: Run) -> None:
+    gone = versions(run.directory)[1]
+    run.chunks.path(gone.manifest).unlink()
+    with pytest.raises(NotFound, match=r"step 1\. it holds those of 0, 2, 3"):
+        chosen(run.directory, 1)
+    assert chosen(run.directory).step == 3
+
+
+def test_a_version_that_lost_a_chunk_does_not_count(run: Run) -> None:
+    last = versions(run.directory)[-1]
+    for path in run.chunks.directory.glob("??/*"):
+        if path.name != last.manifest and path.stat().st_size > 10_000:
+            path.unlink()
+    with pytest.raises(NotFound, match="no version"):
+        chosen(run.directory)
+
+
+def test_steps_of_an_abandoned_lineage_are_not_the_runs(run: Run) -> None:
+    back = versions(run.directory)[1]
+    run.event("lineage", job="j", version=1, manifest=back.manifest)
+    assert chosen(run.directory) == back
+    again = run.commit(2, weights(model(9)))
+    assert [v.step for v in versions(run.directory)] == [0, 1, 2]
+    assert chosen(run.directory, 2) == Version(2, again)
+
+
+def test_the_best_version_is_the_one_that_evaluation_named(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"evaluation\.best"):
+        chosen(run.directory, the_best=True)
+    second = versions(run.directory)[2]
+    run.event("evaluation", job="j", tag="step-2", step=2, best=True, manifest=second.manifest)
+    run.event("evaluation", job="j", tag="step-3", step=3, best=False, manifest="")
+    write(run.directory, tmp_path / "out", None, True)
+    _, loaded = load_model(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model(2)))
+
+
+def test_an_event_that_is_being_written_is_left_out(run: Run) -> None:
+    with (run.directory / "events.jsonl").open("a") as file:
+        file.write('{"id": "2-0", "kind": "st')
+    assert chosen(run.directory).step == 3
+
+
+def test_an_export_replaces_an_export_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(run.directory, out, 1, False)
+    write(run.directory, out, 2, False)
+    assert torch.equal(logits(load_model(out)[1]), logits(model(2)))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(Refused, match="something else"):
+        write(run.directory, mine, None, False)
+    assert (mine / "thesis.txt").is_file()
+
+
+def test_a_run_with_adapters_is_exported_merged_and_for_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    config = LoraConfig(2, 8.0)
+    run = Run(tmp_path, dataclasses.replace(CONFIG, lora=config))
+    adapted = model(0)
+    lora.adapt(adapted, config, seed=0)
+    run.commit(0, weights(adapted), "initial")
+    with torch.no_grad():
+        for name, parameter in lora.trained(adapted).items():
+            if name.endswith(".b"):
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
+    run.commit(1, weights(adapted))
+    out = tmp_path / "out"
+    write(run.directory, out, None, False)
+    expected = logits(adapted)
+    assert not torch.allclose(expected, logits(model(0)), atol=1e-2)
+    assert torch.allclose(logits(load_model(out)[1]), expected, atol=1e-5)
+    about = json.loads((out / "adapter/adapter_config.json").read_text())
+    base = transformers.AutoModelForCausalLM.from_pretrained(about["base_model_name_or_path"])
+    loaded = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
+    with torch.inference_mode():
+        assert torch.allclose(loaded(TOKENS).logits, expected, atol=1e-5)
