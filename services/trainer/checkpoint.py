@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader as loader
+from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -28,9 +29,7 @@ def save_state(
     path.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     with _alone_is_fine():
-        state_dict_saver.save(
-            dict(state), storage_writer=writer, process_group=group, no_dist=group is None
-        )
+        saver.save(dict(state), storage_writer=writer, process_group=group, no_dist=group is None)
     for file in [*path.iterdir(), path]:
         _sync(file)
 
@@ -41,9 +40,7 @@ def load_state(
     """Fills the tensors of `state` in place from what any number of ranks wrote."""
     reader = HuggingFaceStorageReader(str(path))
     with _alone_is_fine():
-        state_dict_loader.load(
-            dict(state), storage_reader=reader, process_group=group, no_dist=group is None
-        )
+        loader.load(dict(state), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
 @contextlib.contextmanager

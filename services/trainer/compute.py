@@ -100,6 +100,7 @@ class LocalCompute:
         (bin,) = round
         async with self._busy:
             gradient, stats = await self._run(self.learner.gradient, bin)
+        assert isinstance(stats, BinStats)
         self._add(index, gradient)
         return stats
 

@@ -11,7 +11,13 @@ from common.bulk import BulkClient
 from common.errors import BadMessage, NotFound
 from common.mesh import Mesh
 from common.patience import patiently
-from common.state.groups import GroupRow, Leased, group_requeued, lease_groups
+from common.state.groups import (
+    GroupRow,
+    Leased,
+    group_filtered,
+    group_requeued,
+    lease_groups,
+)
 from common.store import get
 
 POLL_S = 0.03  # how often ready groups are looked for
@@ -89,7 +95,7 @@ class Intake:
         operation = f"filtered-{row.group}"
         await patiently(
             mesh.clock,
-            lambda: groups.group_filtered(
+            lambda: group_filtered(
                 mesh.state, self._job, mesh.name, mesh.token, row.group, operation
             ),
         )
