@@ -19,6 +19,10 @@ from common.model.tokenizer import Tokenizer
 from meshrl import rows
 
 FROZEN = ("reference", "teacher", "reward")
+ALGORITHMS = (
+    *("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"),
+    *("sft", "distill"),
+)
 REWARDLESS = ("sft", "distill")  # algorithms that learn from something else
 Fail = Callable[..., ConfigError]
 
@@ -48,6 +52,14 @@ def supervised(config: JobConfig, document: dict[str, Any], fail: Fail) -> JobCo
 
 def models(config: JobConfig, document: dict[str, Any], fail: Fail) -> None:
     declared = config.models.declared
+    if config.algorithm.kl_coefficient and "reference" not in declared:
+        raise fail(
+            "algorithm.kl_coefficient",
+            "algorithm.kl_coefficient compares with models.reference, which the job has not",
+            f"Set models.reference.path, to {INITIAL!r} or a directory",
+        )
+    if config.algorithm.name == "distill" and "teacher" not in declared:
+        raise fail("algorithm.name", "distill learns from models.teacher, which the job has not")
     for role in document.get("models", {}):
         if role not in declared:
             raise fail(
