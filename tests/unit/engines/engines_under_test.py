@@ -41,6 +41,7 @@ MOE = replace(
     experts_per_token=2,
     expert_ffn_size=24,
     normalise_routing=True,
+    balance_coefficient=0.01,
     dense_layers=(1,),
 )
 
