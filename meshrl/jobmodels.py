@@ -68,6 +68,12 @@ def models(config: JobConfig, document: dict[str, Any], fail: Fail) -> None:
                 "Name a Hugging Face directory"
                 + (f", or {INITIAL!r}" if role == "reference" else ""),
             )
+    if {"reference", "teacher"} & set(declared) and config.rollout.temperature != 1:
+        raise fail(
+            "rollout.temperature",
+            "reference and teacher are compared with what the model samples at temperature 1, not "
+            f"{config.rollout.temperature:g}",
+        )
     tokenizer = Path(config.model.tokenizer or Path(config.model.path) / "tokenizer.json")
     for role, model in declared.items():
         key, place = f"models.{role}.path", Path(model.path)

@@ -18,10 +18,12 @@ def test_each_role_has_its_process_and_its_name_in_the_registry() -> None:
     engine = Assignment("rollout", "calc", False, 3)
     core = Assignment("training", "calc", True, 4)
     hybrid = Assignment("training", "calc", False, 4)
-    assert [a.name("g1") for a in (engine, core, hybrid)] == [
+    frozen = Assignment("scoring", "calc", False, 4)
+    assert [a.name("g1") for a in (engine, core, hybrid, frozen)] == [
         "engine/g1",
         "trainer/calc",
         "hybrid/g1",
+        "scoring/calc",
     ]
     assert engine.argv("g1", COMMANDS) == [
         *[sys.executable, "-m", "services.rollout.engine_main"],
