@@ -12,7 +12,7 @@ from common.actor import Actor, bind
 from common.calling import Caller, Outstanding
 from common.clock import Clock, SystemClock
 from common.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Directory
-from common.endpoint import Endpoint, health
+from common.endpoint import Endpoint
 from common.errors import (
     BadMessage,
     DeadlineExceeded,
@@ -21,10 +21,10 @@ from common.errors import (
     StaleIncarnation,
     StateUnavailable,
 )
-from common.exposition import Exposition
 from common.host import Host, SystemHost, own_start_time
 from common.interface import Call, Cast, Stream
 from common.lease import Lease
+from common.monitor import Monitor
 from common.random import Random
 from common.running import run
 from common.serving import Server
@@ -37,7 +37,7 @@ from common.tracing import Tracer, scope
 from common.transport.base import Peer, Transport
 from common.transport.zmq import ZmqTransport
 from common.waits import WaitTable
-from common.watchdog import CHILDREN, USAGE, Watchdog, usage
+from common.watchdog import Watchdog, usage
 from common.wire import Frame, decode, encode, unpack_header
 
 Q = TypeVar("Q")
@@ -227,11 +227,7 @@ class Mesh:
         """Serves metrics and health by HTTP, from now until it leaves; before `join`, which
         publishes the address. ConfigError when `where` (as `mesh.metrics`) has no free port.
         """
-        pages = {
-            "/metrics": self._metrics,
-            "/livez": health(self._not_live),
-            "/readyz": health(self._not_ready),
-        }
+        pages = Monitor(self.name, self.kind, self._lease, self._watchdog, self.telemetry).pages
         self._endpoint = Endpoint(where, self.settings.advertise, self.host, pages)
 
     @property
@@ -297,31 +293,6 @@ class Mesh:
             self.log.exception("stats")
             self.telemetry.count("stats_failed")
             return {}
-
-    # What follows is asked from the endpoint's threads.
-
-    def _metrics(self) -> tuple[int, str, bytes]:
-        stats = self._lease.entry.stats
-        page = Exposition(
-            labels={"service": self.name, "kind": self.kind, "job": str(stats.get("job") or "")},
-            counters={**self.telemetry.counters, "cpu_children_seconds": stats.get(CHILDREN, 0.0)},
-            gauges={
-                **{name: value for name, value in stats.items() if name not in USAGE},
-                "live": not self._not_live(),
-                "ready": not self._not_ready(),
-                "loop_lag_seconds": self._watchdog.behind_s,
-            },
-        )
-        return page.rendered()
-
-    def _not_live(self) -> str:
-        return self._watchdog.stalled(starting=not self._lease.token)
-
-    def _not_ready(self) -> str:
-        if why := self._not_live() or self._lease.lapsed():
-            return why
-        ready = self._lease.entry.stats.get("ready", True)
-        return "" if ready else "the service is not ready for work"
 
     async def _keep_house(self) -> None:
         while True:

@@ -6,9 +6,8 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -16,11 +15,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from common.config import INITIAL, JobConfig
 from common.errors import ConfigError
 from common.model.chat import Chat, format_of
-from common.model.projections import targeted
 from common.model.tokenizer import Tokenizer
 from common.pace import profile
-from common.settings import OFF, metrics_ports
-from meshrl import jobalgorithm, jobmodels, references, rows, trackers
+from meshrl import jobalgorithm, jobextras, jobmodels, references, rows
 from meshrl.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "reward.use", "warm_start.demonstrations")
@@ -159,6 +156,7 @@ class _Checker:
         jobmodels.check(config, document, self.fail)
         jobalgorithm.check(config, self.fail)
         self._files(config)
+        jobextras.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
         return self._chat(config)
@@ -235,7 +233,6 @@ class _Checker:
         if any(length < 1 for length in config.rollout.lengths):
             raise self.fail("rollout.lengths", "rollout.lengths must all be at least 1")
         self._scheduling(config)
-        self._monitoring(config)
         if config.min_group > config.algorithm.group_size:
             raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
         scoring = int(bool(config.models.declared))
@@ -247,22 +244,6 @@ class _Checker:
                 f"that train and {config.planner.min_rollout} that roll out"
                 + (", and one for the job's frozen models" if scoring else ""),
             )
-
-    def _monitoring(self, config: JobConfig) -> None:
-        """What is trained of the model, and who is told of it."""
-        metrics = config.mesh.metrics
-        checks: dict[str, Callable[[], object]] = {
-            "lora.targets": lambda: targeted(config.lora.targets),
-            "mesh.metrics": lambda: metrics == OFF or metrics_ports(metrics),
-            **{f"tracking.{t}": partial(trackers.present, t) for t in trackers.wanted(config)},
-        }
-        for key, check in checks.items():
-            try:
-                check()
-            except ConfigError as error:
-                raise self.fail(key, error.message, error.fix) from error
-        if config.lora.alpha <= 0:
-            raise self.fail("lora.alpha", f"lora.alpha = {config.lora.alpha} must be above 0")
 
     def _scheduling(self, config: JobConfig) -> None:
         buckets = config.rollout.buckets

@@ -57,6 +57,28 @@ def projections(config: ModelConfig) -> dict[str, Projection]:
     return found
 
 
+def check_adapters(config: ModelConfig, rank: int, targets: Sequence[str]) -> None:
+    """ConfigError when adapters of `rank` on `targets` (as `lora.targets`) do not fit the model."""
+    names = targeted(targets)
+    parts = projections(config)
+    if not names:
+        raise ConfigError("nothing to adapt", where="lora.targets", fix="name a projection")
+    inside = sorted({parts[name].fused for name in names} & {"gate_up", "down"})
+    if inside and config.sparse_layers:
+        raise ConfigError(
+            f"{', '.join(inside)} of a mixture of experts take no adapters",
+            where="lora.targets",
+            fix='set it to ["qkv", "output"]',
+        )
+    smallest = min(min(parts[name].rows, parts[name].columns) for name in names)
+    if rank > smallest:
+        raise ConfigError(
+            f"adapters of rank {rank} for a projection of width {smallest}",
+            where="lora.rank",
+            fix=f"at most {smallest}; above it, train the whole model",
+        )
+
+
 def targeted(targets: Sequence[str]) -> list[str]:
     """Hugging Face's names of what `lora.targets` means, in their order; ConfigError if unknown."""
     known = [name for names in FUSED.values() for name in names]

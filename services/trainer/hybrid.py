@@ -24,7 +24,7 @@ from common.bulk import BulkClient
 from common.errors import Fenced, MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh
-from common.model.transfer import fetch
+from common.model.transfer import Fetcher
 from services.trainer.batching import Bin
 from services.trainer.learner import Learner
 
@@ -46,6 +46,7 @@ class Hybrid(Actor):
         self.busy_s = 0.0
         self._core = mesh.ref(f"trainer/{data.id}")
         self._generation = 0  # of the join; 0: in none
+        self._fetcher = Fetcher(mesh, self.bulk)
         self._manifest = ""  # of the weights that the learner has
         self._draining = asyncio.Event()
 
@@ -96,7 +97,7 @@ class Hybrid(Actor):
     async def _fetch(self, manifest: str) -> None:
         """The weights that rounds will need, before a round is asked for."""
         self._manifest = ""  # whatever happens meanwhile, the learner has no version
-        _, weights = await fetch(self.mesh, self.bulk, manifest)
+        _, weights = await self._fetcher.fetch(manifest)
         load = self.learner.load_weights
         await self.mesh.host.run_blocking(load, weights, deadline_s=COMPUTE_S)
         self._manifest = manifest

@@ -6,41 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from common.config import LoraConfig
-from common.errors import ConfigError
-from common.model.config import ModelConfig
 from common.model.decoder import Decoder, Layer
 from common.model.lora import Adapters, LowRank
-from common.model.projections import projections, targeted
-
-
-def check(model: ModelConfig, config: LoraConfig) -> None:
-    """ConfigError when the job's adapters do not fit the model."""
-    names = targeted(config.targets)
-    parts = projections(model)
-    if not names:
-        raise ConfigError("nothing to adapt", where="lora.targets", fix="name a projection")
-    inside = sorted({parts[name].fused for name in names} & {"gate_up", "down"})
-    if inside and model.sparse_layers:
-        raise ConfigError(
-            f"{', '.join(inside)} of a mixture of experts take no adapters",
-            where="lora.targets",
-            fix='set it to ["qkv", "output"]',
-        )
-    smallest = min(min(parts[name].rows, parts[name].columns) for name in names)
-    if config.rank > smallest:
-        raise ConfigError(
-            f"adapters of rank {config.rank} for a projection of width {smallest}",
-            where="lora.rank",
-            fix=f"at most {smallest}; above it, train the whole model",
-        )
+from common.model.projections import check_adapters, targeted
 
 
 def adapt(model: Decoder, config: LoraConfig, seed: int) -> None:
     """Freezes the decoder and gives it adapters, A normal and B zero: it computes what it did.
 
-    Parameters that train are from then on those with `requires_grad`. ConfigError as `check`.
+    Parameters that train are from then on those with `requires_grad`. ConfigError when adapters do
+    not fit the model.
     """
-    check(model.config, config)
+    check_adapters(model.config, config.rank, config.targets)
     generator = torch.Generator()
     generator.manual_seed(seed)
     names = targeted(config.targets)

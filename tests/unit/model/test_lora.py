@@ -20,7 +20,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
 from common.model.lora import is_adapter, merged, save_adapter
-from common.model.projections import targeted
+from common.model.projections import check_adapters, targeted
 from services.rollout.engines.torch_engine import build
 from services.trainer import lora
 
@@ -202,12 +202,12 @@ def test_targets_go_by_either_name() -> None:
 
 def test_what_cannot_be_adapted_is_refused() -> None:
     with pytest.raises(ConfigError, match="rank 40"):
-        lora.check(SHAPE, LoraConfig(40))
+        check_adapters(SHAPE, 40, ALL)
     with pytest.raises(ConfigError, match="nothing to adapt"):
-        lora.check(SHAPE, LoraConfig(2, targets=[]))
+        check_adapters(SHAPE, 2, [])
     mixture = dataclasses.replace(
         SHAPE, architecture="mixtral", experts=4, experts_per_token=2, expert_ffn_size=16
     )
     with pytest.raises(ConfigError, match="mixture of experts"):
-        lora.check(mixture, LoraConfig(2))
-    lora.check(mixture, LoraConfig(2, targets=["qkv", "output"]))
+        check_adapters(mixture, 2, ALL)
+    check_adapters(mixture, 2, ["qkv", "output"])

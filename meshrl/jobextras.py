@@ -1,0 +1,45 @@
+"""Parts of a job file that most jobs leave out: adapters, trackers, where metrics are served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from common.config import JobConfig
+from common.errors import ConfigError
+from common.model.config import ModelConfig
+from common.model.projections import check_adapters
+from common.settings import OFF, metrics_ports
+from meshrl import trackers
+
+Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
+
+
+def check(config: JobConfig, fail: Fail) -> None:
+    """ConfigError, by `fail`, for what would otherwise end the job after it has begun."""
+    metrics = config.mesh.metrics
+    checks: dict[str, Callable[[], object]] = {
+        f"tracking.{name}": partial(trackers.present, name) for name in trackers.wanted(config)
+    }
+    if metrics != OFF:
+        checks["mesh.metrics"] = lambda: metrics_ports(metrics)
+    if config.lora.rank:
+        checks["lora"] = lambda: check_adapters(
+            _model(config), config.lora.rank, config.lora.targets
+        )
+    for key, look in checks.items():
+        try:
+            look()
+        except ConfigError as error:
+            place = error.where if error.where.startswith("lora.") else key
+            raise fail(place, error.message, error.fix) from error
+    if config.lora.alpha <= 0:
+        raise fail("lora.alpha", f"lora.alpha = {config.lora.alpha} must be above 0", "")
+
+
+def _model(config: JobConfig) -> ModelConfig:
+    path = config.model.path
+    raw = json.loads((Path(path) / "config.json").read_text()) if path else config.model.config
+    return ModelConfig.from_hf(raw)
