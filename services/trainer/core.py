@@ -304,6 +304,7 @@ class TrainerCore(Actor):
             ),
         )
         self.steps_done, self.manifest = committed.version, manifest
+        self.gradients.hybrids.wanted(manifest)
         self.enter("telling", step)
         await self._tell_engines()
 

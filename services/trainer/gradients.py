@@ -129,6 +129,7 @@ class Gradients:
 
     async def begin(self, step: int, manifest: str) -> None:
         """An update's rounds are offered from now on, to be computed with `manifest`'s weights."""
+        self.hybrids.wanted(manifest)
         await self._compute.begin()
         for silent in self.hybrids.silent(self._mesh.clock.monotonic()):
             self._free(silent)

@@ -49,6 +49,12 @@ class Membership:
         self._members[gang] = Member(self._generations, Stage.REQUESTED, "", now)
         return self._generations
 
+    def wanted(self, manifest: str) -> None:
+        """Rounds will need these weights: who has others is not ready any more."""
+        for member in self._members.values():
+            if member.manifest != manifest:
+                member.stage = Stage.FETCHING
+
     def asks(self, gang: str, generation: int, manifest: str, wanted: str, now: float) -> bool:
         """Whether a member that has the weights `manifest` may lease rounds that need `wanted`.
 

@@ -25,6 +25,16 @@ def test_a_hybrid_leases_only_what_it_has_the_weights_for() -> None:
     assert pool.stages() == {"g1": "fetching"}
 
 
+def test_a_new_version_is_there_to_be_fetched_before_a_hybrid_asks() -> None:
+    pool = Membership()
+    generation = pool.join("g1", 0.0)
+    assert pool.asks("g1", generation, "v1", "v1", 1.0)
+    pool.wanted("v1")
+    assert pool.stages() == {"g1": "ready"}
+    pool.wanted("v2")
+    assert pool.stages() == {"g1": "fetching"}
+
+
 def test_between_two_steps_a_hybrid_stays_ready() -> None:
     pool = Membership()
     generation = pool.join("g1", 0.0)
