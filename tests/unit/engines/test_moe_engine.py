@@ -9,6 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from common.experts import NO_EXPERTS, UNKNOWN
 from common.model.attention import causal_attention
@@ -145,6 +147,50 @@ def test_a_slot_that_is_used_again_tells_no_old_experts(make: Make) -> None:
     listener.run(request(1, words(6, 40), max_new=60))
     context = words(7, 5)
     holds(listener.run(request(2, context, max_new=60))[2], decoder(0, MOE), context)
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 40), st.integers(1, 30), st.integers(-1, 4)),
+        st.tuples(st.just("step"), st.integers(1, 12)),
+        st.tuples(st.just("abort"), st.integers(0, 9)),
+        st.tuples(st.just("drain")),
+        st.tuples(st.just("rest")),
+    ),
+    max_size=16,
+)
+
+
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # a path does not wear out
+)
+@given(script=actions)
+def test_whatever_happens_every_token_comes_with_its_experts(path: str, script: list) -> None:  # type: ignore[type-arg]
+    engine = built_in(path, slots=3, max_length=64, config=MOE, kv_tokens=96)
+    listener, contexts, model = Listener(engine), [], decoder(0, MOE)
+    for action, *given_ in script:
+        match action:
+            case "submit":
+                length, max_new, session = given_
+                context = [(3 * session + i * i) % VOCAB for i in range(length)]
+                engine.submit([request(len(contexts), context, max_new=max_new, session=session)])
+                contexts.append(context)
+            case "step":
+                for _ in range(given_[0]):
+                    engine.step()
+            case "abort":
+                engine.abort(given_)
+            case "drain":
+                listener.drain()
+            case "rest":
+                engine.sleep()
+                engine.wake(model.state_dict(), engine.version)
+    heard = listener.run()
+    for id, context in enumerate(contexts):
+        if heard[id].tokens:
+            holds(heard[id], model, context)
 
 
 def test_a_dense_model_tells_none(path: str) -> None:
