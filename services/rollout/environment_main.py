@@ -70,9 +70,10 @@ class Environments:
         """Ids of the prompt and of the answer that is given to it; nothing stays open."""
         row, value = argument
         ids = self._begin(key, row)
-        answer = self._open[key].answer(value)
-        self._close(key, None)
-        return [ids, answer]
+        try:
+            return [ids, self._open[key].answer(value)]
+        finally:
+            self._close(key, None)
 
     def _step(self, key: int, ids: list[int]) -> list[Any]:
         return self._open[key].step(ids)
