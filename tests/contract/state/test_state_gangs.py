@@ -6,7 +6,7 @@ import pytest
 from state_bench import Bench
 
 from common.errors import Fenced, NotFound
-from common.state import events, gangs, leader
+from common.state import events, gangs, leader, registry
 
 
 async def lead(bench: Bench, owner: str = "planner/0", ttl_ms: int = 600_000) -> int:
@@ -142,3 +142,53 @@ async def test_a_declined_move_is_off_the_record(bench: Bench) -> None:
     await gangs.decline_move(bench.state, led, "m1", "there is no gang g7")
     await leader.resign(bench.state, "planner", led)
     assert await gangs.take_moves(bench.state, await lead(bench, "b")) == []
+
+
+async def test_a_gang_does_what_its_worker_does_that_is_furthest_from_done(bench: Bench) -> None:
+    tokens = {}
+    for worker in ("worker/a", "worker/b"):
+        tokens[worker] = await bench.seat(worker)
+        joined = await gangs.join_gang(bench.state, "g0", worker, tokens[worker], "gpu", size=2)
+        assert joined.whole == (worker == "worker/b")
+    led = await lead(bench)
+    await gangs.set_desired(bench.state, led, "g0", "training", "job", True, "", "op1")
+
+    async def report(worker: str, status: str, detail: str = "") -> gangs.Gang:
+        token = tokens[worker]
+        assert await gangs.report_actual(bench.state, "g0", token, 1, "training", status, detail)
+        found = await gangs.gang(bench.state, "g0")
+        assert found is not None
+        return found
+
+    assert (await report("worker/a", "ready")).actual_state == "starting"
+    assert (await report("worker/b", "starting")).actual_state == "starting"
+    assert (await report("worker/b", "ready")).settled
+    failed = await report("worker/a", "failed", "out of memory")
+    assert (failed.actual_state, failed.detail) == ("failed", "out of memory")
+    assert (await report("worker/b", "ready")).detail == "out of memory"
+    assert (await report("worker/a", "ready")).settled
+
+
+async def test_a_lost_gang_is_lost_until_all_its_workers_are_back(bench: Bench) -> None:
+    tokens = {worker: await bench.seat(worker) for worker in ("worker/a", "worker/b")}
+    for worker, token in tokens.items():
+        await gangs.join_gang(bench.state, "g0", worker, token, "gpu", size=2)
+    led = await lead(bench)
+    await gangs.set_desired(bench.state, led, "g0", "training", "job", True, "", "op1")
+    await registry.evict(bench.state, "worker/b", (await incarnation(bench, "worker/b")))
+    await gangs.lose_gang(bench.state, led, "g0", "its worker is gone")
+    await gangs.report_actual(bench.state, "g0", tokens["worker/a"], 1, "training", "ready")
+    found = await gangs.gang(bench.state, "g0")
+    assert found and (found.actual_state, found.detail) == ("lost", "its worker is gone")
+    back = await bench.seat("worker/b")
+    await gangs.join_gang(bench.state, "g0", "worker/b", back, "gpu", size=2)
+    await gangs.report_actual(bench.state, "g0", tokens["worker/a"], 1, "training", "ready")
+    await gangs.report_actual(bench.state, "g0", back, 1, "training", "ready")
+    found = await gangs.gang(bench.state, "g0")
+    assert found and found.settled
+
+
+async def incarnation(bench: Bench, name: str) -> str:
+    entry = await registry.lookup(bench.state, name)
+    assert entry is not None
+    return entry.incarnation

@@ -34,6 +34,8 @@ class Standin(Actor):
 async def main(a: argparse.Namespace) -> None:
     settings = MeshSettings.from_env()
     name = f"trainer/{a.job}" if a.core else f"{a.kind}/{a.gang}"
+    if a.rank:
+        name = f"rank/{a.job}/{a.rank}"
     mesh = Mesh(
         name=name,
         kind=a.kind,
@@ -65,5 +67,7 @@ if __name__ == "__main__":
     parser.add_argument("--job", required=True)
     parser.add_argument("--epoch", type=int, required=True)
     parser.add_argument("--core", action="store_true")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
     run(lambda: main(arguments))

@@ -30,6 +30,9 @@ def test_each_role_has_its_process_and_its_name_in_the_registry() -> None:
         *["--gang", "g1", "--job", "calc", "--epoch", "3"],
     ]
     assert core.argv("g1", COMMANDS)[-1] == "--core"
+    second = Assignment("training", "calc", True, 4, rank=1, ranks=2)
+    assert second.name("g0") == "rank/calc/1"
+    assert second.argv("g0", COMMANDS)[-5:] == ["--core", "--rank", "1", "--ranks", "2"]
     with pytest.raises(ConfigError, match="no process serves the role 'serving'"):
         Assignment("serving", "calc", False, 1).argv("g1", COMMANDS)
 
