@@ -43,3 +43,10 @@ def check(config: JobConfig, fail: Fail) -> None:
         raise fail(
             "algorithm.kl_in", f"{chosen.name} has no reward to take a divergence off", "Use 'loss'"
         )
+    scored = chosen.kl_coefficient > 0 or chosen.name == "distill"
+    if scored and config.rollout.temperature != 1:
+        raise fail(
+            "rollout.temperature",
+            "rollout.temperature must be 1, at which references and teachers score",
+            "Set it to 1",
+        )

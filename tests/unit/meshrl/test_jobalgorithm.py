@@ -45,6 +45,17 @@ def test_what_cannot_train_is_refused_with_its_place(overrides: list[str], told:
     assert told in str(refused.value)
 
 
+def test_models_that_score_at_temperature_1_are_compared_at_it() -> None:
+    settings = [
+        "algorithm.kl_coefficient=0.1",
+        "models.reference.path=initial",
+        "rollout.temperature=0.7",
+    ]
+    assert jobfile.load(EXAMPLE, settings[:2])[0].algorithm.kl_coefficient == 0.1
+    with pytest.raises(ConfigError, match=r"rollout\.temperature"):
+        jobfile.load(EXAMPLE, settings)
+
+
 @pytest.mark.parametrize(
     "overrides", [["name=dapo"], ["name=ppo", "updates=2"], ["name=gspo", "correction=mis"]]
 )
