@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 
 from common.api.engine import Sampling
-from common.api.weights import Group
-from common.blob import pack
 from common.bulk import BulkClient
 from common.errors import ConfigError, MeshError, ToolFailed
-from common.experts import laid_out
 from common.jobdata import JobData
 from common.ledger import Kind
 from common.mesh import Mesh
@@ -22,10 +19,10 @@ from common.model.tokenizer import Tokenizer
 from common.patience import patiently
 from common.state import groups as rows
 from common.state import jobs, registry
-from common.store import put
 from services.rollout.cmlfq import Scheduler
 from services.rollout.commit import GroupCommit
 from services.rollout.environments import EnvironmentPool
+from services.rollout.finished import finished_group, hand_in
 from services.rollout.given import give
 from services.rollout.history import History
 from services.rollout.jobmodel import model_config
@@ -36,8 +33,8 @@ from services.rollout.link import LENGTH, Turn
 from services.rollout.outside import Outside
 from services.rollout.router import Router
 from services.rollout.routing import Bucket
-from services.rollout.scoring import Scorer, beside
-from services.rollout.trajectory import NOT_SAMPLED, Ending, Round, Trajectory
+from services.rollout.scoring import Scorer
+from services.rollout.trajectory import Ending, Round, Trajectory
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again
@@ -237,43 +234,9 @@ class ShardJob:
         )
 
     async def _hand_in(self, group: int, prompt: int, members: list[Trajectory]) -> None:
-        """The group's bytes into the store, then its row to `ready`."""
-        endings = [t.ending or Ending("failed") for t in members]
-        experts = laid_out((t.experts, t.length) for t in members)
-        message = Group(
-            group=group,
-            prompt=prompt,
-            lengths=np.array([t.length for t in members], np.int32),
-            tokens=np.concatenate([t.tokens for t in members]),
-            logprobs=np.concatenate([t.logprobs for t in members]),
-            versions=np.concatenate([t.versions for t in members]),
-            rewards=np.array(
-                [np.nan if e.reward is None else e.reward for e in endings], np.float32
-            ),
-            ends=[e.reason for e in endings],
-            **{role: beside(members, role) for role in self.scorer.roles},
-            experts=experts,
-            expert_shape=list(model_config(self.job).expert_shape) if experts.size else [0, 0],
-        )
-        content = pack(message)
-        digest = await put(self.mesh, self.bulk, content, "storing a finished group")
-        sampled = message.versions[message.versions != NOT_SAMPLED]
-        await patiently(
-            self.mesh.clock,
-            lambda: rows.group_ready(
-                self.mesh.state,
-                self.job.id,
-                self.mesh.name,
-                self.mesh.token,
-                group,
-                digest,
-                len(content),
-                int(sampled.min()),
-                int(sampled.max()),
-                int(np.isfinite(message.rewards).sum()),
-                f"ready-{group}",
-            ),
-        )
+        shape = model_config(self.job).expert_shape
+        message = finished_group(group, prompt, members, self.scorer.roles, shape)
+        await hand_in(self.mesh, self.bulk, self.job.id, message)
 
     # -- trajectories ----------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from common.mesh import Mesh
 from common.random import Random
 from common.state.client import State
 from common.transport.memory import MemoryNetwork, MemoryTransport
-from services.rollout.judging import JudgeFailed, ServerJudge, parsed, question
+from services.rollout.judge_server import ServerJudge
+from services.rollout.judging import JudgeFailed, parsed, question
 
 ROW = {"prompt": "1+1=", "solution": "2"}
 TURNS = [{"role": "model", "text": "3"}, {"role": "tool"}, {"role": "model", "text": "2"}]
