@@ -16,7 +16,7 @@ from common.host import Stoppable
 from common.mesh import Mesh
 from common.state import events, gangs, jobs, leader, registry
 from services.planner.allocation import Split, growing_role
-from services.planner.placement import Decision, gang_to_move, next_decision
+from services.planner.placement import SCORING, Decision, gang_to_move, next_decision
 from services.planner.stages import StageWindow, read
 
 ELECTION = "planner"
@@ -228,6 +228,8 @@ class Planner(Actor):
                 why = f"{move.role} is no role; choose from {', '.join(ROLES)}"
             elif gang.desired_core:
                 why = f"{move.gang} is the core of training; move another one"
+            elif gang.desired_role == SCORING:
+                why = f"{move.gang} hosts the job's frozen models; move another one"
             elif gang.size > 1:
                 why = f"{move.gang} is a gang of {gang.size} workers, for a core of so many ranks"
             if gang is None or why:
