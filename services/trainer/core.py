@@ -26,6 +26,7 @@ from common.jobdata import JobData
 from common.mesh import Mesh
 from common.patience import patiently
 from common.state import events, jobs, registry, steps
+from kernels.cost import Calibration, expected
 from services.trainer.batch import Batch, Refill, staleness
 from services.trainer.beginning import adapt, warm
 from services.trainer.checkpointing import Checkpoints
@@ -65,10 +66,13 @@ class TrainerCore(Actor):
         self.busy_s, self.wait_s = 0.0, 0.0
         self.warm_fraction = 0.0
         self.compute: Compute = compute or LocalCompute(mesh, learner)
-        self.gradients = Gradients(mesh, self.compute, gang, data.config.training.bin_deadline_s)
+        training, model = data.config.training, learner.model.config
+        prior = expected(learner.size, model.heads * model.head_dim, model.layers)
+        costs = Calibration(prior, training.bin_tokens)
+        self.gradients = Gradients(mesh, self.compute, gang, training.bin_deadline_s, costs)
         self.publisher = Publisher(mesh, self.bulk, data)
         self.intake = Intake(mesh, self.bulk, data.id)
-        self.checkpoints = Checkpoints(mesh, data, self.compute, learner.model.config, self.enter)
+        self.checkpoints = Checkpoints(mesh, data, self.compute, model, self.enter)
 
     def enter(self, phase: str, step: int) -> None:
         """A step goes through waiting, computing, updating, staging, checkpointing, committing and
@@ -159,6 +163,7 @@ class TrainerCore(Actor):
             stands.manifest,
         )
         self.checkpoints.name, self.checkpoints.step = stands.checkpoint, stands.checkpoint_step
+        self.gradients.announce(self.steps_done, self.manifest)
 
     def _make_step(self, number: int, manifest: str) -> Step:
         config = self.data.config
@@ -211,6 +216,7 @@ class TrainerCore(Actor):
             ),
         )
         self.manifest = manifest
+        self.gradients.announce(0, manifest)
 
     async def train(self) -> None:
         """Steps until the budget is spent, or the job has ended."""
@@ -304,7 +310,7 @@ class TrainerCore(Actor):
             ),
         )
         self.steps_done, self.manifest = committed.version, manifest
-        self.gradients.hybrids.wanted(manifest)
+        self.gradients.announce(self.steps_done, manifest)
         self.enter("telling", step)
         await self._tell_engines()
 

@@ -10,6 +10,7 @@ import numpy as np
 from common.api.trainer import RoundLease, RoundRequest, RoundResult
 from common.errors import BadMessage, DeadlineExceeded
 from common.mesh import Mesh
+from kernels.cost import Calibration
 from services.trainer.bins import RoundBoard
 from services.trainer.compute import Compute, Round
 from services.trainer.membership import Membership
@@ -34,15 +35,20 @@ class StepWork:
 class Gradients:
     """Offers the rounds of one update at a time; `busy_s` says who spent how long on them."""
 
-    def __init__(self, mesh: Mesh, compute: Compute, gang: str, bin_deadline_s: float) -> None:
+    def __init__(
+        self, mesh: Mesh, compute: Compute, gang: str, bin_deadline_s: float, costs: Calibration
+    ) -> None:
+        """`costs` learns from what the core computes."""
         self._mesh, self._compute, self._gang = mesh, compute, gang
         self._bin_deadline_s = bin_deadline_s
+        self.costs = costs
         self.busy_s: dict[str, float] = {}  # by gang
         self._work: StepWork | None = None
         self._offered = asyncio.Event()  # there may be a round for a hybrid
         self._progress = asyncio.Event()  # something to look at for the core
         self._round_s = 0.0  # moving average of a round's time
         self.hybrids = Membership()
+        self._current = 0, ""  # version, and the manifest of its weights
 
     # -- hybrids ---------------------------------------------------------------------------------
 
@@ -75,22 +81,24 @@ class Gradients:
 
     def _lease(self, request: RoundRequest) -> RoundLease | None:
         work, now = self._work, self._mesh.clock.monotonic()
-        wanted = work.manifest if work is not None else ""
+        version, wanted = self._current if work is None else (work.step - 1, work.manifest)
         gang, has = request.gang, request.manifest
         index = None
         if self.hybrids.asks(gang, request.generation, has, wanted, now) and work is not None:
             index = work.board.lease(gang, now + self._patience_s())
-        if work is None or not wanted or (index is None and has == wanted):
+        if not wanted or (index is None and has == wanted):
             return None
-        if index is not None:
+        bins = []
+        if index is not None and work is not None:
             self.hybrids.leased(gang)
+            bins = [bin.to_arrays() for bin in work.rounds[index]]
         return RoundLease(
-            step=work.step,
-            version=work.step - 1,
+            step=version + 1,
+            version=version,
             epoch=self._mesh.incarnation,
             index=-1 if index is None else index,
             manifest=wanted,
-            bins=[] if index is None else [bin.to_arrays() for bin in work.rounds[index]],
+            bins=bins,
         )
 
     def _patience_s(self) -> float:
@@ -126,6 +134,14 @@ class Gradients:
         return counted
 
     # -- the core --------------------------------------------------------------------------------
+
+    def announce(self, version: int, manifest: str) -> None:
+        """There is a version that the next step begins with: hybrids fetch it before they are
+        needed.
+        """
+        self._current = version, manifest
+        self.hybrids.wanted(manifest)
+        self._offered.set()
 
     async def begin(self, step: int, manifest: str) -> None:
         """An update's rounds are offered from now on, to be computed with `manifest`'s weights."""
@@ -173,6 +189,8 @@ class Gradients:
         took = self._mesh.clock.monotonic() - began
         self._round_s = took if not self._round_s else 0.8 * self._round_s + 0.2 * took
         self._spent(self._gang, took)
+        lengths = [bin.lengths.tolist() for bin in work.rounds[index]]
+        self.costs.learn(max(lengths, key=self.costs.cost().of), took)  # the others wait for it
         if work.board.done(index):
             work.stats[index] = stats
 

@@ -92,8 +92,9 @@ class Step:
         return not whole and not config.training.deterministic
 
     def _maker(self) -> RoundMaker:
-        budget = self._config.training.bin_tokens
-        return RoundMaker(budget, self._compute.ranks, self._measured)
+        training = self._config.training
+        cost = None if training.deterministic else self._gradients.costs.cost()
+        return RoundMaker(training.bin_tokens, self._compute.ranks, self._measured, cost)
 
     @property
     def _measured(self) -> int:

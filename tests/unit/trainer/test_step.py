@@ -16,6 +16,7 @@ from common.model.decoder import Decoder
 from common.random import Random
 from common.state.client import State
 from common.transport.memory import MemoryNetwork, MemoryTransport
+from kernels.cost import BinCost, Calibration
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.aggregation import denominator
 from services.trainer.batch import Batch
@@ -69,7 +70,7 @@ def step(learner, config):
         host=SystemHost(),
     )
     compute = LocalCompute(mesh, learner)
-    gradients = Gradients(mesh, compute, "gang", 10.0)
+    gradients = Gradients(mesh, compute, "gang", 10.0, Calibration(BinCost(), 2560))
     return Step(mesh, config, compute, gradients, VERSION + 1, "manifest", lambda *phase: None)
 
 
