@@ -40,6 +40,7 @@ class Best:
 
     version: int
     manifest: str  # digest of its weights
+    value: float  # of the figure that it was judged by
 
 
 def best(run_dir: Path) -> Best | None:
@@ -51,7 +52,8 @@ def best(run_dir: Path) -> Best | None:
             continue
         event = json.loads(line)
         if event["kind"] == "evaluation" and event["fields"].get("best"):
-            return Best(int(event["fields"]["step"]), str(event["fields"]["manifest"]))
+            told = event["fields"]
+            return Best(int(told["step"]), str(told["manifest"]), float(told["value"]))
     return None
 
 

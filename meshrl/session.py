@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints import committed, is_first
+from common.checkpoints import best, committed, is_first
 from common.config import JobConfig
 from common.errors import NotFound, Refused
 from common.state import embedded, jobs, steps
@@ -88,6 +88,13 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
         print(f"redis has no job {job}; it starts again from {checkpoint.name}", flush=True)
         held = read_json(checkpoint)
         account = held["account"] | {"manifest": held["weights"], "checkpoint": checkpoint.stem}
+        if (found := best(run_dir)) is not None:  # perhaps after the checkpoint
+            kept = {
+                "best_version": found.version,
+                "best_manifest": found.manifest,
+                "best_value": found.value,
+            }
+            account["kept"] = account.get("kept", {}) | kept
         await steps.restore_job(launcher.state, job, document, str(run_dir), account)
         return
     if (run_dir / "metrics.jsonl").is_file():

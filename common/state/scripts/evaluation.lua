@@ -13,5 +13,5 @@ if best then
   redis.call('HSET', key, 'best_version', a.step, 'best_manifest', job[2], 'best_value', a.value)
 end
 event('evaluation', {job = a.job, tag = a.tag, step = a.step, best = best,
-  manifest = current and job[2] or ''}, a.result)
+  manifest = current and job[2] or '', value = a.value}, a.result)
 return cjson.encode({recorded = true})

@@ -32,6 +32,7 @@ async def test_the_highest_value_makes_the_current_version_the_best_one(bench: B
     row = await jobs.job(bench.state, JOB)
     assert (row.version, row.best_version, row.best_manifest) == (3, 1, "m0.1")
     told = [e.fields for e in await events.read_all(bench.state) if e.kind == "evaluation"]
+    assert [e["value"] for e in told] == [0.25, 0.5, 0.5, 0.125]
     assert [(e["step"], e["best"], e["manifest"]) for e in told] == [
         (0, True, "m0"),
         (1, True, "m0.1"),
