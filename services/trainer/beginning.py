@@ -122,10 +122,4 @@ def check(data: JobData) -> None:
     """ConfigError for what only the trainer can tell of a job, before any work."""
     if not data.rows("train"):
         raise ConfigError("the job has no training prompts", fix="set dataset.train")
-    if data.config.lora.rank and data.config.training.ranks > 1:
-        raise ConfigError(
-            "adapters are trained by one rank",
-            where="training.ranks",
-            fix="set it to 1; hybrids still take rounds of it",
-        )
     json.dumps(cache_key(data))

@@ -136,6 +136,8 @@ class TrainerCore(Actor):
             with self.mesh.loading():
                 cached = await self._warm()
             adapt(self.data, self.learner)
+            if self.compute.ranks > 1:
+                await self.compute.load_weights(self.learner.weights())
             await self._commit_initial(cached)
         else:
             adapt(self.data, self.learner)
@@ -194,7 +196,6 @@ class TrainerCore(Actor):
         cached = await self.mesh.host.run_blocking(
             warm, self.data, self.learner, progress, deadline_s=COMPUTE_S
         )
-        await self.compute.load_weights(self.learner.copied_weights())
         return cached
 
     async def _commit_initial(self, cached: bool) -> None:

@@ -53,7 +53,8 @@ def _place(a: argparse.Namespace) -> tuple[str, str]:
 
 def _rank(data: JobData, a: argparse.Namespace) -> Rank:
     def make(group: DeviceMesh) -> ShardedLearner:
-        return fresh(data, partial(ShardedLearner, mesh=group))
+        adapted = partial(ShardedLearner, adapters=data.config.lora, seed=data.config.seed)
+        return fresh(data, partial(adapted, mesh=group))
 
     return Rank(make, a.rank, a.ranks, data.config.mesh.device)
 

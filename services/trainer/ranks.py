@@ -19,13 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from common.config import AlgorithmConfig, OptimizerConfig
+from common.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from common.errors import Refused
 from common.model.decoder import Decoder
-from services.trainer import critic
+from services.trainer import critic, lora
 from services.trainer.algorithms import algorithm
 from services.trainer.batching import Bin
-from services.trainer.forward import Outputs
 from services.trainer.learner import Learner
 from services.trainer.sharding import cut, gather, group_of, local, scatter, shard
 from services.trainer.stats import BinStats
@@ -54,7 +53,7 @@ def leave_group() -> None:
 
 class ShardedLearner(Learner):
     """A learner whose model lies in rows over the ranks; gradients are sums over the ranks' bins,
-    each rank holding its rows.
+    each rank holding its rows. With `adapters` these learn, from `seed`, in place of the model.
     """
 
     def __init__(
@@ -66,7 +65,11 @@ class ShardedLearner(Learner):
         dtype: torch.dtype = torch.float32,
         *,
         mesh: DeviceMesh,
+        adapters: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
+        if adapters is not None and adapters.rank:
+            lora.adapt(model, adapters, seed)
         if algorithm(algorithm_config.name).critic:
             critic.attach(model)
         shard(model, mesh, dtype)
@@ -75,6 +78,7 @@ class ShardedLearner(Learner):
         assert group is not None
         self._group = group
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
+        self._trained = [parameter.shape for parameter in self._parameters]
 
     def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
         """This rank's rows of the flat gradient, summed over the ranks; statistics of `bin`."""
@@ -97,20 +101,14 @@ class ShardedLearner(Learner):
             parameter.grad = None
         return torch.empty(0)
 
-    def _forward(self, bin: Bin) -> Outputs:
-        out = super()._forward(bin)
-        if not bin.weight.any():
-            out.aux_loss = None  # of a filler: it teaches nothing, routing neither
-        return out
-
     def _norm(self, gradient: Tensor) -> float:
         squares = gradient.double().square().sum()
         dist.all_reduce(squares, group=self._group)
         return float(squares.sqrt())
 
     def own_part(self, whole: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
-        """Of a flat gradient over the whole model, the part of a rank."""
-        return cut(whole, self._shapes.values(), rank, self._group.size())
+        """Of a flat gradient over all that learns, the part of a rank."""
+        return cut(whole, self._trained, rank, self._group.size())
 
     # -- the whole state, which rank 0 has -------------------------------------------------------
 
