@@ -44,10 +44,14 @@ bench: $(READY)
 	$(BIN)/python -m loadtests.overhead
 	$(BIN)/python -m loadtests.engine
 	$(BIN)/python -m loadtests.longtail
+	$(BIN)/python -m loadtests.trainer
+	$(BIN)/python -m loadtests.replay
 
-# What benchmarks compare with: vLLM in an environment of its own; pyzmq and transformers are in ours.
+# What benchmarks compare with: vLLM and TRL in environments of their own; pyzmq and transformers
+# are in ours.
 peers: $(READY)
 	loadtests/peers/install.sh .venvs/vllm
+	loadtests/peers/install_trl.sh .venvs/trl
 	$(BIN)/python -c "import zmq, transformers as t; print('pyzmq', zmq.__version__, 'transformers', t.__version__)"
 
 # What tests of verifiers' environments need: its own interpreter, as it pins what others do not.

@@ -14,20 +14,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtests import beside_trl, elastic
+import torch
+
+from loadtests import agreement, beside_trl, elastic, packing
 
 Figures = dict[str, Any]
 Part = Callable[[Path, argparse.Namespace], Figures]
+PASSES = 9  # of each side
+
+
+def packed(folder: Path, chosen: argparse.Namespace) -> Figures:
+    """See `loadtests.packing`."""
+    return packing.plans(seed=0) | packing.passes(PASSES, seed=0)
+
 
 PARTS: dict[str, Part] = {
     "equal": beside_trl.equal,
     "longtail": beside_trl.longtail,
     "reward": beside_trl.reward,
+    "packing": packed,
     "ranks": elastic.two_ranks,
     "hybrid": elastic.hybrid,
     "join": elastic.join,
     "checkpoint": elastic.checkpoint,
     "recovery": elastic.recovery,
+    "demo": agreement.demo,
 }
 
 
@@ -37,9 +48,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of each side, in turn")
     parser.add_argument("--steps", type=int, default=10, help="that are measured in each")
     parser.add_argument("--trl", type=Path, default=beside_trl.VENV, help="TRL's environment")
+    parser.add_argument("--demo", type=Path, help="the run directory of a demo; none: runs it")
+    parser.add_argument("--demo-steps", type=int, default=48)
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - PARTS.keys():
         parser.error(f"no part is called {unknown.pop()}")
+    torch.set_num_threads(1)
     figures: Figures = {}
     with tempfile.TemporaryDirectory(prefix="meshrl-trainer-") as scratch:
         for name in chosen.parts or PARTS:
@@ -50,7 +64,7 @@ def main() -> None:
 
 
 def rounded(figures: Figures) -> Figures:
-    return {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in figures.items()}
 
 
 if __name__ == "__main__":
