@@ -75,21 +75,22 @@ PEERS: dict[str, Peer] = {
 
 def _differenced(costs: list[float], count: int) -> list[list[int]]:
     """Always merges the two partial partitions that are least even, the heaviest part of one with
-    the lightest of the other. A part is (cost, sequence or two parts).
+    the lightest of the other. A part is (cost, sequence, two parts); empty ones are left out.
     """
-    empty = (0.0, -1, None)
-    heap = [(-c, i, [(c, i, None), *[empty] * (count - 1)]) for i, c in enumerate(costs)]
+    heap = [(-c, i, [(c, i, None)]) for i, c in enumerate(costs)]
     heapify(heap)
     while len(heap) > 1:
         _, number, parts = heappop(heap)
         _, _, others = heappop(heap)
-        merged = [
-            (a[0] + b[0], -1, (a, b)) if a[0] and b[0] else (a if a[0] else b)
-            for a, b in zip(parts, reversed(others), strict=True)
-        ]
+        both = max(0, len(parts) + len(others) - count)  # those that meet
+        alone, meeting = parts[: len(parts) - both], parts[len(parts) - both :]
+        merged = alone + others[: len(others) - both]
+        for a, b in zip(meeting, reversed(others[len(others) - both :]), strict=True):
+            merged.append((a[0] + b[0], -1, (a, b)))
         merged.sort(key=lambda part: -part[0])
-        heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-    return [_leaves(part) for part in heap[0][2]]
+        least = merged[-1][0] if len(merged) == count else 0.0
+        heappush(heap, (least - merged[0][0], number, merged))
+    return [_leaves(part) for part in heap[0][2]] if heap else []
 
 
 def _leaves(part) -> list[int]:  # type: ignore[no-untyped-def]
