@@ -22,7 +22,7 @@ from meshrl.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "reward.use", "warm_start.demonstrations")
 CHOICES = {
-    "mesh.device": ("cpu",),
+    "mesh.device": ("cpu", "cuda"),
     "training.dtype": ("float32", "bfloat16"),
     "rollout.kv_on_update": ("keep", "recompute"),
     "rollout.engine": ("torch", "sglang"),

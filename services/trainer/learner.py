@@ -140,14 +140,15 @@ class Learner:
         return critic.published((name, p.detach()) for name, p in self.model.named_parameters())
 
     def copied_weights(self) -> dict[str, Tensor]:
-        """As `weights`; copies, which stay."""
-        return {name: tensor.clone() for name, tensor in self.weights().items()}
+        """As `weights`; copies in the host's memory, which stay."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """All that the next step depends on beside the weights; copies."""
+        """All that the next step depends on beside the weights; copies in the host's memory."""
         valued = critic.own((name, p.detach()) for name, p in self.model.named_parameters())
         copied = {name: tensor.clone() for name, tensor in valued.items()}
-        return self._optimizer.state() | copied | {"steps": torch.tensor(self.steps)}
+        state = self._optimizer.state() | copied | {"steps": torch.tensor(self.steps)}
+        return {name: tensor.to("cpu") for name, tensor in state.items()}
 
     def restore(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         """Goes on from weights and what `checkpoint.save_state` wrote of `optimizer_state`."""
@@ -220,4 +221,4 @@ def add(results: Iterable[tuple[Tensor, BinStats]]) -> tuple[Tensor, BinStats]:
 
 def pick(array: NDArray[np.generic], places: Tensor) -> Tensor:
     """The values of a bin's array at `places`."""
-    return torch.from_numpy(array).index_select(0, places)
+    return torch.from_numpy(array).to(places.device).index_select(0, places)
