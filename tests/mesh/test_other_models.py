@@ -100,7 +100,7 @@ def test_a_job_is_held_to_its_first_weights_and_keeps_its_best_ones(
 
 
 @pytest.mark.timeout(300)
-def test_a_job_learns_from_a_teacher_under_a_judge_though_both_are_killed_on_the_way(
+def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the_way(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
     other = teacher(tmp_path / "teacher")
@@ -118,7 +118,7 @@ def test_a_job_learns_from_a_teacher_under_a_judge_though_both_are_killed_on_the
         budget__steps=8,
         **QUICK,
     )
-    one.until("version 1", lambda: one.version >= 1)
+    one.until("version 1", lambda: one.version >= 1, within_s=90.0)
     before = one.pid("scoring/digits")
     os.kill(before, signal.SIGKILL)
     one.pid("scoring/digits", other_than=before)
