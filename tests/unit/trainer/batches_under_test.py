@@ -5,16 +5,21 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from common.config import AlgorithmConfig, OptimizerConfig
+from common.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.trainer.batching import Bin, Sequence, make_bins
+from services.trainer.learner import Learner
 
 STEPS = 4
 BINS = 5  # of each step: no multiple of two or three ranks
 VOCABULARY = 37
 OPTIMIZER = OptimizerConfig(muon_lr=0.003, adamw_lr=0.001, weight_decay=0.01)
-ALGORITHM = AlgorithmConfig()
+VARIANTS = {
+    "plain": (AlgorithmConfig(), LoraConfig()),
+    "critic": (AlgorithmConfig(name="ppo"), LoraConfig()),
+    "adapters": (AlgorithmConfig(), LoraConfig(rank=2)),
+}
 MODEL = {
     "model_type": "qwen2",
     "vocab_size": VOCABULARY,
@@ -38,6 +43,14 @@ def fresh_model() -> Decoder:
     return model
 
 
+def fresh_learner(variant: str) -> Learner:
+    algorithm, adapters = VARIANTS[variant]
+    learner = Learner(fresh_model(), OPTIMIZER, algorithm)
+    if adapters.rank:
+        learner.adapt(adapters, seed=3)
+    return learner
+
+
 def bins_of_step(step: int) -> list[Bin]:
     """BINS bins of one or two sequences."""
     random = np.random.default_rng(step)
@@ -56,4 +69,8 @@ def _sequence(random: np.random.Generator, step: int) -> Sequence:
         mask=mask,
         versions=np.where(mask, step, -1).astype(np.int32),
         advantages=np.array(random.standard_normal(), np.float32),
+        extras={
+            name: random.standard_normal(length).astype(np.float32)
+            for name in ("values", "returns")  # which a critic's losses compare with
+        },
     )
