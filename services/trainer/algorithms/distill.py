@@ -22,4 +22,4 @@ def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
     return clipped(ratios(terms, config), advantage, CLIPS.chosen(config))
 
 
-ALGORITHM = Algorithm(advantage_of_one, token_loss, needs=("teacher",))
+ALGORITHM = Algorithm(advantage_of_one, token_loss)

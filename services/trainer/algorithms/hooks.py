@@ -32,11 +32,9 @@ class Algorithm:
     advantages: Advantages
     token_loss: TokenLoss
     aggregation: str = "tokens"  # tokens | sequences | constant, see aggregation.py
-    prepare: Prepare | None = None  # advantages of tokens, not of trajectories
-    whole_batch: bool = False  # `prepare` needs all sequences of the step, so no bin starts before
+    prepare: Prepare | None = None  # advantages of tokens, from all sequences of the step at once
     critic: bool = False  # a value model is trained beside the policy
     sequence_ratio: bool = False  # ratios are those of sequences, not of tokens
-    needs: tuple[str, ...] = ()  # extras without which there is no loss
     refill: bool = False  # filtered groups are always replaced by others
     overlong_share: float = 0.0  # of the longest trajectory in which length is punished
 

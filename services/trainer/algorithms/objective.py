@@ -26,9 +26,7 @@ class Objective:
     losses: Tensor  # weighted: their sum is the loss of the bin
     slope: Tensor  # of that sum, with respect to the log-probabilities
     clipped: Tensor  # bool: the algorithm gives the token no gradient, though it has an advantage
-    likelier: (
-        Tensor  # bool: the trained policy finds it, or its sequence, likelier than the old one
-    )
+    likelier: Tensor  # bool: than under the old policy; of its sequence where ratios are of those
     corrected: Tensor  # bool: its importance weight met a bound
 
 

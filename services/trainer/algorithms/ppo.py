@@ -36,4 +36,4 @@ def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
     return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
 
 
-ALGORITHM = Algorithm(advantages, token_loss, prepare=prepare, whole_batch=True, critic=True)
+ALGORITHM = Algorithm(advantages, token_loss, prepare=prepare, critic=True)
