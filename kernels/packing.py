@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, sqrt
 
 from kernels.cost import BinCost
@@ -151,17 +151,21 @@ class _Problem:
 
     def candidates(self) -> Iterator[list[Bin]]:
         """Ways to fill as few bins as possible, and one round more where that may pay."""
-        fewest = self._best_fit()
         if self.ranks == 1:
-            yield fewest
+            yield self._best_fit()
             return
-        least = -(-len(fewest) // self.ranks)
+        least = -(-self._fewest() // self.ranks)
         for rounds in range(least, least + MORE):
             if (levelled := self._levelled(rounds * self.ranks)) is not None:
                 yield levelled
-        yield fewest
+        yield self._best_fit()
         if self.is_small:
             yield self._round_by_round(least)
+
+    def _fewest(self) -> int:
+        """Bins, that no plan does without."""
+        alone = [length for length in self.lengths if length > self.budget]
+        return len(alone) + -(-(sum(self.lengths) - sum(alone)) // self.budget)
 
     def _best_fit(self) -> list[Bin]:
         """Each sequence into the fullest bin that has room."""
@@ -241,24 +245,18 @@ class _Problem:
                 heappush(open_bins, (bins[b].cost, b))
             while open_bins:
                 bin = bins[open_bins[0][1]]
-                room = self._room(bin, limit)
+                room = self.budget - bin.tokens
+                if room > 0 and limit < inf:
+                    room = min(room, int(self._length_of(limit - bin.cost)))
                 if room >= length or not bin.items:
                     break
                 heappush(waiting, (-room, heappop(open_bins)[1]))
             else:
                 rest.append(i)
                 continue
-            b = heappop(open_bins)[1]
             _put(bin, i, length, self.costs[i])
-            heappush(open_bins, (bin.cost, b))
+            heapreplace(open_bins, (bin.cost, open_bins[0][1]))
         return rest
-
-    def _room(self, bin: _Open, limit: float) -> int:
-        """The longest sequence that a bin has room for."""
-        free = self.budget - bin.tokens
-        if free <= 0 or limit == inf or self.cost.sequence(free) <= limit - bin.cost:
-            return free
-        return int(self._length_of(limit - bin.cost))
 
     def _length_of(self, cost: float) -> float:
         """How long a sequence of this cost is."""
