@@ -72,7 +72,7 @@ class FrozenModels(Actor):
         def compute() -> list[RoleScores]:
             return [scores(role, self._models[role].engine, sequences) for role in batch.roles]
 
-        found = await self._compute(compute)
+        found: list[RoleScores] = await self._compute(compute)
         self.sequences += len(sequences)
         self.tokens += len(batch.tokens) * len(batch.roles)
         return ScoredBatch(found)
@@ -83,7 +83,7 @@ class FrozenModels(Actor):
         model = self._models.get("reward")
         if model is None or model.tokenizer is None:
             raise Refused("the job has no model that judges", where=self.mesh.name)
-        found = await self._compute(lambda: verdicts(model, batch))
+        found: Verdicts = await self._compute(lambda: verdicts(model, batch))
         self.sequences += 2 * len(batch.texts)
         return found
 
