@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 FORGETTING = 0.99  # weight of a bin beside the next: 100 bins are remembered
 UNSURE = 100.0  # variance of what is not known yet, in squares of the prior
-OUTLIER = 3.0  # times what was expected: something else had the processor; told, not learned
+OUTLIER = 3.0  # times what was expected: something else had the processor; not learned
+KNOWN = 20  # bins, from which on there are outliers
+PATIENCE = 5  # outliers in a row: it is the machine that has changed
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Calibration:
         self._variance = np.eye(3) * UNSURE
         self.seen = 0  # bins learned from
         self.strange = 0  # bins that were not
+        self._in_a_row = 0  # of those, the latest
 
     def cost(self) -> BinCost:
         """As far as it is known: the prior in its own unit before the first bin."""
@@ -76,9 +79,13 @@ class Calibration:
         assert self._scale is not None
         row = terms * self._scale / seconds  # relative errors count, not seconds
         guess = float(row @ self._factor)
-        if self.seen >= UNSURE and guess > 0 and 1.0 / guess > OUTLIER:
+        if self.seen >= KNOWN and 0 < guess < 1 / OUTLIER:
             self.strange += 1
-            return
+            self._in_a_row += 1
+            if self._in_a_row < PATIENCE:
+                return
+            self._variance = np.eye(3) * UNSURE
+        self._in_a_row = 0
         gain = self._variance @ row / (FORGETTING + row @ self._variance @ row)
         self._factor = self._factor + gain * (1.0 - guess)
         variance = (self._variance - np.outer(gain, row @ self._variance)) / FORGETTING

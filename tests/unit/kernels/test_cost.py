@@ -57,9 +57,10 @@ def test_no_term_is_ever_negative():
         assert min(cost.token, cost.square, cost.bin) >= 0 and cost.of([100]) > 0
 
 
-def test_a_machine_that_changes_is_learned_again():
+@pytest.mark.parametrize("times", [0.1, 2, 10])
+def test_a_machine_that_changes_is_learned_again(times):
     calibration = learned(TRUTH)
-    slower = BinCost(2 * TRUTH.token, 2 * TRUTH.square, 2 * TRUTH.bin)
+    slower = BinCost(times * TRUTH.token, times * TRUTH.square, times * TRUTH.bin)
     for lengths in bins(600, seed=3):
         calibration.learn(lengths, slower.of(lengths))
     assert worst_error(calibration.cost(), slower) < 0.05

@@ -24,18 +24,20 @@ def definition(hidden, weight, targets, temperature):
     return logprobs, -(normal.exp() * normal).sum(-1).detach()
 
 
-def run(function, hidden, weight, targets, slope, dtype, *options):
-    leaves = [x.to(dtype).clone().requires_grad_() for x in (hidden, weight)]
-    logprobs, entropy = function(*leaves, targets, *options)
+def run(function, hidden, weight, targets, slope, dtype, *options, device="cpu"):
+    leaves = [x.to(device, dtype).clone().requires_grad_() for x in (hidden, weight)]
+    logprobs, entropy = function(*leaves, targets.to(device), *options)
     assert not entropy.requires_grad
-    logprobs.backward(slope.to(logprobs.dtype))
-    return [x.detach().double() for x in (logprobs, entropy, *(leaf.grad for leaf in leaves))]
+    logprobs.backward(slope.to(logprobs))
+    found = logprobs, entropy, *(leaf.grad for leaf in leaves)
+    return [x.detach().double().cpu() for x in found]
 
 
-def check(t, vocab, d, dtype, tolerance, temperature=1.0, at_once=0, scale=1.0):
+def check(t, vocab, d, dtype, tolerance, temperature=1.0, at_once=0, scale=1.0, device="cpu"):
     hidden, weight, targets, slope = problem(t, vocab, d, scale=scale)
     hidden, weight = hidden.to(dtype).double(), weight.to(dtype).double()
-    found = run(linear_logprob, hidden, weight, targets, slope, dtype, temperature, at_once)
+    options = temperature, at_once
+    found = run(linear_logprob, hidden, weight, targets, slope, dtype, *options, device=device)
     expected = run(definition, hidden, weight, targets, slope, torch.float64, temperature)
     for value, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(value, reference, atol=tolerance, rtol=tolerance)

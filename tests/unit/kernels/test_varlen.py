@@ -43,18 +43,19 @@ def both(attend, packed, heads, kv_heads, real, dtype):
     leaf = packed.to(dtype).clone().requires_grad_()
     out = attend(*leaf.split((heads, kv_heads, kv_heads), 1))[:real]
     slope = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    out.backward(slope.to(dtype))
+    out.backward(slope.to(out))
     assert leaf.grad is not None
-    return out.detach().double(), leaf.grad.double()
+    return out.detach().double().cpu(), leaf.grad.double().cpu()
 
 
-def check(lengths, heads, kv_heads, width, dtype, tolerance, padding=0):
+def check(lengths, heads, kv_heads, width, dtype, tolerance, padding=0, device=CPU):
     packed, real = rows(lengths, heads, kv_heads, width, padding), sum(lengths)
-    varlen = VarlenAttention(starts_of(lengths), real + padding, CPU)
+    varlen = VarlenAttention(starts_of(lengths), real + padding, device)
     expected = both(
         lambda q, k, v: alone(q, k, v, lengths), packed, heads, kv_heads, real, torch.float64
     )
-    found = both(lambda q, k, v: varlen(0, q, k, v), packed, heads, kv_heads, real, dtype)
+    there = packed.to(device)
+    found = both(lambda q, k, v: varlen(0, q, k, v), there, heads, kv_heads, real, dtype)
     for value, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(value, reference, atol=tolerance, rtol=tolerance)
 
