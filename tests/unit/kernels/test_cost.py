@@ -80,3 +80,11 @@ def test_bins_that_are_all_alike_keep_the_estimate_finite_and_right_for_them():
     assert calibration.cost().of([100] * 20) == pytest.approx(0.05, rel=1e-3)
     calibration.learn([100] * 10, 0.03)
     assert calibration.cost().of([100] * 10) == pytest.approx(0.03, rel=0.2)
+
+
+def test_a_first_bin_that_compiled_something_is_forgotten():
+    calibration = Calibration(expected(300_000, 96, 3), 8192)
+    calibration.learn([100, 200], 10.0)
+    for lengths in bins(40, seed=4):
+        calibration.learn(lengths, TRUTH.of(lengths))
+    assert worst_error(calibration.cost(), TRUTH) < 0.1
