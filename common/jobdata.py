@@ -36,7 +36,8 @@ class JobData:
 
     def frozen(self, role: str) -> Path:
         """Where a frozen model of the job lies, if it was given as files."""
-        return self.bundle / getattr(self.config.models, role).path
+        path: str = getattr(self.config.models, role).path
+        return self.bundle / path
 
     def rows(self, which: str) -> list[dict[str, Any]]:
         """The rows of `train` or `held_out`; none when the job names no such file."""
