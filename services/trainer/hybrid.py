@@ -48,7 +48,8 @@ class Hybrid(Actor):
         self._generation = 0  # of the join; 0: in none
         self._fetcher = Fetcher(mesh, self.bulk)
         self._manifest = ""  # of the weights that the learner has
-        self._draining = asyncio.Event()
+        self._draining = False
+        self._left = asyncio.Event()
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -66,14 +67,19 @@ class Hybrid(Actor):
     @call(Role.drain)
     async def drain(self, request: Drain) -> Drained:
         """The round at hand is left to the core, which hears of it at once."""
-        self._draining.set()
-        if self._generation:
-            await self._core.call(Trainer.leave, LeaveHybrids(self.gang, self._generation))
+        self._draining = True
+        try:
+            if self._generation:
+                await self._core.call(Trainer.leave, LeaveHybrids(self.gang, self._generation))
+        except MeshError as error:  # a core that is away has forgotten it already
+            self.mesh.telemetry.log.info("leaving", error=str(error))
+        finally:
+            self._left.set()
         return Drained(0)
 
     async def serve(self) -> None:
         """Until drained; a core that is away is asked again."""
-        while not self._draining.is_set():
+        while not self._draining:
             try:
                 await self._help()
             except Fenced as error:  # the core knows this join no more: from the beginning
@@ -82,6 +88,7 @@ class Hybrid(Actor):
             except MeshError as error:
                 self.mesh.telemetry.log.info("asking again", error=str(error))
                 await self.mesh.clock.sleep(RETRY_S)
+        await self._left.wait()  # or whoever drains it would get no answer
 
     async def _help(self) -> None:
         if not self._generation:

@@ -26,7 +26,7 @@ from services.trainer import critic, lora
 from services.trainer.algorithms import algorithm
 from services.trainer.batching import Bin
 from services.trainer.learner import Learner
-from services.trainer.sharding import cut, gather, group_of, local, scatter, shard
+from services.trainer.sharding import cut, gather, group_of, local, reshard, scatter, shard
 from services.trainer.stats import BinStats
 
 
@@ -91,10 +91,20 @@ class ShardedLearner(Learner):
         return gradient, stats
 
     def score(self, bin: Bin, what: str = "logprobs") -> NDArray[np.float32]:
-        found = super().score(bin, what)
-        # Without a backward pass the last layer's neighbours would stay whole, and stale.
-        self.model.reshard()  # type: ignore[operator]
-        return found
+        reshard(self.model)  # a critic may begin with the policy's rows here
+        return super().score(bin, what)
+
+    def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
+        reshard(self.model)
+        return super().apply(gradient_sum, denominator, lr_factor)
+
+    def weights(self) -> dict[str, Tensor]:
+        reshard(self.model)
+        return super().weights()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        reshard(self.model)
+        return super().optimizer_state()
 
     def _fresh_gradient(self) -> Tensor:
         for parameter in self._parameters:
@@ -140,6 +150,7 @@ class ShardedLearner(Learner):
     @torch.no_grad()
     def take_weights(self, weights: Mapping[str, Tensor] | None) -> None:
         """Every rank takes its rows of the weights that rank 0 has."""
+        reshard(self.model)
         for name, parameter in critic.published(self.model.named_parameters()).items():
             whole = None if weights is None else weights[name]
             self._scattered(whole, name, parameter)

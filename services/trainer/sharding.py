@@ -17,25 +17,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+KEEP_BYTES = 2 << 30  # of float32 parameters: what a rank may hold whole beside its rows
+
 
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
     """Cuts a model in place: its layers one by one, a critic, then the rest. Passes are in `dtype`.
 
     Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins.
+    A model of at most KEEP_BYTES stays whole on every rank from a step's first pass until
+    `reshard`; of a larger one only the layer that computes is whole.
     """
+    keep = 4 * sum(parameter.numel() for parameter in model.parameters()) <= KEEP_BYTES
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
     for name, part in model.named_children():
         for unit in part.children() if name == "layers" else [part]:
-            fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # The root must be known as such before a part of it, such as a critic, runs alone.
     fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            module.set_reshard_after_backward(not keep)
+
+
+def reshard(model: nn.Module) -> None:
+    """Gives up what is whole: from then on parameters are rows, which may be read and changed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local(parameter: Tensor) -> Tensor:
