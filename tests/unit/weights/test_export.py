@@ -149,7 +149,8 @@ def test_the_best_version_is_the_one_that_evaluation_named(run: Run, tmp_path: P
     with pytest.raises(NotFound, match=r"evaluation\.best"):
         chosen(run.directory, the_best=True)
     second = versions(run.directory)[2]
-    run.event("evaluation", job="j", tag="step-2", step=2, best=True, manifest=second.manifest)
+    judged = {"best": True, "value": 0.5, "manifest": second.manifest}
+    run.event("evaluation", job="j", tag="step-2", step=2, **judged)
     run.event("evaluation", job="j", tag="step-3", step=3, best=False, manifest="")
     write(run.directory, tmp_path / "out", None, True)
     _, loaded = load_model(tmp_path / "out")
