@@ -1,0 +1,271 @@
+"""Training without engines: a real mesh of Redis, weight store, core, ranks and hybrids, whose
+groups a test makes from a seed and releases when it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from common.api.weights import Group
+from common.blob import pack
+from common.bulk import BulkClient
+from common.errors import StateUnavailable
+from common.host import SystemHost
+from common.mesh import Mesh
+from common.model.transfer import fetch
+from common.process import SystemChild
+from common.settings import SETTINGS_ENV, MeshSettings
+from common.state import embedded, events, groups, jobs, registry
+from common.state.client import State
+from common.store import put
+from meshrl import bundle, jobfile
+
+ROOT = Path(__file__).parents[2]
+JOB_FILE = Path(__file__).parent / "jobs/digits.toml"
+RANK_MAIN = "services.trainer.rank_main"
+SHARD = "rollout/0"
+STEPS = 20
+GROUPS = 2  # of a step
+MEMBERS = 4
+VOCABULARY = 64
+WITHIN_S = 150.0  # processes start slowly on a machine that others use too
+
+T = TypeVar("T")
+
+
+class ElasticMesh:
+    """Several jobs, one after another, in one mesh."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.host = SystemHost()
+        self.children: dict[str, SystemChild] = {}
+        self.state: State
+        self.mesh: Mesh
+        self.token = 0
+
+    async def open(self) -> None:
+        server = embedded.command(self.directory / "r")
+        self._spawn_as("redis", server.argv)
+        settings = MeshSettings(server.url, str(self.directory), host="here")
+        settings.to_file(self.directory / "settings.json")
+        for _ in range(200):
+            try:
+                self.state = await State.open(server.url, connect_s=1)
+                break
+            except StateUnavailable:
+                await asyncio.sleep(0.05)
+        self.module("weights", "services.weights")
+        self.mesh = await Mesh.open("test", "test", settings)
+        self.mesh.start()
+        self.bulk = BulkClient(self.mesh)
+        entry = registry.Entry(SHARD, "rollout", incarnation=uuid.uuid4().hex)
+        self.token = await registry.register(self.state, entry, 600_000)
+
+    async def close(self) -> None:
+        for child in reversed(self.children.values()):
+            child.kill()
+        for child in self.children.values():
+            await child.wait(5.0)
+        await self.mesh.leave()
+        await self.state.close()
+
+    # -- processes -------------------------------------------------------------------------------
+
+    def module(self, name: str, module: str, *arguments: str) -> SystemChild:
+        return self._spawn_as(name, [sys.executable, "-m", module, *arguments])
+
+    def _spawn_as(self, name: str, argv: list[str]) -> SystemChild:
+        child = self.children[name] = self.host.spawn(
+            argv,
+            name=name,
+            env={
+                SETTINGS_ENV: str(self.directory / "settings.json"),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            },
+            log=self.directory / "logs" / f"{name.replace('/', '-')}.log",
+        )
+        return child
+
+    def kill(self, name: str) -> None:
+        self.children[name].kill()
+
+    def stands_still(self, name: str) -> bool:
+        usage = self.children[name].usage()
+        return usage is not None and usage.state == "T"
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP: it holds what it has, and does nothing."""
+        os.kill(self.children[name].pid, signal.SIGSTOP)
+
+    async def until(
+        self, what: str, look: Callable[[], Awaitable[T | None]], within_s: float = WITHIN_S
+    ) -> T:
+        """What `look` returns, once it returns something that is true."""
+        async with asyncio.timeout(within_s):
+            try:
+                while not (found := await look()):
+                    await asyncio.sleep(0.02)
+                return found
+            except asyncio.CancelledError:
+                raise AssertionError(f"not: {what}\n{self.logs()}") from None
+
+    async def stats(self, name: str) -> dict[str, Any]:
+        """What a live process publishes; nothing of one that is not there."""
+        entry = await registry.lookup(self.state, name)
+        return entry.stats if entry is not None and entry.alive else {}
+
+    def logs(self) -> str:
+        files = sorted((self.directory / "logs").glob("*"))
+        return "\n".join(f"--- {f.name}\n{f.read_text()[-3000:]}" for f in files)
+
+    async def events(self, kind: str) -> list[dict[str, Any]]:
+        return [dict(e.fields) for e in await events.read_all(self.state) if e.kind == kind]
+
+
+class Training:
+    """A job of STEPS steps, whose step n trains the same groups in every run."""
+
+    def __init__(self, elastic: ElasticMesh, job: str, ranks: int = 1) -> None:
+        self.elastic, self.job, self.ranks = elastic, job, ranks
+        self._admitted: list[groups.Admitted] = []
+        self._released = 0
+
+    async def start(self, **settings: Any) -> None:
+        """Returns when the core is ready to train its first step."""
+        elastic = self.elastic
+        values = {
+            "training.ranks": self.ranks,
+            "training.bin_tokens": 40,  # about seven bins a step
+            "training.checkpoint_every": 1,
+            "training.rank_deadline_s": 10.0,
+            "mesh.workers": self.ranks + 1,
+            "budget.steps": STEPS,
+            "algorithm.max_staleness": STEPS,
+        } | {key.replace("__", "."): value for key, value in settings.items()}
+        config, base = jobfile.load(JOB_FILE, [f"{k}={v}" for k, v in values.items()])
+        run_dir = elastic.directory / self.job
+        _, document = bundle.pack(config, base, run_dir)
+        await jobs.submit(elastic.state, self.job, document, str(run_dir), uuid.uuid4().hex)
+        self.start_core()
+        for rank in range(1, self.ranks):
+            self.start_rank(rank)
+        await elastic.until(f"{self.job} has begun", self._begun)
+        await jobs.set_phase(elastic.state, self.job, "training", elastic.token, SHARD)
+        self._admitted = await groups.admit(
+            elastic.state, self.job, SHARD, elastic.token, STEPS * GROUPS, uuid.uuid4().hex
+        )
+        assert len(self._admitted) == STEPS * GROUPS
+
+    def start_core(self) -> None:
+        self._rank_main(f"trainer/{self.job}", "--core", *self._of_ranks(0))
+
+    def start_rank(self, rank: int) -> None:
+        self._rank_main(f"rank/{self.job}/{rank}", "--core", *self._of_ranks(rank))
+
+    def start_hybrid(self, gang: str, module: str = RANK_MAIN) -> None:
+        self._rank_main(f"hybrid/{gang}", gang=gang, module=module)
+
+    def _of_ranks(self, rank: int) -> list[str]:
+        return ["--rank", str(rank), "--ranks", str(self.ranks)]
+
+    def _rank_main(self, name: str, *more: str, gang: str = "g0", module: str = RANK_MAIN) -> None:
+        place = ["--gang", gang, "--job", self.job, "--epoch", "1"]
+        self.elastic.module(name, module, *place, *more)
+
+    async def _begun(self) -> bool:
+        row = await jobs.job(self.elastic.state, self.job)
+        core = await self.elastic.stats(f"trainer/{self.job}")
+        return row.version == 0 and row.phase == "baseline" and core.get("ready") is True
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    async def release(self, steps: int) -> None:
+        """The groups of so many further steps are ready."""
+        elastic = self.elastic
+        start, self._released = self._released, self._released + steps * GROUPS
+        for admitted in self._admitted[start : self._released]:
+            content = pack(group(admitted.group))
+            digest = await put(elastic.mesh, elastic.bulk, content, "a group")
+            await groups.group_ready(
+                elastic.state,
+                self.job,
+                SHARD,
+                elastic.token,
+                admitted.group,
+                digest,
+                len(content),
+                0,
+                0,
+                MEMBERS,
+                uuid.uuid4().hex,
+            )
+
+    async def done(self) -> int:
+        return (await jobs.job(self.elastic.state, self.job)).steps_done
+
+    async def train(self, steps: int) -> None:
+        """Releases so many further steps and waits until they are committed."""
+        await self.release(steps)
+        await self.caught_up()
+
+    async def caught_up(self) -> None:
+        """Until all steps that were released are committed."""
+        wanted = self._released // GROUPS
+
+        async def committed() -> bool:
+            return await self.done() >= wanted
+
+        await self.elastic.until(f"step {wanted} of {self.job}", committed)
+
+    async def hybrid_waits(self, gang: str) -> None:
+        """Until a hybrid has what the next step needs, which waits for groups."""
+        wanted = self._released // GROUPS
+
+        async def there() -> bool:
+            stats = await self.elastic.stats(f"trainer/{self.job}")
+            stage = stats.get("hybrids", {}).get(gang)
+            return stats.get("step") == wanted and stage in ("ready", "active")
+
+        await self.elastic.until(f"{gang} waits for step {wanted + 1}", there)
+
+    async def computed(self) -> set[str]:
+        """Gangs that computed rounds of committed steps."""
+        mine = [s for s in await self.elastic.events("step") if s["job"] == self.job]
+        return {gang for step in mine for gang in step["metrics"]["workers"]}
+
+    async def weights(self) -> dict[str, Tensor]:
+        """Of the current version."""
+        row = await jobs.job(self.elastic.state, self.job)
+        _, weights = await fetch(self.elastic.mesh, self.elastic.bulk, row.manifest)
+        return weights
+
+
+def group(number: int) -> Group:
+    """Four trajectories and their rewards, the same whenever and for whomever it is made."""
+    random = np.random.default_rng(number)
+    lengths = random.integers(12, 40, MEMBERS).astype(np.int32)
+    prompt = 4
+    own = np.concatenate([np.arange(length) >= prompt for length in lengths])
+    noise = 0.1 * random.standard_normal(len(own))
+    return Group(
+        group=number,
+        prompt=number,
+        lengths=lengths,
+        tokens=random.integers(0, VOCABULARY, len(own)).astype(np.int32),
+        logprobs=np.where(own, -np.log(VOCABULARY) + noise, 0.0).astype(np.float32),
+        versions=np.where(own, 0, -1).astype(np.int32),
+        rewards=random.uniform(0.0, 1.0, MEMBERS).astype(np.float32),
+        ends=["done"] * MEMBERS,
+    )

@@ -1,0 +1,116 @@
+"""The weights of a run do not depend on who helped, who left and who died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.api.role import Drain, Role
+from tests.mesh.elastic import STEPS, ElasticMesh, Training
+
+TOLERANCE = 1e-5  # float32 sums of a step in another order, 20 times
+
+
+@pytest.fixture
+async def elastic() -> AsyncIterator[ElasticMesh]:
+    with tempfile.TemporaryDirectory(prefix="e") as made:  # short: the path of a unix socket is
+        mesh = ElasticMesh(Path(made))
+        await mesh.open()
+        try:
+            yield mesh
+        finally:
+            await mesh.close()
+
+
+async def alone(elastic: ElasticMesh) -> dict[str, Tensor]:
+    """What one process makes of the job."""
+    training = Training(elastic, "alone")
+    await training.start()
+    await training.train(STEPS)
+    weights = await training.weights()
+    assert await training.computed() == {"g0"}
+    elastic.kill("trainer/alone")
+    return weights
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weights in expected.items():
+        torch.testing.assert_close(found[name], weights, rtol=0, atol=TOLERANCE, msg=name)
+
+
+async def come_and_go(training: Training) -> None:
+    """STEPS steps, in which hybrids join, leave, and are killed with a round in their hands."""
+    elastic, job = training.elastic, training.job
+    first, second, third = (f"{job}-h{n}" for n in (1, 2, 3))
+    await training.train(2)
+    training.start_hybrid(first, "tests.mesh.still_hybrid")
+    training.start_hybrid(second)
+    await training.hybrid_waits(first)  # it got its weights while no step needed it
+    await training.hybrid_waits(second)
+    steps = 0
+    while not elastic.stands_still(f"hybrid/{first}"):
+        assert steps < 6, "it was never given a round"
+        await training.train(1)
+        steps += 1
+    elastic.kill(f"hybrid/{first}")
+    await training.release(5)
+    training.start_hybrid(third)  # joins while steps run
+    leaving = elastic.mesh.ref(f"hybrid/{second}")
+    await leaving.call(Role.drain, Drain("it is needed elsewhere"))
+    await training.caught_up()
+    await training.hybrid_waits(third)
+    await training.train(STEPS - 7 - steps)
+    assert {"g0", second, third} >= await training.computed() > {"g0"}
+    for gang in (second, third):
+        elastic.kill(f"hybrid/{gang}")
+
+
+@pytest.mark.timeout(600)
+async def test_any_hybrids_at_any_time_leave_the_weights_of_one_process(
+    elastic: ElasticMesh,
+) -> None:
+    expected = await alone(elastic)
+    for ranks in (1, 2):
+        training = Training(elastic, f"ranks{ranks}", ranks)
+        await training.start()
+        await come_and_go(training)
+        assert_alike(await training.weights(), expected)
+        elastic.kill(f"trainer/{training.job}")
+
+
+@pytest.mark.timeout(600)
+async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(elastic: ElasticMesh) -> None:
+    expected = await alone(elastic)
+    training = Training(elastic, "lossy", ranks=2)
+    await training.start()
+    await training.train(3)
+    rank = "rank/lossy/1"
+
+    elastic.kill(rank)
+    await training.release(3)
+    training.start_rank(1)
+    await training.caught_up()
+    killed = await elastic.events("rank_lost")
+    assert len(killed) >= 1 and {lost["job"] for lost in killed} == {"lossy"}
+
+    hung = elastic.children[rank].pid
+    elastic.stop(rank)
+    await training.release(3)
+    await elastic.until("the hung rank is lost", lambda: more_than(elastic, len(killed)), 30.0)
+    training.start_rank(1)  # takes the name when the lease of the hung one has ended
+    await training.caught_up()
+    os.kill(hung, signal.SIGCONT)  # it wakes to find that it is another's name
+    await training.train(STEPS - 9)
+    assert_alike(await training.weights(), expected)
+
+
+async def more_than(elastic: ElasticMesh, count: int) -> bool:
+    return len(await elastic.events("rank_lost")) > count
