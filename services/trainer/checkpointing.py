@@ -18,10 +18,10 @@ from common.errors import MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh
 from common.model.config import ModelConfig
+from common.model.output import write_version
 from common.patience import patiently
 from common.store import STORE
 from services.trainer.compute import SAVE_S, Compute
-from services.trainer.publishing import write_model
 
 
 class Checkpoints:
@@ -96,16 +96,14 @@ class Checkpoints:
         try:
             await self._compute.write(snapshot, scratch / STATE)
             self._enter("writing", request.step)
-            await run(self._write_model, scratch, weights, deadline_s=SAVE_S)
+            arguments = self._data, self._config, weights, scratch, directory
+            await run(write_version, *arguments, deadline_s=SAVE_S)
             await run(_appear, scratch, directory, deadline_s=SAVE_S)
         finally:
             await run(shutil.rmtree, scratch, True, deadline_s=SAVE_S)
         store = self._mesh.ref(STORE)
         await patiently(self._mesh.clock, lambda: store.call(Weights.save, request))
         self.name, self.step = name, request.step
-
-    def _write_model(self, directory: Path, weights: dict[str, Tensor]) -> None:
-        write_model(directory, self._config, weights, self._data)
 
 
 def _appear(scratch: Path, directory: Path) -> None:

@@ -1,8 +1,6 @@
-"""Weights on their way out: versions into the store, checkpoints as directories for other tools."""
+"""Weights on their way out: versions into the store."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from torch import Tensor
 
@@ -10,14 +8,10 @@ from common.api.weights import Fetch, Weights
 from common.bulk import BulkClient
 from common.jobdata import JobData
 from common.mesh import Mesh
-from common.model.config import ModelConfig
-from common.model.hf import save_model
-from common.model.lora import is_adapter, merged, save_adapter
+from common.model.lora import is_adapter
 from common.model.transfer import stage
 from common.patience import patiently
 from common.store import STORE
-
-ADAPTER = "adapter"  # below a checkpoint's directory, in PEFT's layout
 
 
 class Publisher:
@@ -40,15 +34,3 @@ class Publisher:
             )
             weights = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
         return await stage(self._mesh, self._bulk, self._data.id, lineage, version, weights, base)
-
-
-def write_model(
-    directory: Path, config: ModelConfig, weights: dict[str, Tensor], data: JobData
-) -> None:
-    """A directory that `transformers` reads; adapters are merged, and lie beside it for PEFT."""
-    lora = data.config.lora
-    plain = merged(config, weights, lora.scale) if lora.rank else weights
-    save_model(directory, config, plain, data.tokenizer)
-    if lora.rank:
-        base = data.config.model.path or data.config.name
-        save_adapter(directory / ADAPTER, config, weights, lora.alpha, base)

@@ -25,8 +25,7 @@ from common.checkpoints import all_checkpoints, best
 from common.errors import MeshError, NotFound, Refused
 from common.jobdata import JobData
 from common.model.config import ModelConfig
-from common.model.hf import save_model
-from common.model.lora import is_adapter, merged, save_adapter
+from common.model.output import write_version
 from common.model.transfer import tensor_of
 
 COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version
@@ -82,21 +81,9 @@ def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Versio
 
 
 def export(data: JobData, version: Version, out: Path, final: Path) -> None:
-    """Writes config.json, safetensors and tokenizer of a version to `out`, which is to become
-    `final`; for a run with adapters merged, with the adapters in PEFT's layout in `out/adapter`.
-    """
+    """Writes a version to `out`, which is to become `final`; see `write_version`."""
     tensors = _tensors(ChunkStore(data.run_dir / "store"), version.manifest)
-    config, lora = _model_config(data), data.config.lora
-    save_model(out, config, merged(config, tensors, lora.scale), data.tokenizer)
-    adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
-    if not adapters:
-        return
-    if data.config.model.path and not data.config.warm_start.demonstrations:
-        base = data.bundle / data.config.model.path
-    else:  # nobody else has what the adapters were trained on
-        save_model(out / "base", config, tensors, data.tokenizer)
-        base = final / "base"
-    save_adapter(out / "adapter", config, adapters, lora.alpha, str(base))
+    write_version(data, _model_config(data), tensors, out, final)
 
 
 def _tensors(chunks: ChunkStore, manifest: str) -> dict[str, Tensor]:

@@ -1,0 +1,35 @@
+"""A version of a job as a directory that other tools read, wherever it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from common.jobdata import JobData
+from common.model.config import ModelConfig
+from common.model.hf import save_model
+from common.model.lora import is_adapter, merged, save_adapter
+
+ADAPTER, BASE = "adapter", "base"
+
+
+def write_version(
+    data: JobData, config: ModelConfig, tensors: Mapping[str, Tensor], out: Path, final: Path
+) -> None:
+    """Writes config.json, safetensors and tokenizer to `out`, which is to become `final`; for a run
+    with adapters merged, with the adapters in PEFT's layout in `out/adapter`.
+    """
+    lora = data.config.lora
+    save_model(out, config, merged(config, tensors, lora.scale), data.tokenizer)
+    adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
+    if not adapters:
+        return
+    if data.config.model.path and not data.config.warm_start.demonstrations:
+        base = data.bundle / data.config.model.path
+    else:  # nobody else has what the adapters were trained on
+        plain = {name: tensor for name, tensor in tensors.items() if name not in adapters}
+        save_model(out / BASE, config, plain, data.tokenizer)
+        base = final / BASE
+    save_adapter(out / ADAPTER, config, adapters, lora.alpha, str(base))
