@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,9 +23,11 @@ def finished_group(
     prompt: int,
     members: Sequence[Trajectory],
     roles: Sequence[str],
-    expert_shape: Sequence[int],
+    expert_shape: Callable[[], Sequence[int]],
 ) -> Group:
-    """What the trainer gets: `roles` are of the frozen models that have read the members."""
+    """What the trainer gets: `roles` are of the frozen models that have read the members, and
+    `expert_shape` is asked for when engines have noted experts.
+    """
     endings = [t.ending or Ending("failed") for t in members]
     rewards = [np.nan if e.reward is None else e.reward for e in endings]
     experts = laid_out((t.experts, t.length) for t in members)
@@ -40,7 +42,7 @@ def finished_group(
         ends=[e.reason for e in endings],
         **{role: beside(members, role) for role in roles},
         experts=experts,
-        expert_shape=list(expert_shape) if experts.size else [0, 0],
+        expert_shape=list(expert_shape()) if experts.size else [0, 0],
     )
 
 

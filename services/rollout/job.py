@@ -234,8 +234,9 @@ class ShardJob:
         )
 
     async def _hand_in(self, group: int, prompt: int, members: list[Trajectory]) -> None:
-        shape = model_config(self.job).expert_shape
-        message = finished_group(group, prompt, members, self.scorer.roles, shape)
+        message = finished_group(
+            group, prompt, members, self.scorer.roles, lambda: model_config(self.job).expert_shape
+        )
         await hand_in(self.mesh, self.bulk, self.job.id, message)
 
     # -- trajectories ----------------------------------------------------------------------------
