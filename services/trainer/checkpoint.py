@@ -5,6 +5,7 @@ safetensors, so that one number of ranks can load what another wrote, and nothin
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+
+from common.errors import StorageFull
 
 
 def save_state(
@@ -28,7 +32,7 @@ def save_state(
     """
     path.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-    with _alone_is_fine():
+    with _alone_is_fine(), _errors_named():
         saver.save(dict(state), storage_writer=writer, process_group=group, no_dist=group is None)
     for file in [*path.iterdir(), path]:
         _sync(file)
@@ -39,8 +43,22 @@ def load_state(
 ) -> None:
     """Fills the tensors of `state` in place from what any number of ranks wrote."""
     reader = HuggingFaceStorageReader(str(path))
-    with _alone_is_fine():
+    with _alone_is_fine(), _errors_named():
         loader.load(dict(state), storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextlib.contextmanager
+def _errors_named() -> Iterator[None]:
+    """What goes wrong as a StorageFull or an OSError: torch's own is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        if isinstance(first, OSError) and first.errno == errno.ENOSPC:
+            raise StorageFull(
+                "no room for a checkpoint", fix="free some; it is tried again"
+            ) from error
+        raise OSError(f"a checkpoint cannot be written or read: {first}") from error
 
 
 @contextlib.contextmanager

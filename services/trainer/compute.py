@@ -15,6 +15,7 @@ from torch import Tensor
 from common.mesh import Mesh
 from services.trainer import checkpoint
 from services.trainer.batching import Bin
+from services.trainer.kept import KeptGradients
 from services.trainer.learner import Learner
 from services.trainer.stats import BinStats
 
@@ -76,9 +77,7 @@ class LocalCompute:
 
     def __init__(self, mesh: Mesh, learner: Learner) -> None:
         self._mesh, self.learner = mesh, learner
-        self._sum: Tensor | None = None
-        self._added = 0  # rounds that are in the sum
-        self._kept: dict[int, Tensor] = {}  # those that came before their turn
+        self._kept = KeptGradients()
         self._busy = asyncio.Lock()  # one piece of arithmetic at a time
 
     @property
@@ -93,32 +92,24 @@ class LocalCompute:
             await self._run(self.learner.load_weights, weights)
 
     async def begin(self) -> None:
-        self._sum, self._added = None, 0
-        self._kept.clear()
+        self._kept = KeptGradients()
 
     async def compute(self, index: int, round: Round) -> BinStats:
-        (bin,) = round
+        (bin,), kept = round, self._kept
         async with self._busy:
             gradient, stats = await self._run(self.learner.gradient, bin)
         assert isinstance(stats, BinStats)
-        self._add(index, gradient)
+        await self._run(kept.keep, index, gradient)
         return stats
 
     async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
-        self._add(index, torch.from_numpy(np.array(gradient)))
-
-    def _add(self, index: int, gradient: Tensor) -> None:
-        """In the order of rounds, because float addition has one."""
-        self._kept[index] = gradient
-        while (following := self._kept.pop(self._added, None)) is not None:
-            self._sum = following if self._sum is None else self._sum.add_(following)
-            self._added += 1
+        there = torch.from_numpy(np.array(gradient)).to(self.learner.device)
+        await self._run(self._kept.keep, index, there)
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
-        if self._sum is None or self._added != rounds:
-            raise ValueError(f"{self._added} of {rounds} rounds are there")
+        total = self._kept.total(rounds)
         async with self._busy:
-            norm: float = await self._run(self.learner.apply, self._sum, denominator, lr_factor)
+            norm: float = await self._run(self.learner.apply, total, denominator, lr_factor)
         await self.begin()
         return norm
 

@@ -25,8 +25,8 @@ LOOK_S = 5.0  # how long the core waits for rounds before it looks again
 class StepWork:
     """The rounds of the update that is being computed."""
 
-    def __init__(self, step: int, manifest: str) -> None:
-        self.step, self.manifest = step, manifest
+    def __init__(self, step: int, manifest: str, epoch: str) -> None:
+        self.step, self.manifest, self.epoch = step, manifest, epoch
         self.board = RoundBoard()
         self.rounds: list[Round] = []
         self.stats: dict[int, BinStats] = {}
@@ -47,6 +47,7 @@ class Gradients:
         self._offered = asyncio.Event()  # there may be a round for a hybrid
         self._progress = asyncio.Event()  # something to look at for the core
         self._round_s = 0.0  # moving average of a round's time
+        self._begun = 0  # updates, repeated ones among them: a result counts in its own alone
         self.hybrids = Membership()
         self._current = 0, ""  # version, and the manifest of its weights
 
@@ -95,7 +96,7 @@ class Gradients:
         return RoundLease(
             step=version + 1,
             version=version,
-            epoch=self._mesh.incarnation,
+            epoch=work.epoch if work is not None else "",
             index=-1 if index is None else index,
             manifest=wanted,
             bins=bins,
@@ -117,21 +118,27 @@ class Gradients:
         """
         self.hybrids.gives(result.gang, result.generation, self._mesh.clock.monotonic())
         work = self._work
-        key = result.step, result.epoch, result.manifest
-        if work is None or key != (work.step, self._mesh.incarnation, work.manifest):
+        if work is None or result.epoch != work.epoch:
             return False
         if result.gradient.shape != (self._compute.size,) or result.gradient.dtype != np.float32:
             raise BadMessage(
                 f"a gradient of {result.gradient.shape} for a model of {self._compute.size}"
             )
         stats = BinStats(**result.stats)
-        counted = work.board.done(result.index)
-        if counted:
-            work.stats[result.index] = stats
-            await self._compute.keep(result.index, result.gradient)
         self._spent(result.gang, result.busy_s)
-        self._progress.set()
-        return counted
+        if not work.board.claim(result.index):
+            return False
+        try:
+            await self._compute.keep(result.index, result.gradient)
+        except BaseException:
+            work.board.disclaim(result.index)
+            raise
+        else:
+            work.stats[result.index] = stats
+            return work.board.done(result.index)
+        finally:
+            self._offered.set()
+            self._progress.set()
 
     # -- the core --------------------------------------------------------------------------------
 
@@ -149,7 +156,8 @@ class Gradients:
         await self._compute.begin()
         for silent in self.hybrids.silent(self._mesh.clock.monotonic()):
             self._free(silent)
-        self._work = StepWork(step, manifest)
+        self._begun += 1
+        self._work = StepWork(step, manifest, f"{self._mesh.incarnation}/{self._begun}")
         self._offered.set()  # hybrids fetch the weights while rounds are still to come
 
     def offer(self, rounds: Sequence[Round]) -> None:
@@ -193,6 +201,7 @@ class Gradients:
         self.costs.learn(max(lengths, key=self.costs.cost().of), took)  # the others wait for it
         if work.board.done(index):
             work.stats[index] = stats
+            self._offered.set()
 
     def _spent(self, gang: str, seconds: float) -> None:
         self.busy_s[gang] = self.busy_s.get(gang, 0.0) + seconds

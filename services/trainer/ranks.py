@@ -25,6 +25,7 @@ from common.model.decoder import Decoder
 from services.trainer import critic, lora
 from services.trainer.algorithms import algorithm
 from services.trainer.batching import Bin
+from services.trainer.kept import KeptGradients
 from services.trainer.learner import Learner
 from services.trainer.sharding import cut, gather, group_of, local, reshard, scatter, shard
 from services.trainer.stats import BinStats
@@ -178,27 +179,6 @@ class ShardedLearner(Learner):
         parts = name.split(".")
         names = (".".join(parts[i:]) for i in range(len(parts)))
         return next((self._shapes[name] for name in names if name in self._shapes), None)
-
-
-class KeptGradients:
-    """Gradients of rounds, added in the order of rounds, because float addition has one."""
-
-    def __init__(self) -> None:
-        self._sum: Tensor | None = None
-        self._added = 0
-        self._waiting: dict[int, Tensor] = {}  # for their turn
-
-    def keep(self, index: int, gradient: Tensor) -> None:
-        self._waiting[index] = gradient
-        while (following := self._waiting.pop(self._added, None)) is not None:
-            self._sum = following if self._sum is None else self._sum.add_(following)
-            self._added += 1
-
-    def total(self, rounds: int) -> Tensor:
-        """The sum of rounds 0 .. rounds - 1; Refused if one of them is missing."""
-        if self._sum is None or self._added != rounds:
-            raise Refused(f"{self._added} of {rounds} rounds are there", where="trainer")
-        return self._sum
 
 
 def filler(like: Bin) -> Bin:

@@ -183,7 +183,7 @@ async def both(feeding: Awaitable[None], computing: Awaitable[BinStats]) -> BinS
     tasks = asyncio.ensure_future(feeding), asyncio.ensure_future(computing)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
+        for task in reversed(tasks):  # what feeding says of a computation that failed is no news
             if task.done():
                 task.result()
         return await tasks[1]

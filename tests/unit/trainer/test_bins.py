@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.bins import RoundBoard
+from services.trainer.bins import AHEAD, RoundBoard
 
 
 def board_of(count: int) -> RoundBoard:
@@ -39,6 +39,29 @@ def test_what_a_hybrid_had_is_free_when_it_leaves() -> None:
     assert board.lease("g1", until=5.0) == 0
     assert board.release("g1") and not board.release("g1")
     assert board.lease("g2", until=5.0) == 0
+
+
+def test_a_late_round_goes_before_new_ones_and_nobody_runs_far_ahead_of_it() -> None:
+    board = RoundBoard()
+    board.grow(50)
+    assert board.lease("silent", until=5.0) == 0
+    taken = []
+    while (index := board.take(now=1.0)) is not None:
+        taken.append(index)
+        board.done(index)
+    assert taken == list(range(1, AHEAD)) and board.lease("g2", until=9.0) is None
+    assert board.take(now=5.0) == 0
+    board.done(0)
+    assert board.take(now=5.0) == AHEAD
+
+
+def test_a_result_that_cannot_be_kept_is_computed_again() -> None:
+    board = board_of(1)
+    assert board.lease("g1", until=5.0) == 0
+    assert board.claim(0) and not board.claim(0) and not board.complete
+    assert board.take(now=9.0) is None
+    board.disclaim(0)
+    assert board.take(now=1.0) == 0 and board.done(0) and board.complete
 
 
 def test_nothing_is_complete_before_the_last_round_is_known() -> None:

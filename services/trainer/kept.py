@@ -1,0 +1,37 @@
+"""Gradients of rounds, on their way into one sum."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.errors import Refused
+
+
+class KeptGradients:
+    """Added in the order of rounds, because float addition has one.
+
+    Threads may share it without a lock: who takes a gradient out of what waits adds it, and nobody
+    finds the next one before that is done.
+    """
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._added = 0
+        self._first: dict[int, object] = {}  # which call brought a round first
+        self._waiting: dict[int, Tensor] = {}  # for their turn
+
+    def keep(self, index: int, gradient: Tensor) -> None:
+        """A round's gradient; that of a round which is there already changes nothing."""
+        call = object()
+        if self._first.setdefault(index, call) is not call:
+            return
+        self._waiting[index] = gradient
+        while (following := self._waiting.pop(self._added, None)) is not None:
+            self._sum = following if self._sum is None else self._sum.add_(following)
+            self._added += 1
+
+    def total(self, rounds: int) -> Tensor:
+        """The sum of rounds 0 .. rounds - 1; Refused if one of them is missing."""
+        if self._sum is None or self._added != rounds:
+            raise Refused(f"{self._added} of {rounds} rounds are there", where="trainer")
+        return self._sum
