@@ -172,6 +172,10 @@ class Learner:
         return float(gradient.norm())
 
     @property
+    def device(self) -> torch.device:
+        return self._parameters[0].device
+
+    @property
     def _passing(self) -> Decoder:
         """The model that passes run on."""
         return self.model if self._copy is None else self._copy.model
