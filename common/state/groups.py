@@ -137,6 +137,16 @@ async def group_filtered(
     await _returned(state, job, trainer, token, group, "filtered", op_id, "filtered", "filtered")
 
 
+async def group_stale(
+    state: State, job: str, trainer: str, token: int, group: int, op_id: str
+) -> None:
+    """The trainer leased a group whose tokens are staler than its row says: admission and prompt
+    return; counts `stale_requeued`.
+    """
+    fate = "stale", op_id, "stale_requeued", "stale"
+    await _returned(state, job, trainer, token, group, *fate, requeue=True)
+
+
 async def open_groups(state: State, job: str, shard: str) -> list[Admitted]:
     """What the shard has to finish, oldest first; its predecessor's groups are among them."""
     return _admitted(await state.run("open_groups", [job_prefix(job)], {"shard": shard}))

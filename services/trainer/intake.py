@@ -16,6 +16,7 @@ from common.state.groups import (
     Leased,
     group_filtered,
     group_requeued,
+    group_stale,
     lease_groups,
 )
 from common.store import get
@@ -46,9 +47,9 @@ class Intake:
             fresh = [row for row in leased.groups if row.group not in given]
             for row, group in zip(fresh, await self.contents(fresh), strict=True):
                 if group is None:
-                    await self._give_back(row, "poisoned")
+                    await self._poisoned(row)
                 elif stale(group):
-                    await self._give_back(row, "stale")
+                    await self._stale(row)
                 elif await self._mesh.host.run_blocking(replaced, group, deadline_s=LOOK_S):
                     await self._filter(row)
                 else:
@@ -79,8 +80,8 @@ class Intake:
             lambda: lease_groups(mesh.state, self._job, mesh.name, mesh.token, step),
         )
 
-    async def _give_back(self, row: GroupRow, reason: str) -> None:
-        mesh = self._mesh
+    async def _poisoned(self, row: GroupRow) -> None:
+        mesh, reason = self._mesh, "poisoned"
         mesh.telemetry.log.error("group given back", group=row.group, reason=reason)
         operation = f"{reason}-{row.group}"
         await patiently(
@@ -88,6 +89,15 @@ class Intake:
             lambda: group_requeued(
                 mesh.state, self._job, mesh.name, mesh.token, row.group, reason, operation
             ),
+        )
+
+    async def _stale(self, row: GroupRow) -> None:
+        mesh = self._mesh
+        mesh.telemetry.log.error("group is staler than its row", group=row.group)
+        operation = f"stale-{row.group}"
+        await patiently(
+            mesh.clock,
+            lambda: group_stale(mesh.state, self._job, mesh.name, mesh.token, row.group, operation),
         )
 
     async def _filter(self, row: GroupRow) -> None:

@@ -14,6 +14,12 @@ give_back(a.group, row, a.requeue)
 local failed = a.counter == 'filtered' and row.samples - row.scored or 0
 count(a.counter, row.samples - failed)
 count('typed_drops', failed)
+if a.kind == 'stale' then
+  event('stale', {job = a.job, version = tonumber(redis.call('HGET', JOB .. ':job', 'version')),
+    groups = {{group = a.group, prompt = tonumber(row.prompt), samples = tonumber(row.samples),
+      min_version = tonumber(row.min_version)}}})
+  return done({returned = true})
+end
 event(a.kind, {job = a.job, group = a.group, prompt = tonumber(row.prompt),
   samples = row.samples - failed, failed = failed, reason = a.reason, by = a.name})
 return done({returned = true})

@@ -51,9 +51,10 @@ class Rollout:
             )
         return [one.group for one in opened]
 
-    async def taken(self, refill: Refill) -> list[Group]:
+    async def taken(self, refill: Refill, *stale_ones: int) -> list[Group]:
         def stale(group: Group) -> bool:
-            return staleness(group, 0) > CONFIG.algorithm.max_staleness
+            lag = staleness(group, 0)
+            return lag > CONFIG.algorithm.max_staleness or group.group in stale_ones
 
         found = self.intake.groups(1, stale, refill.replaces)
         return [group async for group in found]
@@ -146,3 +147,17 @@ async def test_a_garbled_group_goes_back_to_the_cursor_and_another_comes(rollout
         (another,) = await rollout.finish([0.0, 1.0])
         assert [one.group for one in await taking] == [good, another]
     assert (await rollout.account())["lost"] == 0
+
+
+async def test_tokens_that_are_staler_than_their_row_says_go_back_as_stale(
+    rollout: Rollout,
+) -> None:
+    stale, good = await rollout.finish([1.0, 0.0], [1.0, 0.0])
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG), stale))
+    async with asyncio.timeout(20):
+        while not (await rollout.account())["stale_requeued"]:
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [good, another]
+    account = await rollout.account()
+    assert (account["stale_requeued"], account["host_lost"], account["lost"]) == (2, 0, 0)
