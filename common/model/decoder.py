@@ -1,9 +1,10 @@
 """The one model definition, for training and for generating: a Llama, Qwen or Mixtral decoder,
 dense or with a mixture of experts (`moe.py`).
 
-It differs from the textbook in two ways. Attention is passed in, so the model knows nothing of
-packing, caches or parallelism. Query, key and value projections are one matrix, gate and up
-projections another (rows in that order), because a small model spends its time in dispatch.
+It differs from the textbook in two ways. Attention is passed in, and what lies between products may
+be, so the model knows nothing of packing, caches, parallelism or processors. Query, key and value
+projections are one matrix, gate and up projections another (rows in that order), because a small
+model spends its time in dispatch.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, linear
 
 from common.model.attention import Attention
 from common.model.config import ModelConfig
 from common.model.moe import Experts, Routed, Routing
+from common.model.pointwise import PLAIN, Pointwise
 
 if TYPE_CHECKING:
     from common.model.lora import Adapters
@@ -41,6 +43,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.pointwise: Pointwise = PLAIN
         d, vocab = config.hidden_size, config.vocab_size
         self.embedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
         self._sparse = frozenset(config.sparse_layers)
@@ -53,6 +56,12 @@ class Decoder(nn.Module):
             self.unembedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
         table = rope_table(config, max_positions or config.max_positions)
         self.register_buffer("rope", table.to(dtype), persistent=False)
+
+    def use(self, pointwise: Pointwise) -> None:
+        """From now on all of its parts compute with these operators."""
+        for part in self.modules():
+            if isinstance(part, Decoder | Layer | Experts):
+                part.pointwise = pointwise
 
     def forward(
         self,
@@ -82,7 +91,7 @@ class Decoder(nn.Module):
             routing.experts = torch.stack([told.experts for told in routed], -2)
             losses = torch.stack([told.balance for told in routed])
             routing.balance = losses.mean() * self.config.balance_coefficient
-        return normed(hidden, self.final_norm, self.config.norm_eps)
+        return self.pointwise.normed(hidden, self.final_norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., vocab_size] of hidden states [.., hidden_size]."""
@@ -110,6 +119,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
+        self.pointwise: Pointwise = PLAIN
         d, width = config.hidden_size, config.head_dim
         queries, keys = config.heads * width, config.kv_heads * width
 
@@ -137,25 +147,21 @@ class Layer(nn.Module):
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
     ) -> Tensor:
         hidden = self.attend(hidden, cos, sin, index, attention)
-        x = normed(hidden, self.mlp_norm, self.config.norm_eps)
-        gate, up = self._projected("gate_up", x).chunk(2, -1)
-        return hidden + self._projected("down", silu(gate) * up)
+        x = self.pointwise.normed(hidden, self.mlp_norm, self.config.norm_eps)
+        x = self.pointwise.swiglu(self._projected("gate_up", x))
+        return hidden + self._projected("down", x)
 
     def attend(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
     ) -> Tensor:
         """The residual stream with what attention adds."""
-        c = self.config
-        queries, keys = c.heads, c.kv_heads
-        heads = self._projected("qkv", normed(hidden, self.attention_norm, c.norm_eps))
-        heads = torch.unflatten(heads, -1, (queries + 2 * keys, c.head_dim))
-        qk, v = heads.split_with_sizes((queries + keys, keys), -2)
+        c, pointwise = self.config, self.pointwise
+        x = pointwise.normed(hidden, self.attention_norm, c.norm_eps)
+        norms = None
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = qk.split_with_sizes((queries, keys), -2)
-            q = normed(q, self.query_norm, c.norm_eps)
-            k = normed(k, self.key_norm, c.norm_eps)
-            qk = torch.cat((q, k), -2)
-        q, k = rotate(qk, cos, sin).split_with_sizes((queries, keys), -2)
+            norms = self.query_norm, self.key_norm
+        counts = c.heads, c.kv_heads
+        q, k, v = pointwise.heads(self._projected("qkv", x), cos, sin, counts, norms, c.norm_eps)
         mixed = attention(index, q, k, v).flatten(-2)
         return hidden + self._projected("output", mixed)
 
@@ -182,19 +188,9 @@ class SparseLayer(Layer):
         counted: Tensor | None = None,
     ) -> tuple[Tensor, Routed]:
         hidden = self.attend(hidden, cos, sin, index, attention)
-        x = normed(hidden, self.mlp_norm, self.config.norm_eps)
+        x = self.pointwise.normed(hidden, self.mlp_norm, self.config.norm_eps)
         added, routed = self.experts(x, experts, counted)
         return hidden + added, routed
-
-
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension."""
-    return torch.rms_norm(x, weight.shape, weight, eps)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of halves (a, b) -> (a cos - b sin, b cos + a sin); `sin` is signed."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rope_table(config: ModelConfig, positions: int) -> Tensor:

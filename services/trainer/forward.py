@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from common.model.decoder import Decoder
 from common.model.moe import Routing
+from common.model.pointwise import PLAIN
 from kernels.ops.linear_logprob import linear_logprob
 from kernels.packing import padded_places
+from kernels.pointwise import Fused
 from kernels.varlen import VarlenAttention
 from services.trainer.batching import Bin
 
@@ -61,6 +63,11 @@ def forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> Outputs:
     sequence = there(np.searchsorted(bin.starts[1:], trained, side="right"))
     aux_loss = routing.balance if routing is not None else None
     return Outputs(places, sequence, hidden, logprobs, entropy, aux_loss)
+
+
+def fuse(model: Decoder) -> None:
+    """What lies between the model's products is fused where that can be: float32 on a CPU."""
+    model.use(Fused(PLAIN))
 
 
 def checkpoint_layers(model: Decoder) -> None:

@@ -24,7 +24,7 @@ from services.trainer.algorithms.objective import objective
 from services.trainer.algorithms.terms import Terms
 from services.trainer.batching import Bin
 from services.trainer.checkpoint import load_state
-from services.trainer.forward import Outputs, forward
+from services.trainer.forward import Outputs, forward, fuse
 from services.trainer.optimizers import Optimizer
 from services.trainer.precision import WorkingCopy
 from services.trainer.stats import BinStats, describe, describe_values
@@ -48,6 +48,7 @@ class Learner:
         self._critic = algorithm(algorithm_config.name).critic
         if self._critic:
             critic.attach(model)
+        fuse(model)
         self._temperature = temperature
         self._dtype = dtype
         self._rates = optimizer

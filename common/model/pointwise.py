@@ -1,0 +1,74 @@
+"""What a decoder does to numbers, heads and tokens one by one, between its matrix products: as it
+asks for it, and in PyTorch's own operators. Fused ones for a CPU are in `kernels/pointwise.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+class Pointwise(Protocol):
+    """Shapes [..] are any, the same in all tensors of a call."""
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of x [.., n] over its last dimension."""
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
+
+    def heads(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        counts: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [.., heads, width], keys and values [.., kv_heads, width] of projections
+        [.., (heads + 2 kv_heads) width].
+
+        Queries and keys are normed, if weights for them are given, and rotated by `cos` and `sin`
+        [.., 1, width]; `counts` are heads and kv_heads.
+        """
+
+
+class Plain:
+    """On every device and in every type."""
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.rms_norm(x, weight.shape, weight, eps)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate) * up
+
+    def heads(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        counts: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys = counts
+        each = torch.unflatten(qkv, -1, (queries + 2 * keys, cos.shape[-1]))
+        qk, v = each.split_with_sizes((queries + keys, keys), -2)
+        if norms is not None:
+            parts = zip(qk.split_with_sizes(counts, -2), norms, strict=True)
+            qk = torch.cat([self.normed(part, weight, eps) for part, weight in parts], -2)
+        q, k = rotate(qk, cos, sin).split_with_sizes(counts, -2)
+        return q, k, v
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of halves (a, b) -> (a cos - b sin, b cos + a sin); `sin` is signed."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+PLAIN = Plain()

@@ -1,0 +1,215 @@
+"""What a decoder does between its matrix products, forward and backward, each in one pass over
+memory: csrc/pointwise.cpp, for float32 on a CPU.
+
+PyTorch runs such arithmetic as a chain of operators, each of which reads and writes whole tensors:
+a third of a small model's training step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.build import library
+from kernels.ops.dispatch import notice
+
+POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SWIGLU = [SIZE, SIZE, POINTER]  # rows, size, result
+# cosines, sines, their stride, norms' weights, tokens, heads, kv_heads, width
+_HEADS = [POINTER, POINTER, SIZE, POINTER, POINTER, *[SIZE] * 4]
+SIGNATURES: dict[str, list[Any]] = {
+    "pointwise_swiglu": [POINTER, *_SWIGLU],
+    "pointwise_swiglu_backward": [POINTER, POINTER, *_SWIGLU],
+    "pointwise_norm": [POINTER, POINTER, SIZE, SIZE, FLOAT, POINTER, POINTER],
+    "pointwise_norm_backward": [*[POINTER] * 4, SIZE, SIZE, *[POINTER] * 3],
+    "pointwise_heads": [POINTER, *_HEADS, FLOAT, *[POINTER] * 4],
+    "pointwise_heads_backward": [POINTER, *_HEADS, *[POINTER] * 8],
+}
+Norms = tuple[Tensor, Tensor] | None
+
+
+class Operators(Protocol):
+    """As `common.model.pointwise.Pointwise`."""
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor: ...
+
+    def heads(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        counts: tuple[int, int],
+        norms: Norms,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Fused:
+    """Computes what `plain` does, to float32's rounding; asks it for tensors of another type or
+    device, and for all of them where there is no compiler.
+    """
+
+    def __init__(self, plain: Operators) -> None:
+        self._plain = plain
+
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not _takes(x, weight):
+            return self._plain.normed(x, weight, eps)
+        out: Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return out
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        if not _takes(gate_up):
+            return self._plain.swiglu(gate_up)
+        out: Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
+        return out
+
+    def heads(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        counts: tuple[int, int],
+        norms: Norms,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        fits = cos.shape == sin.shape == (*qkv.shape[:-1], 1, cos.shape[-1])
+        if not fits or not _takes(qkv, cos, sin, *(norms or ())):
+            return self._plain.heads(qkv, cos, sin, counts, norms, eps)
+        weights = norms or (None, None)
+        q, k, v = _Heads.apply(qkv, cos, sin, *weights, counts, eps)  # type: ignore[no-untyped-call]
+        return q, k, v
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        out, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1])
+        _call("pointwise_norm", x, weight, inverse.numel(), x.shape[-1], eps, out, inverse)
+        ctx.save_for_backward(x, weight, inverse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        made = [
+            torch.empty_like(tensor) if wanted else None
+            for tensor, wanted in zip((x, weight), ctx.needs_input_grad, strict=False)
+        ]
+        arguments = x, weight, inverse, slope.contiguous(), inverse.numel(), x.shape[-1]
+        _call("pointwise_norm_backward", *arguments, *made, torch.empty_like(weight))
+        return *made, None
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        _call("pointwise_swiglu", gate_up, *_rows(out), out)
+        ctx.save_for_backward(gate_up)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        made = torch.empty_like(gate_up)
+        _call("pointwise_swiglu_backward", gate_up, slope.contiguous(), *_rows(slope), made)
+        return made
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        counts: tuple[int, int],
+        eps: float,
+    ) -> tuple[Tensor, ...]:
+        qkv, cos, sin = qkv.contiguous(), _table(cos), _table(sin)
+        if cos.stride(0) != sin.stride(0):
+            cos, sin = cos.contiguous(), sin.contiguous()
+        before, width = qkv.shape[:-1], cos.shape[-1]
+        heads, kv_heads = counts
+        shape = heads, kv_heads, width
+        made = [qkv.new_empty(*before, count, width) for count in (heads, kv_heads, kv_heads)]
+        normed = query_norm is not None
+        inverse = qkv.new_empty(*before, heads + kv_heads) if normed else None
+        arguments = cos, sin, cos.stride(0), query_norm, key_norm, len(cos), *shape
+        _call("pointwise_heads", qkv, *arguments, eps, *made, inverse)
+        kept = qkv if normed else None  # rotations have no use for it
+        ctx.save_for_backward(kept, cos, sin, query_norm, key_norm, inverse)
+        ctx.shape = shape
+        return tuple(made)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, cos, sin, query_norm, key_norm, inverse = ctx.saved_tensors
+        heads, kv_heads, width = ctx.shape
+        arriving = [slope.contiguous() for slope in slopes]
+        made = slopes[0].new_empty(*slopes[0].shape[:-2], (heads + 2 * kv_heads) * width)
+        norm_slopes = [
+            torch.empty_like(norm) if norm is not None and wanted else None
+            for norm, wanted in zip((query_norm, key_norm), ctx.needs_input_grad[3:5], strict=True)
+        ]
+        arguments = cos, sin, cos.stride(0), query_norm, key_norm, len(cos), *ctx.shape
+        room = made.new_empty(2, width)
+        _call(
+            "pointwise_heads_backward",
+            *(qkv, *arguments, inverse, *arriving, made, *norm_slopes, room),
+        )
+        return made, None, None, *norm_slopes, None, None
+
+
+def _rows(tensor: Tensor) -> tuple[int, int]:
+    return tensor.shape[:-1].numel(), tensor.shape[-1]
+
+
+def _table(angles: Tensor) -> Tensor:
+    """[n, width] of [.., 1, width], numbers beside each other."""
+    rows = angles.reshape(-1, angles.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _takes(*tensors: Tensor) -> bool:
+    """Whether all are plain float32 tensors of the host's memory, and there is a library."""
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            return False
+        if type(tensor) not in (Tensor, torch.nn.Parameter):  # a DTensor's memory is not its own
+            return False
+    return _functions() is not None
+
+
+@cache
+def _functions() -> ctypes.CDLL | None:
+    """The library, built on first use; None, which is noted, if it cannot be."""
+    built = library("pointwise")
+    if built.path is None:
+        notice("cpu", built.reason)
+        return None
+    loaded = built.load()
+    for name, arguments in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
+
+
+def _call(name: str, *arguments: Tensor | float | None) -> None:
+    plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+    getattr(_functions(), name)(*plain)

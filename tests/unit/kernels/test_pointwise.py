@@ -1,0 +1,219 @@
+"""Fused operators give what PyTorch's give in float64, gradients included, for all shapes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels.pointwise as pointwise
+from common.model.pointwise import PLAIN
+from kernels.build import library
+from kernels.pointwise import Fused
+
+EPS = 1e-6
+FUSED = Fused(PLAIN)
+CLOSE = 4e-6  # of the largest number of a result: some dozens of float32's roundings
+native = pytest.mark.skipif(library("pointwise").path is None, reason="no compiler")
+
+
+class Refusing:
+    """What a fused operator must not need."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} went the plain way")
+
+
+def drawn(*shape, seed=0, spread=2.0):
+    generator = torch.Generator().manual_seed(seed)
+    return spread * torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+def angles(*before, width):
+    turned = drawn(*before, 1, width, seed=9)
+    return turned.cos(), turned.sin()  # a table of our own repeats its halves: none is assumed to
+
+
+def results(compute, inputs, dtype):
+    """What `compute` gives, and the gradients of a fixed sum of it by all inputs."""
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+    outs = compute(*leaves)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    slopes = [drawn(*out.shape, seed=20 + i).to(out) for i, out in enumerate(outs)]
+    slopes_in = torch.autograd.grad(outs, leaves, slopes)
+    return [tensor.detach() for tensor in (*outs, *slopes_in)]
+
+
+def check(compute, *inputs):
+    """`compute(operators, *inputs)`, fused in float32 and plain in float64. Where terms cancel,
+    float32 has few digits whoever adds them: the error may be some times PyTorch's own in it.
+    """
+    kinds = (Fused(Refusing()), torch.float32), (PLAIN, torch.float32), (PLAIN, torch.float64)
+    runs = [results(lambda *x, o=o: compute(o, *x), inputs, dtype) for o, dtype in kinds]
+    for found, usual, exact in zip(*runs, strict=True):
+        assert found.shape == exact.shape and found.dtype == torch.float32
+        if not exact.numel():
+            continue
+        allowed = CLOSE * exact.abs().max() + 4 * (usual.double() - exact).abs().max()
+        error = (found.double() - exact).abs().max()
+        assert error <= allowed, f"{error} of {allowed}"
+    return runs[0]
+
+
+def heads_of(operators, counts, cos, sin):
+    def compute(qkv, *norms):
+        there = cos.to(qkv), sin.to(qkv)
+        return operators.heads(qkv, *there, counts, norms or None, EPS)
+
+    return compute
+
+
+def check_heads(rows, counts, width, normed):
+    heads, kv_heads = counts
+    cos, sin = angles(rows, width=width)
+    norms = (drawn(width, seed=1), drawn(width, seed=2)) if normed else ()
+    qkv = drawn(rows, (heads + 2 * kv_heads) * width)
+    return check(
+        lambda operators, *inputs: heads_of(operators, counts, cos, sin)(*inputs), qkv, *norms
+    )
+
+
+@native
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 70), st.integers(1, 150))
+def test_swiglu(rows, size):
+    check(lambda operators, x: operators.swiglu(x), drawn(rows, 2 * size, spread=4.0))
+
+
+@native
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 140), st.integers(1, 150))
+def test_norms(rows, size):
+    check(lambda o, x, weight: o.normed(x, weight, EPS), drawn(rows, size), drawn(size, seed=1))
+
+
+@native
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 70),
+    st.sampled_from([(1, 1), (3, 1), (4, 2)]),
+    st.sampled_from([2, 6, 16, 32, 48, 64, 96, 128]),
+    st.booleans(),
+)
+def test_heads(rows, counts, width, normed):
+    check_heads(rows, counts, width, normed)
+
+
+@native
+def test_any_leading_shape():
+    check(lambda o, x: o.swiglu(x), drawn(3, 5, 24))
+    check(lambda o, x, w: o.normed(x, w, EPS), drawn(3, 5, 24), drawn(24, seed=1))
+    cos, sin = angles(3, 5, width=16)
+    check(lambda o, x: heads_of(o, (2, 1), cos, sin)(x), drawn(3, 5, 64))
+
+
+@native
+def test_a_weight_that_thousands_of_rows_share_keeps_its_digits():
+    x, slope = drawn(20_000, 16) + 1.0, torch.ones(20_000, 16, dtype=torch.float64)
+    found = []
+    for operators, dtype in ((FUSED, torch.float32), (PLAIN, torch.float64)):
+        weight = torch.ones(16, dtype=dtype, requires_grad=True)
+        operators.normed(x.to(dtype), weight, EPS).backward(slope.to(dtype))
+        found.append(weight.grad.double())
+    torch.testing.assert_close(*found, rtol=2e-6, atol=0)
+
+
+@native
+def test_what_is_not_contiguous_is_read_where_it_lies():
+    wide = drawn(7, 100).float()
+    part = wide[:, ::2]
+    assert torch.equal(FUSED.swiglu(part), FUSED.swiglu(part.contiguous()))
+    weight = drawn(50).float()
+    assert torch.equal(FUSED.normed(part, weight, EPS), FUSED.normed(part.clone(), weight, EPS))
+    table = torch.cat(angles(7, width=10), 1).float()  # cosines and sines of a token together
+    cos, sin = table[:, :1], table[:, 1:]
+    together = FUSED.heads(part, cos, sin, (3, 1), None, EPS)
+    apart = FUSED.heads(part.clone(), cos.clone(), sin.clone(), (3, 1), None, EPS)
+    mixed = FUSED.heads(part, cos, sin.clone(), (3, 1), None, EPS)
+    for one, *others in zip(together, apart, mixed, strict=True):
+        assert all(torch.equal(one, other) for other in others)
+
+
+@native
+def test_gradients_that_reach_only_some_results():
+    cos, sin = (tensor.float() for tensor in angles(6, width=16))
+    for operators in (Fused(Refusing()), PLAIN):
+        leaf = drawn(6, 64).float().requires_grad_()
+        q, _, v = operators.heads(leaf, cos, sin, (2, 1), None, EPS)
+        v.transpose(0, 1).sum().backward()
+        assert not leaf.grad[:, :48].any() and (leaf.grad[:, 48:] == 1).all()
+        assert q.requires_grad
+
+
+@native
+@pytest.mark.parametrize("wanted", [(True, False), (False, True)])
+def test_only_the_gradients_that_are_wanted_are_made(wanted):
+    def gradients(operators, dtype):
+        x, weight = drawn(40, 24).to(dtype), drawn(24, seed=1).to(dtype)
+        x.requires_grad_(wanted[0])
+        weight.requires_grad_(wanted[1])
+        operators.normed(x, weight, EPS).square().sum().backward()
+        cos, sin = (tensor.to(dtype) for tensor in angles(40, width=6))
+        norms = weight.detach()[:6].clone().requires_grad_(wanted[0]), weight.detach()[6:12].clone()
+        norms[1].requires_grad_(wanted[1])
+        outs = operators.heads(x.detach(), cos, sin, (2, 1), norms, EPS)
+        sum(out.square().sum() for out in outs).backward()
+        return [tensor.grad for tensor in (x, weight, *norms)]
+
+    found = gradients(Fused(Refusing()), torch.float32)
+    expected = gradients(PLAIN, torch.float64)
+    assert [g is None for g in found] == [g is None for g in expected]
+    assert [g is not None for g in found] == [*wanted, *wanted]
+    for one, other in zip(found, expected, strict=True):
+        if one is not None:
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
+
+
+@native
+def test_gates_far_from_zero_saturate_and_what_is_no_number_stays_none():
+    gates = torch.tensor([-1e4, -100.0, -50.0, 0.0, 50.0, 100.0, 1e4, torch.nan])
+    leaf = torch.cat((gates, torch.ones(8))).requires_grad_()
+    out = FUSED.swiglu(leaf)
+    out.sum().backward()
+    assert torch.equal(out[3:7].detach(), gates[3:7]) and out[:3].abs().max() < 1e-19
+    assert out[7].isnan() and leaf.grad[7].isnan()
+    assert (leaf.grad[4:7] == 1).all() and leaf.grad[:3].abs().max() < 1e-19
+    row = torch.full((1, 20), torch.nan)
+    assert FUSED.normed(row, torch.ones(20), EPS).isnan().all()
+
+
+@native
+def test_results_are_the_same_to_the_last_bit_and_of_a_row_whatever_lies_beside_it():
+    for normed in (False, True):
+        runs = [check_heads(50, (3, 1), 32, normed) for _ in range(2)]
+        assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+    x, weight = drawn(50, 40).float(), drawn(40, seed=1).float()
+    assert torch.equal(FUSED.normed(x, weight, EPS)[7:9], FUSED.normed(x[7:9], weight, EPS))
+    assert torch.equal(FUSED.swiglu(x)[7:9], FUSED.swiglu(x[7:9]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types_go_the_plain_way(dtype):
+    x, weight = drawn(9, 64).to(dtype), drawn(64, seed=1).to(dtype)
+    cos, sin = (tensor.to(dtype) for tensor in angles(9, width=16))
+    assert torch.equal(FUSED.swiglu(x), PLAIN.swiglu(x))
+    assert torch.equal(FUSED.normed(x, weight, EPS), PLAIN.normed(x, weight, EPS))
+    arguments = x, cos, sin, (2, 1), (weight[:16], weight[16:32]), EPS
+    pairs = zip(FUSED.heads(*arguments), PLAIN.heads(*arguments), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_without_a_compiler_all_go_the_plain_way(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    library.cache_clear()
+    pointwise._functions.cache_clear()
+    try:
+        x = drawn(9, 64).float()
+        assert torch.equal(FUSED.swiglu(x), PLAIN.swiglu(x))
+    finally:
+        library.cache_clear()
+        pointwise._functions.cache_clear()
