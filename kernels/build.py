@@ -35,6 +35,7 @@ FLAGS = (
     "-shared",
     "-fPIC",
 )
+TRAINING = ("varlen", "pointwise")  # what a training pass on a CPU calls
 NO_COMPILER = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH"
 NOT_YET = "compiled at the first start, in some 10 s"
 BUILD_S = 300.0  # some 10 s on a quiet core

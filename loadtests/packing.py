@@ -45,7 +45,7 @@ from kernels.cost import BinCost
 from kernels.packing import Round, RoundPacker, makespan, pack_rounds
 from loadtests.packing_peers import PEERS
 from services.trainer.batching import Bin, Sequence, make_bins
-from services.trainer.forward import forward
+from services.trainer.forward import forward, fuse
 
 JOB = Path(__file__).parent.parent / "examples" / "calculator.toml"
 SEQUENCES, BUDGET, MEDIAN, LONGEST = 4096, 32_768, 1000.0, 16_384
@@ -176,6 +176,7 @@ def example_model() -> Decoder:
     config = tomllib.loads(JOB.read_text())["model"]["config"]
     model = Decoder(ModelConfig.from_hf(config))
     model.initialise(torch.Generator().manual_seed(0))
+    fuse(model)  # for padded passes too
     return model
 
 

@@ -56,6 +56,7 @@ def examine() -> Iterator[Line]:
         kernels,
         _compiler,
         _engine,
+        _training,
         _sglang,
         _bubblewrap,
         _isolation,
@@ -126,15 +127,25 @@ def _compiler() -> Line:
 
 def _engine() -> Line:
     """Which path the built-in engine takes on a CPU, and why."""
+    return _native("engine", "torch eager", "decoder")
+
+
+def _training() -> Line:
+    """Likewise of training passes."""
+    return _native("training", "torch's operators", *build.TRAINING)
+
+
+def _native(what: str, otherwise: str, *libraries: str) -> Line:
     try:
-        found = build.found("decoder")
+        found = [build.found(name) for name in libraries]
     except (OSError, subprocess.SubprocessError) as error:
-        return Line(NOTE, "engine", f"torch eager: {error}", "the native path is faster")
-    if found.path is not None:
-        return Line(OK, "engine", f"native ({found.path})")
-    if found.reason == build.NOT_YET:
-        return Line(OK, "engine", f"native, {found.reason}")
-    return Line(NOTE, "engine", f"torch eager: {found.reason}", "apt-get install g++")
+        return Line(NOTE, what, f"{otherwise}: {error}", "the native path is faster")
+    missing = next((one for one in found if one.path is None), None)
+    if missing is None:
+        return Line(OK, what, f"native ({', '.join(str(one.path) for one in found)})")
+    if missing.reason == build.NOT_YET:
+        return Line(OK, what, f"native, {missing.reason}")
+    return Line(NOTE, what, f"{otherwise}: {missing.reason}", "apt-get install g++")
 
 
 def _sglang() -> Line:

@@ -18,6 +18,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model
 from common.model.tokenizer import Tokenizer
+from kernels.build import TRAINING, library
 from services.trainer import warm_start
 from services.trainer.forward import checkpoint_layers
 from services.trainer.learner import Learner
@@ -25,7 +26,16 @@ from services.trainer.learner import Learner
 L = TypeVar("L", bound=Learner)
 
 
+COMPILE_S = 600.0  # some 10 s on a quiet core; processes of one host wait for each other
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def compile_kernels() -> None:
+    """What passes on a CPU call, compiled if this host has not done so yet. It blocks; where there
+    is no compiler, passes are PyTorch's.
+    """
+    for name in TRAINING:
+        library(name)
 
 
 def fresh_learner(data: JobData) -> Learner:

@@ -16,7 +16,14 @@ from common.jobdata import JobData
 from common.mesh import Mesh, MeshSettings, run
 from common.patience import patiently
 from common.state import jobs
-from services.trainer.beginning import adapt, check, fresh, fresh_learner
+from services.trainer.beginning import (
+    COMPILE_S,
+    adapt,
+    check,
+    compile_kernels,
+    fresh,
+    fresh_learner,
+)
 from services.trainer.core import TrainerCore
 from services.trainer.gang import GangCompute
 from services.trainer.hybrid import Hybrid
@@ -34,6 +41,8 @@ async def main(a: argparse.Namespace) -> None:
         raise ConfigError(f"no job is called {a.job}", where=name)
     data = JobData.of(a.job, row.document, row.run_dir)
     try:
+        if data.config.mesh.device == "cpu":
+            await mesh.host.run_blocking(compile_kernels, deadline_s=COMPILE_S)
         if a.rank:
             await obey(mesh, data, a.gang, a.epoch, _rank(data, a))
         elif a.core:

@@ -27,12 +27,16 @@ def line_of(output: str, what: str) -> str:
     return next(line for line in output.splitlines() if line.split()[1:2] == [what])
 
 
-def test_without_a_compiler_the_engine_takes_its_torch_path_and_says_why(tmp_path: Path) -> None:
-    line = line_of(doctor(tmp_path, str(tmp_path)), "engine")
-    assert line.startswith("note") and "torch eager: no C++ compiler" in line
+def test_without_a_compiler_engine_and_training_take_torch_and_say_why(tmp_path: Path) -> None:
+    output = doctor(tmp_path, str(tmp_path))
+    for what, otherwise in (("engine", "torch eager"), ("training", "torch's operators")):
+        line = line_of(output, what)
+        assert line.startswith("note") and f"{otherwise}: no C++ compiler" in line
 
 
 @pytest.mark.needs("compiler")
-def test_with_a_compiler_it_takes_the_native_one(tmp_path: Path) -> None:
-    line = line_of(doctor(tmp_path, os.environ["PATH"]), "engine")
-    assert line.startswith("ok") and "native, compiled at the first start" in line
+def test_with_a_compiler_they_take_the_native_ones(tmp_path: Path) -> None:
+    output = doctor(tmp_path, os.environ["PATH"])
+    for what in ("engine", "training"):
+        line = line_of(output, what)
+        assert line.startswith("ok") and "native, compiled at the first start" in line

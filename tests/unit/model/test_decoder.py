@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.model.pointwise import Plain
 
 QWEN2 = ModelConfig(
     architecture="qwen2",
@@ -65,3 +68,36 @@ def test_a_position_past_the_table_is_an_error() -> None:
     decoder = Decoder(QWEN2, max_positions=8)
     with pytest.raises(IndexError):
         decoder(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[8]]), causal_attention)
+
+
+class Counting(Plain):
+    """Notes which operators were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("normed", "swiglu", "heads"):
+            self.asked[name] += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_all_parts_compute_with_the_operators_they_are_given(experts: int) -> None:
+    config = replace(QWEN2, architecture="qwen3", attention_bias=False)
+    if experts:
+        config = replace(
+            config,
+            architecture="qwen3_moe",
+            experts=experts,
+            experts_per_token=2,
+            expert_ffn_size=32,
+        )
+    decoder = Decoder(config)
+    decoder.initialise(torch.Generator().manual_seed(5))
+    counting = Counting()
+    decoder.use(counting)
+    decoder(torch.arange(6)[None], torch.arange(6)[None], causal_attention)
+    assert counting.asked["heads"] == config.layers
+    assert counting.asked["swiglu"] >= config.layers
+    assert counting.asked["normed"] == 2 * config.layers + 1

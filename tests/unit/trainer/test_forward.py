@@ -12,7 +12,7 @@ from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.trainer.batching import Sequence, fill
-from services.trainer.forward import checkpoint_layers, forward
+from services.trainer.forward import checkpoint_layers, forward, fuse
 from services.trainer.precision import WorkingCopy
 
 CONFIG = ModelConfig(
@@ -34,6 +34,7 @@ TEMPERATURE = 0.7
 def decoder(dtype=torch.float32, **changes):
     model = Decoder(replace(CONFIG, **changes))
     model.initialise(torch.Generator().manual_seed(0))
+    fuse(model)
     return model.to(dtype)
 
 
