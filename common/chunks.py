@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from common.durable import sync
 from common.errors import BadMessage, MeshError, NotFound, StorageFull
 
 DIGEST_DIGITS = 32
@@ -43,7 +44,9 @@ class Scratch:
         self._target = target
         self._path = target.with_name(f".{target.name}.{os.getpid()}.{next(_serial)}")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.parent.is_dir():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                sync(target.parent.parent)
             self._fd = os.open(
                 self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
             )
@@ -62,11 +65,7 @@ class Scratch:
         try:
             os.fsync(self._fd)
             os.rename(self._path, self._target)
-            directory = os.open(self._target.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            sync(self._target.parent)
         except OSError as error:
             raise failure(error, self._target) from error
 

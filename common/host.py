@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from common.appendfile import AppendFile
 from common.child import CHANNEL_FD
+from common.durable import sync
 from common.errors import DeadlineExceeded, Refused
 from common.process import Child, SystemChild, start_time
 
@@ -78,6 +79,7 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
+    sync(path.parent)
 
 
 class _Ticker:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
+from common.durable import sync
 from common.errors import StorageFull
 
 
@@ -35,7 +35,7 @@ def save_state(
     with _alone_is_fine(), _errors_named():
         saver.save(dict(state), storage_writer=writer, process_group=group, no_dist=group is None)
     for file in [*path.iterdir(), path]:
-        _sync(file)
+        sync(file)
 
 
 def load_state(
@@ -67,12 +67,3 @@ def _alone_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def _sync(path: Path) -> None:
-    """Onto the disk: a step commit will name it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

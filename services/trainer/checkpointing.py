@@ -14,6 +14,7 @@ from torch import Tensor
 
 from common.api.weights import Checkpoint, Weights
 from common.checkpoints import STATE, checkpoint_name
+from common.durable import sync, sync_tree
 from common.errors import MeshError
 from common.jobdata import JobData
 from common.mesh import Mesh
@@ -98,7 +99,7 @@ class Checkpoints:
             self._enter("writing", request.step)
             arguments = self._data, self._config, weights, scratch, directory
             await run(write_version, *arguments, deadline_s=SAVE_S)
-            await run(_appear, scratch, directory, deadline_s=SAVE_S)
+            await run(appear, scratch, directory, deadline_s=SAVE_S)
         finally:
             await run(shutil.rmtree, scratch, True, deadline_s=SAVE_S)
         store = self._mesh.ref(STORE)
@@ -106,10 +107,12 @@ class Checkpoints:
         self.name, self.step = name, request.step
 
 
-def _appear(scratch: Path, directory: Path) -> None:
-    """Whole or not at all; what is there already is the same."""
+def appear(scratch: Path, directory: Path) -> None:
+    """Whole or not at all, whenever the power goes; what is there already is the same."""
     if not directory.exists():
+        sync_tree(scratch)
         scratch.rename(directory)
+    sync(directory.parent)
 
 
 def _remove_unnamed(directory: Path) -> None:
