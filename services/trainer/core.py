@@ -279,6 +279,7 @@ class TrainerCore(Actor):
     # -- staging and the commit ------------------------------------------------------------------
 
     async def _commit(self, step: int, done: Stepped, metrics: dict[str, Any]) -> None:
+        await evaluated(self.mesh, self.data, step - 1)
         self.enter("staging", step)
         weights = await self.compute.weights()
         manifest = await self.publisher.stage(self.lineage, step, weights, self.manifest)
@@ -289,7 +290,6 @@ class TrainerCore(Actor):
             metrics["checkpoint_pause_s"] = self.checkpoints.pause_s
         if step == self.data.config.budget.steps:
             await self.checkpoints.settled(required=True)
-        await evaluated(self.mesh, self.data, step - 1)
         self.enter("committing", step)
         record = {"ranks": self.compute.ranks, "updates": done.updates}
         committed = await patiently(
