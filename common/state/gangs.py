@@ -60,7 +60,8 @@ async def join_gang(
     """Creates the record of a gang of `size` workers or takes it up again; Fenced without the
     worker's lease.
 
-    A new start of the worker (another token) is `idle` whatever the record said.
+    A new start of the worker (another token) is `idle` whatever the record said. Workers of a gang
+    that had another size are no longer part of it.
     """
     args = {
         "gang": gang,
@@ -144,12 +145,6 @@ async def gang(state: State, id: str) -> Gang | None:
 async def lose_gang(state: State, leader_token: int, gang: str, reason: str) -> None:
     """Marks a gang whose worker has gone `lost`; the worker's next start joins it again."""
     args = {"election": PLANNER, "token": leader_token, "gang": gang, "reason": reason}
-    await state.run("gang_lost", [MESH], args)
-
-
-async def forget_gang(state: State, leader_token: int, gang: str) -> None:
-    """Removes a gang that will not come back."""
-    args = {"election": PLANNER, "token": leader_token, "gang": gang, "forget": True}
     await state.run("gang_lost", [MESH], args)
 
 

@@ -2,11 +2,7 @@
 if not leads(a.election, a.token) then return fenced('the leader of ' .. a.election) end
 local key = MESH .. ':gang:' .. a.gang
 if redis.call('EXISTS', key) == 0 then return cjson.encode({}) end
-if a.forget then
-  redis.call('DEL', key)
-  redis.call('ZREM', MESH .. ':gangs', a.gang)
-  event('forgotten', {gang = a.gang})
-elseif redis.call('HGET', key, 'actual_state') ~= 'lost' then
+if redis.call('HGET', key, 'actual_state') ~= 'lost' then
   redis.call('HSET', key, 'actual_state', 'lost', 'actual_role', 'idle', 'detail', a.reason,
     'changed_ms', NOW)
   event('lost', {gang = a.gang, reason = a.reason})

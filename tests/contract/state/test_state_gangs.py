@@ -99,7 +99,7 @@ async def test_a_gang_of_several_workers_names_them_all(bench: Bench) -> None:
     assert joined.workers == ["worker/a", "worker/b"]
 
 
-async def test_a_lost_gang_can_be_marked_and_forgotten(bench: Bench) -> None:
+async def test_a_lost_gang_is_marked_once(bench: Bench) -> None:
     token = await bench.seat("worker/g0")
     await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
     led = await lead(bench)
@@ -108,9 +108,7 @@ async def test_a_lost_gang_can_be_marked_and_forgotten(bench: Bench) -> None:
     found = await gangs.gang(bench.state, "g0")
     assert found and found.actual_state == "lost"
     with pytest.raises(Fenced):
-        await gangs.forget_gang(bench.state, led + 1, "g0")
-    await gangs.forget_gang(bench.state, led, "g0")
-    assert await gangs.gangs(bench.state) == []
+        await gangs.lose_gang(bench.state, led + 1, "g0", "its lease ended")
     assert [e.kind for e in await events.read_all(bench.state)].count("lost") == 1
 
 
@@ -184,6 +182,28 @@ async def test_a_lost_gang_is_lost_until_all_its_workers_are_back(bench: Bench) 
     await gangs.join_gang(bench.state, "g0", "worker/b", back, "gpu", size=2)
     await gangs.report_actual(bench.state, "g0", tokens["worker/a"], 1, "training", "ready")
     await gangs.report_actual(bench.state, "g0", back, 1, "training", "ready")
+    found = await gangs.gang(bench.state, "g0")
+    assert found and found.settled
+
+
+@pytest.mark.parametrize(("was", "now"), [(2, 1), (3, 2), (1, 2)])
+async def test_a_gang_that_comes_back_in_another_size_is_of_its_new_workers(
+    bench: Bench, was: int, now: int
+) -> None:
+    def names(size: int) -> list[str]:
+        return ["worker/g0", *(f"worker/g0.{rank}" for rank in range(1, size))]
+
+    for worker in names(was):
+        token = await bench.seat(worker)
+        await gangs.join_gang(bench.state, "g0", worker, token, "cpu", size=was)
+    tokens = {worker: await bench.seat(worker) for worker in reversed(names(now))}
+    for worker, token in tokens.items():  # the first one last: they start in any order
+        joined = await gangs.join_gang(bench.state, "g0", worker, token, "cpu", size=now)
+    assert (joined.workers, joined.size, joined.whole) == (names(now), now, True)
+    led = await lead(bench)
+    await gangs.set_desired(bench.state, led, "g0", "training", "job", True, "", "op1")
+    for token in tokens.values():
+        await gangs.report_actual(bench.state, "g0", token, 1, "training", "ready")
     found = await gangs.gang(bench.state, "g0")
     assert found and found.settled
 
