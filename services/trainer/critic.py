@@ -22,6 +22,7 @@ from common.model.decoder import Decoder
 from kernels.varlen import VarlenAttention
 from services.trainer.algorithms.terms import Terms
 from services.trainer.batching import Bin
+from services.trainer.forward import checkpoint_layers, checkpoints_layers
 
 CRITIC = "critic."  # what names of its parameters start with
 
@@ -43,11 +44,15 @@ class Critic(nn.Module):
 
 
 def attach(policy: Decoder) -> None:
-    """Gives the policy a critic that begins with its weights; nothing if it has one."""
+    """Gives the policy a critic that begins with its weights, its layers computed again on the way
+    back where the policy's are; nothing if it has one.
+    """
     if hasattr(policy, "critic"):
         return
     like = policy.final_norm
     critic = Critic(policy.config, like.dtype, policy.rope.shape[0])
+    if checkpoints_layers(policy):
+        checkpoint_layers(critic.trunk)
     policy.critic = critic.to(like.device)
     follow(policy)
 

@@ -84,3 +84,8 @@ def checkpoint_layers(model: Decoder) -> None:
             preserve_rng_state=False,  # nothing is drawn at random
         )
         layer.forward = again
+
+
+def checkpoints_layers(model: Decoder) -> bool:
+    """Whether `checkpoint_layers` has changed the model."""
+    return any("forward" in vars(layer) for layer in model.layers)

@@ -96,10 +96,11 @@ class Learner:
         return add(self.gradient(bin) for bin in bins)
 
     def supervised_gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
-        """As `gradient`, of the cross-entropy of the bin's own tokens."""
+        """As `gradient`, of the cross-entropy of the bin's own tokens, each of weight 1."""
         gradient, out = self._fresh_gradient(), self._forward(bin)
         loss = -out.logprobs.sum()
-        torch.autograd.backward(loss)
+        roots = [loss] if out.aux_loss is None else [loss, out.aux_loss]
+        torch.autograd.backward(roots)
         return gradient, BinStats(tokens=len(out.places), loss_sum=float(loss.detach()))
 
     @torch.no_grad()  # what inference mode makes, FSDP could not train with later
@@ -107,9 +108,6 @@ class Learner:
         """`logprobs` of the trained targets [n], or a critic's `values`; 0 elsewhere."""
         found = np.zeros(len(bin.tokens), np.float32)
         if what == "values":
-            if not self.steps:
-                critic.follow(self.model)  # which a warm start may have changed
-                self._refresh()
             scores = critic.values(self._passing, bin)
         else:
             scores = self._forward(bin).logprobs
@@ -163,10 +161,12 @@ class Learner:
         self.steps = int(state["steps"])
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes over weights only."""
+        """Takes over weights only; what follows from them, passes and a critic, begins anew."""
         with torch.no_grad():
             for name, parameter in critic.published(self.model.named_parameters()).items():
                 parameter.copy_(weights[name])
+        if self._critic:
+            critic.follow(self.model)
         self._refresh()
 
     def _norm(self, gradient: Tensor) -> float:

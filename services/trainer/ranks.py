@@ -91,10 +91,6 @@ class ShardedLearner(Learner):
         self._fresh_gradient()
         return gradient, stats
 
-    def score(self, bin: Bin, what: str = "logprobs") -> NDArray[np.float32]:
-        reshard(self.model)  # a critic may begin with the policy's rows here
-        return super().score(bin, what)
-
     def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
         reshard(self.model)
         return super().apply(gradient_sum, denominator, lr_factor)
@@ -150,11 +146,13 @@ class ShardedLearner(Learner):
 
     @torch.no_grad()
     def take_weights(self, weights: Mapping[str, Tensor] | None) -> None:
-        """Every rank takes its rows of the weights that rank 0 has."""
+        """Every rank takes its rows of the weights that rank 0 has; a critic begins with them."""
         reshard(self.model)
         for name, parameter in critic.published(self.model.named_parameters()).items():
             whole = None if weights is None else weights[name]
             self._scattered(whole, name, parameter)
+        if self._critic:
+            critic.follow(self.model)
 
     def _gathered(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}

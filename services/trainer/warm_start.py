@@ -25,7 +25,7 @@ Segments = list[tuple[str, bool]]  # text, and whether the model writes it; the 
 Demonstrate = Callable[[Random, float], Segments]  # a generator, progress from 0 to 1
 Progress = Callable[[int, float], None]  # steps done, loss per token
 
-FORMAT = 1  # of the cache's key: raise it when a change here changes what the same job learns
+FORMAT = 2  # of the cache's key: raise it when a change here changes what the same job learns
 MAX_REFUSED = 10_000  # demonstrations in a row that cannot be used, before giving up
 
 
@@ -59,6 +59,7 @@ def warm_start(
         gradient, stats = add(teacher.supervised_gradient(bin) for bin in bins)
         teacher.apply(gradient, stats.tokens, lr_factor(step, config))
         progress(step + 1, stats.loss_sum / stats.tokens)
+    learner.load_weights(learner.weights())  # so that its own passes and critic begin with them
 
 
 def lr_factor(step: int, config: WarmStartConfig) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from common.model.config import ModelConfig
@@ -49,6 +50,11 @@ def fresh_learner(variant: str) -> Learner:
     if adapters.rank:
         learner.adapt(adapters, seed=3)
     return learner
+
+
+def given_weights(variant: str) -> dict[str, Tensor]:
+    """What training begins with in place of the model's own."""
+    return {name: 0.9 * tensor for name, tensor in fresh_learner(variant).weights().items()}
 
 
 def bins_of_step(step: int) -> list[Bin]:

@@ -12,7 +12,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from batches_under_test import OPTIMIZER, STEPS, VARIANTS, bins_of_step, fresh_learner, fresh_model
+from batches_under_test import (
+    OPTIMIZER,
+    STEPS,
+    VARIANTS,
+    bins_of_step,
+    fresh_learner,
+    fresh_model,
+    given_weights,
+)
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +37,7 @@ def main(number: int, ranks: int, directory: Path) -> None:
     for variant in VARIANTS:
         rank = Rank(partial(make, variant), number, ranks, "cpu")
         rank.form(directory / f"{variant}-first", 60.0)
+        rank.take(given_weights(variant) if number == 0 else None, None, all=False)
         norms = []
         for step in range(STEPS):
             if step == STEPS // 2:

@@ -16,6 +16,7 @@ from services.trainer.algorithms.aggregation import denominator
 from services.trainer.algorithms.terms import Terms
 from services.trainer.batching import Sequence, fill, make_bins, packed
 from services.trainer.checkpoint import save_state
+from services.trainer.forward import checkpoint_layers
 from services.trainer.learner import Learner, add
 from services.trainer.stats import update_metrics
 
@@ -35,9 +36,11 @@ PPO = AlgorithmConfig("ppo", gae_lambda=0.95)
 RATES = OptimizerConfig(muon_lr=0.01, adamw_lr=0.01)
 
 
-def learner(seed=0, config=PPO):
+def learner(seed=0, config=PPO, checkpointed=False):
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(seed))
+    if checkpointed:
+        checkpoint_layers(model)
     return Learner(model, RATES, config)
 
 
@@ -70,7 +73,6 @@ def valued(one, made, budget=64):
 
 def moved(one, seed=1):
     """The same learner with a critic that no longer is its policy, nor says 0."""
-    one.steps = 1
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in critic.critic_of(one.model).parameters():
@@ -110,9 +112,38 @@ def test_a_critic_begins_as_its_policy_and_says_nothing_yet():
 def test_what_a_warm_start_taught_the_policy_is_what_the_critic_begins_with():
     one, other = learner(), learner(seed=5)
     one.load_weights(other.weights())
-    one.score(make_bins(sequences(), 500)[0], "values")
     trunk = dict(critic.critic_of(one.model).trunk.named_parameters())
     assert all(torch.equal(tensor, other.weights()[name]) for name, tensor in trunk.items())
+
+
+def test_scoring_leaves_a_critic_as_it_is():
+    one = moved(learner())
+    before = [p.detach().clone() for p in critic.critic_of(one.model).parameters()]
+    one.score(make_bins(sequences(), 500)[0], "values")
+    now = critic.critic_of(one.model).parameters()
+    assert all(torch.equal(p, was) for p, was in zip(now, before, strict=True))
+
+
+def kept_numbers(one, bin):
+    """Numbers that a pass of the critic keeps for the way back."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    own = {p.data_ptr() for p in one.model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert critic.values(one.model, bin).requires_grad
+    return sum(count for at, count in kept.items() if at not in own)
+
+
+def test_a_critic_is_computed_again_on_the_way_back_where_its_policy_is():
+    plain, again = moved(learner()), moved(learner(checkpointed=True))
+    made = valued(plain, sequences(20))
+    (bin,) = make_bins(made, 500)
+    assert torch.equal(plain.gradient(bin)[0], again.gradient(bin)[0])
+    assert kept_numbers(again, bin) < 0.6 * kept_numbers(plain, bin)
 
 
 def test_no_weight_of_the_critic_is_published():

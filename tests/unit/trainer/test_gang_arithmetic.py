@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches_under_test import STEPS, VARIANTS, bins_of_step, fresh_learner
+from batches_under_test import STEPS, VARIANTS, bins_of_step, fresh_learner, given_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -43,6 +43,7 @@ async def run_ranks(directory: Path) -> None:
 
 def one_process(variant: str) -> tuple[Learner, list[float]]:
     learner = fresh_learner(variant)
+    learner.load_weights(given_weights(variant))
     norms = []
     for step in range(STEPS):
         gradient, _ = add(learner.gradient(bin) for bin in bins_of_step(step))
@@ -60,8 +61,9 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 async def test_ranks_that_hold_a_model_in_rows_make_the_updates_of_one_process(
     tmp_path: Path,
 ) -> None:
-    """Also after its state was moved to new ranks, with rounds that hybrids computed, and with
-    rounds that have no bin for some rank; with a critic, and with adapters.
+    """Also from weights that they are given, after its state was moved to new ranks, with rounds
+    that hybrids computed, and with rounds that have no bin for some rank; with a critic, and with
+    adapters.
     """
     await run_ranks(tmp_path)
     for variant in VARIANTS:

@@ -1,5 +1,7 @@
 """The warm start and its cache."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,9 @@ from common.errors import ConfigError
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.tokenizer import character_tokenizer
+from services.trainer import critic
 from services.trainer import warm_start as warm
+from services.trainer.batching import make_bins
 from services.trainer.learner import Learner
 
 MODEL = ModelConfig(
@@ -37,10 +41,14 @@ def echo(random, progress):
     return [(f"?{digit}=", False), (digit * 3 + "$", True)]
 
 
-def run(tokenizer, demonstrate=echo, seed=3, **changes):
-    model = Decoder(MODEL)
+def fresh(config=MODEL, name="grpo", dtype=torch.float32):
+    model = Decoder(config)
     model.initialise(torch.Generator().manual_seed(0))
-    learner = Learner(model, OptimizerConfig(), AlgorithmConfig())
+    return Learner(model, OptimizerConfig(), AlgorithmConfig(name), dtype=dtype)
+
+
+def run(tokenizer, demonstrate=echo, seed=3, learner=None, **changes):
+    learner = learner or fresh()
     losses = []
     limits = {"held_out": set(), "max_tokens": 32, "bin_tokens": 256} | changes
     warm.warm_start(
@@ -66,6 +74,50 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not(tokenizer):
     first, second, other = (run(tokenizer, seed=seed)[0].weights() for seed in (3, 3, 4))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
+
+
+def shown(tokenizer):
+    made = [warm.encode([(f"?{digit}=", False), ("777$", True)], tokenizer) for digit in range(4)]
+    (bin,) = make_bins(made, 256)
+    return bin
+
+
+def test_passes_in_bfloat16_are_of_the_warm_weights_at_once(tokenizer):
+    learner, _ = run(tokenizer, learner=fresh(dtype=torch.bfloat16))
+    other, bin = fresh(dtype=torch.bfloat16), shown(tokenizer)
+    cold = other.score(bin)
+    other.load_weights(learner.weights())
+    scores = learner.score(bin)
+    assert (scores == other.score(bin)).all() and abs(scores - cold).max() > 0.3
+
+
+def test_a_critic_begins_with_the_warm_weights(tokenizer):
+    learner, _ = run(tokenizer, learner=fresh(name="ppo"))
+    weights = learner.weights()
+    trunk = dict(critic.critic_of(learner.model).trunk.named_parameters())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in trunk.items())
+    assert not learner.score(shown(tokenizer), "values").any()
+
+
+def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer):
+    sparse = replace(
+        MODEL,
+        architecture="qwen3_moe",
+        qk_norm=True,
+        experts=4,
+        experts_per_token=1,
+        expert_ffn_size=16,
+    )
+    bin = shown(tokenizer)
+    plain, cross_entropy = fresh(sparse).supervised_gradient(bin)
+    both, stats = fresh(replace(sparse, balance_coefficient=0.1)).supervised_gradient(bin)
+    assert stats == cross_entropy  # of what is shown, the loss is told as it was
+    balanced = fresh(replace(sparse, balance_coefficient=0.1))
+    balanced_bin = shown(tokenizer)
+    balanced_bin.advantage[:] = 0.0
+    alone, _ = balanced.gradient(balanced_bin)
+    assert alone.any()
+    torch.testing.assert_close(both, plain + alone, rtol=1e-4, atol=1e-5)
 
 
 def test_held_out_prompts_are_never_demonstrated(tokenizer):
