@@ -14,6 +14,13 @@ def checkpoint_name(lineage: int, step: int, manifest: str) -> str:
     return f"step-{lineage:03d}-{step:06d}-{manifest[:8]}"
 
 
+def newest_due(version: int, every: int, last: int) -> int:
+    """The newest version up to this one that a checkpoint is written of: each `every`th is, and the
+    last one.
+    """
+    return version if version >= last else version - version % every
+
+
 def all_checkpoints(run_dir: Path) -> list[Path]:
     """Manifests in the order of lineage and step; one may be of a step that was never committed."""
     return sorted((run_dir / "checkpoints").glob("step-*.json"))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -42,7 +43,7 @@ class Scratch:
 
     def __init__(self, target: Path) -> None:
         self._target = target
-        self._path = target.with_name(f".{target.name}.{os.getpid()}.{next(_serial)}")
+        self._path = _beside(target)
         try:
             if not target.parent.is_dir():
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,6 @@ class Scratch:
 class ChunkStore:
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
-        self._young_from = 0.0
 
     @property
     def local_address(self) -> str:
@@ -94,8 +94,8 @@ class ChunkStore:
         return self.path(digest).exists()
 
     def touch(self, digest: str) -> bool:
-        """Whether the chunk is there; if so it counts as young again, so that nobody deletes it
-        now.
+        """Whether the chunk is there; if so it counts as written now, so that nobody deletes it
+        for what it was before.
         """
         try:
             os.utime(self.path(digest))
@@ -129,31 +129,48 @@ class ChunkStore:
 
     # ------------------------------------------------------------ retention
 
-    def older_than(self, age_s: float, now: float) -> list[str]:
-        """Digests of chunks last written `age_s` before `now` (wall time) or earlier."""
-        self._young_from = now - age_s
-        old = []
+    def written(self, digests: Iterable[str]) -> dict[str, int]:
+        """When each of them that is stored was last written, in nanoseconds of the disk's clock."""
+        found = {}
+        for digest in digests:
+            with suppress(FileNotFoundError):
+                found[digest] = self.path(digest).stat().st_mtime_ns
+        return found
+
+    def older_than(self, age_s: float, now: float) -> dict[str, int]:
+        """As `written`, of all chunks last written `age_s` before `now` (wall time) or earlier."""
+        old = {}
         for path in self.directory.glob("??/*"):
             try:
-                written = path.stat().st_mtime
+                stat = path.stat()
             except FileNotFoundError:
                 continue
             if path.name.startswith("."):
-                if written < now - STALE_SCRATCH_S:
+                if stat.st_mtime < now - STALE_SCRATCH_S:
                     path.unlink(missing_ok=True)
-            elif written <= self._young_from:
-                old.append(path.name)
+            elif stat.st_mtime <= now - age_s:
+                old[path.name] = stat.st_mtime_ns
         return old
 
-    def delete(self, digests: Iterable[str]) -> int:
-        """Deletes those of them that were not written again since `older_than` looked; how many."""
-        deleted = 0
-        for digest in digests:
-            path = self.path(digest)
-            try:
-                if path.stat().st_mtime <= self._young_from:
-                    path.unlink()
-                    deleted += 1
-            except FileNotFoundError:
-                continue
-        return deleted
+    def delete(self, written: Mapping[str, int]) -> None:
+        """Deletes those of them that were not written again since."""
+        for digest, when in written.items():
+            with suppress(FileNotFoundError):
+                self._delete(self.path(digest), when)
+
+    def _delete(self, path: Path, when: int) -> None:
+        if path.stat().st_mtime_ns != when:
+            return
+        # A writer who finds the chunk between our look and its end relies on it from then on: it
+        # has touched what is out of its sight by now, or finds nothing and writes it again.
+        aside = _beside(path)
+        os.rename(path, aside)
+        if aside.stat().st_mtime_ns == when:
+            aside.unlink()
+        else:
+            os.rename(aside, path)
+
+
+def _beside(path: Path) -> Path:
+    """A name of our own in the directory of a chunk, which is no chunk's."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}")

@@ -22,6 +22,7 @@ PHASES = (
 )
 ENDED = frozenset({"finished", "failed", "stopped"})
 JOBS = f"{MESH}:jobs"
+DELETED = f"{MESH}:deleted"
 COUNTS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
 
 
@@ -177,7 +178,11 @@ async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
 
 
 async def delete_job(state: State, job: str) -> None:
-    """Removes all keys of a job but its events."""
+    """Removes all keys of a job but its events, and records that this was meant: the weight store
+    lets go of what it held for it.
+    """
+    await state.command("SADD", DELETED, job)
+    await state.command("ZREM", JOBS, job)
     prefix = job_prefix(job)
     cursor = "0"
     while True:
@@ -186,7 +191,11 @@ async def delete_job(state: State, job: str) -> None:
             await state.command("UNLINK", *keys)
         if str(cursor) == "0":
             break
-    await state.command("ZREM", JOBS, job)
+
+
+async def deleted(state: State) -> set[str]:
+    """Names of jobs that were deleted; one of them may be on record again."""
+    return set(await state.command("SMEMBERS", DELETED))
 
 
 def _job(row: dict[str, str]) -> JobRow:

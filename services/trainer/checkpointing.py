@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from common.api.weights import Checkpoint, Weights
-from common.checkpoints import STATE, checkpoint_name
+from common.checkpoints import STATE, checkpoint_name, newest_due
 from common.durable import sync, sync_tree
 from common.errors import MeshError
 from common.jobdata import JobData
@@ -43,8 +43,8 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
 
     def due(self, step: int) -> bool:
-        every = self._data.config.training.checkpoint_every
-        return step % every == 0 or step == self._data.config.budget.steps
+        config = self._data.config
+        return newest_due(step, config.training.checkpoint_every, config.budget.steps) == step
 
     async def clear(self) -> None:
         """Removes what an earlier start of the trainer began and did not end."""

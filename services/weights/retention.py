@@ -1,13 +1,23 @@
 """What must stay: the newest few checkpoints up to the committed one and those still being written,
-and versions that somebody comes back to.
+versions that a step or a checkpoint is about to name, and those that somebody comes back to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from common.checkpoints import newest_due
 from common.config import INITIAL
 from common.state.jobs import JobRow
+
+
+@dataclass(frozen=True, order=True)
+class Number:
+    """Which version of its job a manifest is."""
+
+    lineage: int
+    version: int
 
 
 def expired(names: Sequence[str], committed: str, keep: int) -> list[str]:
@@ -29,3 +39,18 @@ def pinned(row: JobRow) -> set[str]:
     reference = row.document.get("models", {}).get("reference", {})
     initial = row.initial_manifest if reference.get("path") == INITIAL else ""
     return {row.manifest, row.best_manifest, initial} - {""}
+
+
+def awaited(row: JobRow, versions: Mapping[str, Number]) -> set[str]:
+    """Those of `versions` that something is about to name.
+
+    A step that is being committed names a version above the current one. A checkpoint names the
+    version that it was begun with, however long it is written; the next one is begun when it is
+    done or given up, and before its own step commits, so no other than the newest is being written.
+    """
+    every, last = row.document["training"]["checkpoint_every"], row.document["budget"]["steps"]
+    current = Number(row.lineage, row.version)
+    written = Number(row.lineage, newest_due(row.version, every, last))
+    return {
+        manifest for manifest, number in versions.items() if number > current or number == written
+    }

@@ -103,10 +103,30 @@ def test_a_chunk_that_is_written_again_is_not_deleted(tmp_path: Path) -> None:
     old, again = chunks.write(b"old"), chunks.write(b"again")
     for digest in (old, again):
         os.utime(chunks.path(digest), (1000, 1000))
-    assert sorted(chunks.older_than(60, 5000)) == sorted([old, again])
+    found = chunks.older_than(60, 5000)
+    assert found == chunks.written([old, again, "0" * 32]) and len(found) == 2
+    assert chunks.older_than(60, 1050) == {}
     chunks.write(b"again")
-    assert chunks.delete([old, again]) == 1
+    chunks.delete(found)
     assert not chunks.has(old) and chunks.read(again) == b"again"
+
+
+def test_a_chunk_that_is_written_again_while_it_is_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, rename = ChunkStore(tmp_path), os.rename
+    digest = chunks.write(b"content")
+    os.utime(chunks.path(digest), (1000, 1000))
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        assert chunks.write(b"content") == digest
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    chunks.delete(chunks.written([digest]))
+    assert os.rename is rename and chunks.read(digest) == b"content"
+    assert [path.name for path in tmp_path.glob("??/*")] == [digest]
 
 
 def test_a_name_that_is_no_digest_never_becomes_a_path(tmp_path: Path) -> None:

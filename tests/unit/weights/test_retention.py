@@ -1,7 +1,7 @@
 """Which checkpoints may go."""
 
 from common.state.jobs import COUNTS, JobRow
-from services.weights.retention import expired, pinned
+from services.weights.retention import Number, awaited, expired, pinned
 
 NAMES = [f"step-000-{n:06d}" for n in range(6)]
 
@@ -22,11 +22,16 @@ def test_the_committed_one_stays_even_if_none_is_asked_for() -> None:
     assert expired(NAMES, NAMES[5], keep=0) == NAMES[:5]
 
 
-def row(reference: str, **more: str) -> JobRow:
-    document = {"models": {"reference": {"path": reference}}}
+def row(reference: str, lineage: int = 0, version: int = 0, **more: str) -> JobRow:
+    document = {
+        "models": {"reference": {"path": reference}},
+        "training": {"checkpoint_every": 4},
+        "budget": {"steps": 10},
+    }
     whole = dict.fromkeys(("lineage", "version", "steps_done", "cursor", "admitted", *COUNTS), 0)
     times = {"submitted_ms": 0, "phase_ms": 0}
     text = {"id": "j", "phase": "training", "run_dir": "", "checkpoint": "", "error": ""}
+    whole |= {"lineage": lineage, "version": version}
     return JobRow(document=document, **text, **whole, **times, **{"manifest": "now", **more})
 
 
@@ -41,3 +46,17 @@ def test_the_current_the_best_and_a_first_version_that_is_the_reference_stay() -
 def test_a_first_version_that_nobody_compares_with_may_go() -> None:
     assert pinned(row("", initial_manifest="first")) == {"now"}
     assert pinned(row("initial", manifest="")) == set()
+
+
+VERSIONS = {f"{lineage}.{n}": Number(lineage, n) for lineage in range(3) for n in range(11)}
+
+
+def test_staged_versions_and_the_newest_that_a_checkpoint_is_written_of_are_awaited() -> None:
+    later = {f"2.{n}" for n in range(11)}
+    assert awaited(row("", 1, 6), VERSIONS) == {"1.4", "1.7", "1.8", "1.9", "1.10"} | later
+    assert awaited(row("", 1, 8), VERSIONS) == {"1.8", "1.9", "1.10"} | later
+    assert awaited(row("", 1, 10), VERSIONS) == {"1.10"} | later, "the last step's is written too"
+
+
+def test_before_the_first_commit_all_that_was_staged_is_awaited() -> None:
+    assert awaited(row("", 0, -1), VERSIONS) == set(VERSIONS)

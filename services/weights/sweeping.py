@@ -1,0 +1,233 @@
+"""Deletes what nothing can need again, and nothing else: what the store knows to be dead after a
+grace, and what nobody ever named once no writer can be about to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from common.api.weights import Manifest
+from common.bulk import ChunkStore
+from common.errors import BadMessage, MeshError, NotFound
+from common.mesh import Mesh
+from common.state import groups, jobs
+from services.weights.records import IO_S, Record, Records
+from services.weights.retention import Number, awaited, expired, pinned
+
+T = TypeVar("T")
+SWEEP_S = 5.0
+GRACE_S = 60.0  # between its successor's commit and a version's end: engines may be fetching it
+# Bytes come before what names them: the chunks of a version before its manifest, a group before its
+# row. In between their writer waits for the store or for Redis, an hour each time (`patiently`).
+ORPHAN_S = 4 * 3600.0
+ORPHANS_S = 60.0  # between looks at all files
+REMOVAL_S = 3600.0  # deadline for directories of checkpoints, of any size
+GONE = "expired-"  # begins the name of a directory that is being removed
+
+
+@dataclass
+class _Need:
+    """What the jobs need."""
+
+    manifests: set[str] = field(default_factory=set)
+    groups: set[str] = field(default_factory=set)
+    leftovers: list[Path] = field(default_factory=list)  # of checkpoints that are not needed
+
+
+class Sweeper:
+    """`manifest` reads one; `forget` is told which digests are gone."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        chunks: ChunkStore,
+        records: Records,
+        manifest: Callable[[str], Awaitable[Manifest]],
+        forget: Callable[[str], None],
+    ) -> None:
+        self._mesh, self._chunks, self._records = mesh, chunks, records
+        self._manifest, self._forget = manifest, forget
+        self._named: set[str] = set()  # by a version or a group, at the last sweep
+        self._dead: dict[str, tuple[float, int]] = {}  # found so when, and last written when
+        self._unreadable: set[str] = set()  # manifests that were complained of
+        self._orphans_at = 0.0
+        self._removal: asyncio.Task[None] | None = None
+
+    async def forever(self) -> None:
+        try:
+            while True:
+                await self._mesh.clock.sleep(SWEEP_S)
+                try:
+                    await self.sweep()
+                except (MeshError, OSError) as error:
+                    self._mesh.telemetry.log.warning("sweep", error=str(error))
+        finally:
+            if self._removal is not None:
+                self._removal.cancel()
+
+    async def sweep(self) -> None:
+        rows = await jobs.jobs(self._mesh.state)
+        gone = await jobs.deleted(self._mesh.state) - {row.id for row in rows}
+        held = {record.job: dict(record.versions) for record in self._records}
+        need = await self._need(rows, held, gone)
+        live = need.groups | await self._contents(need.manifests)
+        passed = {m for versions in held.values() for m in versions} - need.manifests
+        named = self._named | await self._contents(passed)
+        self._named = live
+        await self._delete(named - live, live)
+        for job, versions in held.items():
+            await self._record(job, versions, need.manifests, job in gone)
+        self._remove(need.leftovers)
+
+    # -- what is needed --------------------------------------------------------------------------
+
+    async def _need(
+        self, rows: list[jobs.JobRow], held: dict[str, dict[str, Number]], gone: set[str]
+    ) -> _Need:
+        need = _Need()
+        for row in rows:
+            need.groups |= await groups.digests(self._mesh.state, row.id)
+            versions = held.get(row.id, {})
+            need.manifests |= pinned(row) | awaited(row, versions)
+            directory = _directory(row.run_dir)
+            names = await self._run(_unexpired, row)
+            if row.checkpoint and row.checkpoint not in names:  # is its disk not there?
+                need.manifests |= versions.keys()
+            need.manifests |= await self._of_checkpoints(directory, names)
+            need.leftovers += await self._run(_leftovers, directory)
+        known = gone | {row.id for row in rows}
+        for record in self._records:
+            if record.job not in known:  # to Redis, which has lost it: a resume will come for it
+                need.manifests |= held.get(record.job, {}).keys() | await self._resumable(record)
+        return need
+
+    async def _resumable(self, record: Record) -> set[str]:
+        if not record.run_dir:
+            return set()
+        directory = _directory(record.run_dir)
+        return await self._of_checkpoints(directory, await self._run(_names, directory))
+
+    async def _of_checkpoints(self, directory: Path, names: Iterable[str]) -> set[str]:
+        found = set()
+        for name in names:
+            path = directory / f"{name}.json"
+            try:
+                found.add(await self._run(_weights, path))
+            except (NotFound, BadMessage) as error:
+                self._complain(str(path), error)
+        return found
+
+    async def _contents(self, manifests: Iterable[str]) -> set[str]:
+        """These manifests with their chunks. One that is lost is nothing that others wait for."""
+        found = set()
+        for digest in manifests:
+            found.add(digest)
+            try:
+                found |= {tensor.chunk for tensor in (await self._manifest(digest)).tensors}
+            except (NotFound, BadMessage) as error:
+                self._complain(digest, error)
+        return found
+
+    def _complain(self, what: str, error: MeshError) -> None:
+        if what not in self._unreadable:
+            self._unreadable.add(what)
+            self._mesh.telemetry.log.error("cannot be kept", what=what, error=str(error))
+
+    # -- what goes -------------------------------------------------------------------------------
+
+    async def _delete(self, ended: set[str], live: set[str]) -> None:
+        """`ended` are named no longer; what is written again in its grace becomes an orphan."""
+        now = self._mesh.clock.monotonic()
+        new = await self._run(self._chunks.written, ended - self._dead.keys())
+        self._dead |= {digest: (now, written) for digest, written in new.items()}
+        self._dead = {digest: dead for digest, dead in self._dead.items() if digest not in live}
+        due = {d: written for d, (since, written) in self._dead.items() if now - since >= GRACE_S}
+        if now >= self._orphans_at:
+            self._orphans_at = now + ORPHANS_S
+            wall = self._mesh.clock.wall()
+            old = await self._run(self._chunks.older_than, ORPHAN_S, wall)
+            known = live | self._dead.keys()
+            due |= {d: written for d, written in old.items() if d not in known}
+        await self._run(self._chunks.delete, due)
+        for digest in due:
+            self._dead.pop(digest, None)
+            if digest not in live:
+                self._forget(digest)
+
+    async def _record(
+        self, job: str, versions: dict[str, Number], needed: set[str], gone: bool
+    ) -> None:
+        """Strikes off the versions that are needed no longer; what was staged meanwhile stays."""
+        if gone and self._records.of(job).versions == versions:
+            await self._records.forget(job)
+            return
+        passed = versions.keys() - needed
+        for digest in passed:
+            self._records.of(job).versions.pop(digest, None)
+        if passed:
+            await self._records.save(job)
+
+    def _remove(self, directories: list[Path]) -> None:
+        """In the background, one sweep's after the other's; what fails is tried again."""
+        if directories and (self._removal is None or self._removal.done()):
+            self._removal = asyncio.create_task(self._removed(directories), name="remove")
+
+    async def _removed(self, directories: list[Path]) -> None:
+        for directory in directories:
+            try:
+                run = self._mesh.host.run_blocking
+                await run(shutil.rmtree, directory, deadline_s=REMOVAL_S)
+            except (MeshError, OSError) as error:
+                self._mesh.telemetry.log.warning("removal", error=str(error))
+
+    async def _run(self, work: Callable[..., T], *args: object) -> T:
+        return await self._mesh.host.run_blocking(work, *args, deadline_s=IO_S)
+
+
+# -- files of checkpoints --------------------------------------------------------------------------
+
+
+def _directory(run_dir: str) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(path.stem for path in directory.glob("step-*.json"))
+
+
+def _unexpired(row: jobs.JobRow) -> list[str]:
+    """Names of the checkpoints to keep; those that are not needed are out of everybody's way, to be
+    removed.
+    """
+    directory = _directory(row.run_dir)
+    names = _names(directory)
+    for name in expired(names, row.checkpoint, int(row.document["training"]["keep_checkpoints"])):
+        aside = directory / f"{GONE}{name}"
+        if not aside.exists():
+            with suppress(FileNotFoundError):
+                (directory / name).rename(aside)
+            # Last: whoever is cut off before finds it expired again.
+            (directory / f"{name}.json").unlink(missing_ok=True)
+            names.remove(name)
+    return names
+
+
+def _leftovers(directory: Path) -> list[Path]:
+    return sorted(directory.glob(f"{GONE}*"))
+
+
+def _weights(path: Path) -> str:
+    """The manifest that a checkpoint names; NotFound, or BadMessage when it does not read."""
+    try:
+        return str(json.loads(path.read_bytes())["weights"])
+    except FileNotFoundError:
+        raise NotFound("no such checkpoint", where=str(path)) from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadMessage(f"a checkpoint does not read: {error!r}", where=str(path)) from error

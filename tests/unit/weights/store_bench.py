@@ -1,0 +1,208 @@
+"""A weight store with a trainer's view of it, under virtual time, on a disk that is real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.api.weights import Checkpoint, Weights
+from common.bulk import BulkClient, ChunkStore
+from common.config import BudgetConfig, JobConfig, TrainingConfig
+from common.errors import NotFound
+from common.mesh import Mesh, MeshSettings
+from common.model.transfer import fetch, stage
+from common.random import Random
+from common.simhost import SimulatedHost
+from common.state import groups, jobs, steps
+from common.state.client import State
+from common.store import STORE, put
+from common.transport.memory import MemoryNetwork, MemoryTransport
+from common.virtual import VirtualClock, VirtualLoop, run_virtual
+from services.weights.store import WeightStore
+
+JOB, SHARD, TRAINER = "job", "rollout/0", "trainer/job"
+EVERY, STEPS = 4, 9
+
+
+class FilesClock(VirtualClock):
+    """Virtual time that begins now, as what is written to a disk says."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__(loop)
+        self._began = time.time()
+
+    def wall(self) -> float:
+        return self._began + self.monotonic()
+
+
+class StoreBench:
+    """The processes of a mesh that write to its store, and what they write."""
+
+    def __init__(self, clock: FilesClock, random: Random, root: Path) -> None:
+        self.clock, self.random, self.root = clock, random, root
+        self.run_dir = root
+        self.network = MemoryNetwork(clock, random.child("network"))
+        self.chunks = ChunkStore(root / "store")
+        self.host = SimulatedHost(clock, random.child("host"))
+
+    async def open(self) -> None:
+        """Starts a mesh on an empty Redis."""
+        self.chunks.directory.mkdir(exist_ok=True)
+        self.state = State.simulated(self.clock)
+        await self._start_store()
+        self.trainer, self.shard = self.mesh(TRAINER, "trainer"), self.mesh(SHARD, "rollout")
+        for mesh in (self.trainer, self.shard):
+            await mesh.join(None)
+        self.bulk = BulkClient(self.trainer)
+
+    async def _start_store(self) -> None:
+        self.serving = self.mesh(STORE, "weights")
+        store = WeightStore(self.serving, self.chunks)
+        await self.serving.join(store, bulk_address=self.chunks.local_address)
+        self._sweeping = asyncio.create_task(store.sweep_forever())
+
+    async def _stop_store(self) -> None:
+        assert not self._sweeping.done(), "the sweeps have ended"
+        self._sweeping.cancel()
+        await asyncio.gather(self._sweeping, return_exceptions=True)
+        await self.serving.leave()
+
+    async def restart_store(self) -> None:
+        """Another process of the store, beside the files of the one before."""
+        await self._stop_store()
+        await self._start_store()
+
+    async def close(self) -> None:
+        await self._stop_store()
+        for mesh in (self.shard, self.trainer):
+            await mesh.leave()
+
+    async def lose_redis(self) -> None:
+        """The mesh ends, and starts again beside the files that it had."""
+        await self.close()
+        await self.open()
+
+    def age(self, seconds: float) -> None:
+        """As if all that is stored had been written so much earlier."""
+        for path in self.chunks.directory.glob("??/*"):
+            then = path.stat().st_mtime - seconds
+            os.utime(path, (then, then))
+
+    def mesh(self, name: str, kind: str) -> Mesh:
+        return Mesh(
+            name=name,
+            kind=kind,
+            state=self.state,
+            transport=MemoryTransport(self.network, f"mem://{name}#{self.random.token(2)}"),
+            clock=self.clock,
+            random=self.random.child(name),
+            host=self.host,
+            ttl_s=3600.0,
+            renew_s=900.0,
+            settings=MeshSettings(redis_url="simulated", run_root=str(self.root), host="one"),
+        )
+
+    async def submit(self, job: str = JOB, **training: Any) -> None:
+        config = JobConfig(
+            name=job,
+            budget=BudgetConfig(steps=STEPS),
+            training=TrainingConfig(checkpoint_every=EVERY, **training),
+        )
+        run_dir = self.run_dir if job == JOB else self.root / job
+        self.document = config.document()
+        await jobs.submit(self.state, job, self.document, str(run_dir), f"submit {job}")
+
+    # -- versions ---------------------------------------------------------------------------------
+
+    async def stage(self, version: int, lineage: int = 0, job: str = JOB) -> str:
+        """Weights that tell job, lineage and version; the manifest."""
+        weights = {job: torch.full((8,), lineage * 1000.0 + version)}
+        return await stage(self.trainer, self.bulk, job, lineage, version, weights)
+
+    async def begin(self, job: str = JOB) -> str:
+        """Version 0 with its checkpoint."""
+        manifest = await self.stage(0, job=job)
+        name = await self.save(0, manifest, job)
+        await steps.commit_initial(self.state, job, TRAINER, self.trainer.token, 0, manifest, name)
+        return manifest
+
+    async def save(self, step: int, manifest: str, job: str = JOB, lineage: int = 0) -> str:
+        account = {"version": step}
+        request = Checkpoint(job, lineage, step, manifest, account)
+        saved = await self.trainer.ref(STORE).call(Weights.save, request)
+        return str(saved.name)
+
+    async def commit(
+        self, step: int, manifest: str, checkpoint: str, lineage: int = 0, job: str = JOB
+    ) -> None:
+        """A step that had no groups to train."""
+        token = self.trainer.token
+        await steps.commit_step(
+            self.state, job, TRAINER, token, lineage, step, [], [], manifest, checkpoint, {}, {}
+        )
+
+    async def step(self, version: int, checkpoint: str) -> str:
+        manifest = await self.stage(version)
+        await self.commit(version, manifest, checkpoint)
+        return manifest
+
+    async def stored(self, manifest: str) -> bool:
+        """Whether the store holds all of a version."""
+        try:
+            await fetch(self.trainer, self.bulk, manifest)
+        except NotFound:
+            return False
+        return True
+
+    # -- groups -----------------------------------------------------------------------------------
+
+    async def group(self) -> str:
+        """The bytes of a group that is finished but not on record yet."""
+        return await put(self.shard, BulkClient(self.shard), self.random.token(64).encode(), "it")
+
+    async def ready(self, digest: str) -> None:
+        token = self.shard.token
+        await jobs.set_phase(self.state, JOB, "training", self.trainer.token, TRAINER)
+        [one] = await groups.admit(self.state, JOB, SHARD, token, 1, "admit")
+        await groups.group_ready(
+            self.state, JOB, SHARD, token, one.group, digest, 1, 0, 0, 1, "ready"
+        )
+
+    async def end_groups(self, step: int) -> None:
+        """A step takes what is ready, and its checkpoint covers it."""
+        token = self.trainer.token
+        leased = await groups.lease_groups(self.state, JOB, TRAINER, token, step)
+        manifest = await self.stage(step)
+        await steps.commit_step(
+            self.state,
+            JOB,
+            TRAINER,
+            token,
+            0,
+            step,
+            [row.group for row in leased.groups],
+            [],
+            manifest,
+            await self.save(step, manifest),
+            {},
+            {},
+            covered=step,
+        )
+
+
+def on_store(root: Path, story: Callable[[StoreBench], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        bench = StoreBench(FilesClock(loop), random, root)
+        await bench.open()
+        await story(bench)
+        await bench.close()
+
+    run_virtual(main)

@@ -1,0 +1,326 @@
+"""What a running weight store deletes, and what it keeps for whoever comes back to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_bench import EVERY, JOB, STEPS, StoreBench, on_store
+
+from common.errors import BadMessage, DeadlineExceeded
+from common.simhost import SimulatedHost
+from common.state import jobs, steps
+from services.weights.records import Records
+
+SOON_S = 15.0  # two sweeps and something
+LONG_S = 80.0  # longer than every grace but that of what nobody has named
+HOUR_S = 3600.0
+
+
+def files(store: StoreBench) -> set[str]:
+    return {path.name for path in store.chunks.directory.glob("??/*")}
+
+
+def test_a_version_that_another_has_followed_goes_after_a_grace(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        name = await store.save(1, first := await store.stage(1))
+        await store.commit(1, first, name)
+        second, third = await store.step(2, name), await store.step(3, name)
+        await store.clock.sleep(SOON_S)
+        assert await store.stored(second), "engines may be fetching it"
+        await store.clock.sleep(60.0)
+        assert not await store.stored(second)
+        assert await store.stored(third) and await store.stored(first)
+
+    on_store(tmp_path, story)
+
+
+def test_a_store_that_starts_anew_knows_what_it_had(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        name = await store.save(1, first := await store.stage(1))
+        await store.commit(1, first, name)
+        second = await store.step(2, name)
+        staged = await store.stage(3)
+        await store.restart_store()
+        await store.clock.sleep(LONG_S)
+        assert await store.stored(staged)
+        await store.commit(3, staged, name)
+        await store.restart_store()
+        await store.clock.sleep(LONG_S)
+        assert not await store.stored(second)
+
+    on_store(tmp_path, story)
+
+
+def test_a_staged_version_waits_for_its_commit(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        staged = await store.stage(1)
+        await store.clock.sleep(LONG_S)
+        await store.commit(1, staged, "")
+        await store.clock.sleep(SOON_S)
+        assert await store.stored(staged)
+
+    on_store(tmp_path, story)
+
+
+def test_a_version_whose_checkpoint_is_being_written_waits_for_it(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        for version in range(1, EVERY):
+            await store.step(version, "")
+        due = await store.step(EVERY, "")
+        passed = await store.step(EVERY + 1, "")
+        await store.step(EVERY + 2, "")
+        await store.clock.sleep(LONG_S)
+        assert not await store.stored(passed)
+        name = await store.save(EVERY, due)
+        await store.step(EVERY + 3, name)
+        await store.clock.sleep(LONG_S)
+        assert await store.stored(due)
+
+    on_store(tmp_path, story)
+
+
+def test_the_first_and_the_last_version_wait_for_their_checkpoints(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        first = await store.stage(0)
+        await store.clock.sleep(LONG_S)
+        await store.save(0, first)
+        await steps.commit_initial(
+            store.state, JOB, store.trainer.name, store.trainer.token, 0, first, ""
+        )
+        for version in range(1, STEPS):
+            await store.step(version, "")
+        last = await store.stage(STEPS)
+        await store.clock.sleep(LONG_S)
+        await store.commit(STEPS, last, await store.save(STEPS, last))
+
+    on_store(tmp_path, story)
+
+
+def test_bytes_that_were_put_before_redis_went_are_there_for_what_names_them(
+    tmp_path: Path,
+) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        early, group = store.chunks.write(b"of a large model"), await store.group()
+        store.age(HOUR_S)
+        await store.clock.sleep(LONG_S)
+        assert store.chunks.has(early)
+        await store.ready(group)
+        store.age(24 * HOUR_S)
+        await store.clock.sleep(LONG_S)
+        assert store.chunks.has(group), "a step will ask for it"
+        assert not store.chunks.has(early), "nobody has named it for a day"
+
+    on_store(tmp_path, story)
+
+
+def test_a_group_goes_once_a_step_has_ended_it(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        await store.ready(group := await store.group())
+        await store.clock.sleep(SOON_S)
+        await store.end_groups(1)
+        await store.clock.sleep(SOON_S + 60.0)
+        assert not store.chunks.has(group)
+
+    on_store(tmp_path, story)
+
+
+def test_what_a_resume_needs_outlives_redis(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        weights = await store.stage(1)
+        name = await store.save(1, weights)
+        await store.commit(1, weights, name)
+        current = await store.step(2, name)
+        await store.clock.sleep(LONG_S)
+        await store.lose_redis()
+        store.age(24 * HOUR_S)
+        await store.clock.sleep(LONG_S)
+        assert await store.stored(weights)
+        held = {"version": 1, "lineage": 0, "cursor": 0, "next_group": 0, "requeue": []}
+        held |= {"in_flight": 0, "counts": dict.fromkeys(jobs.COUNTS, 0)}
+        held |= {"manifest": weights, "checkpoint": name}
+        await steps.restore_job(store.state, JOB, store.document, str(store.run_dir), held)
+        await store.clock.sleep(LONG_S)
+        assert await store.stored(weights)
+        assert not await store.stored(current), "its lineage is abandoned"
+
+    on_store(tmp_path, story)
+
+
+def test_a_checkpoint_that_a_file_names_outlives_redis_even_if_it_was_given_up(
+    tmp_path: Path,
+) -> None:
+    async def story(store: StoreBench) -> None:
+        store.run_dir = tmp_path / "elsewhere"
+        await store.submit()
+        await store.begin()
+        weights = await store.stage(1)
+        name = await store.save(1, weights)
+        path = store.run_dir / "checkpoints" / f"{name}.json"
+        kept = path.read_bytes()
+        path.unlink()
+        await store.commit(1, weights, "")
+        await store.step(2, "")
+        path.write_bytes(kept)
+        await store.clock.sleep(SOON_S)
+        await store.lose_redis()
+        store.age(24 * HOUR_S)
+        await store.clock.sleep(LONG_S)
+        assert await store.stored(weights)
+
+    on_store(tmp_path, story)
+
+
+def test_a_job_that_was_deleted_on_purpose_leaves_nothing(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        for job in (JOB, "other"):
+            await store.submit(job)
+            await store.begin(job)
+        await store.clock.sleep(SOON_S)
+        kept = await store.stage(1)
+        await jobs.delete_job(store.state, "other")
+        await store.clock.sleep(LONG_S)
+        held = json.loads((store.chunks.directory / "jobs/job.json").read_text())
+        assert await store.stored(kept) and kept in held["versions"]
+        assert [path.name for path in (store.chunks.directory / "jobs").iterdir()] == ["job.json"]
+        assert len(files(store)) == 4, "two versions, each a manifest and a chunk"
+
+    on_store(tmp_path, story)
+
+
+def test_a_version_that_is_lost_does_not_keep_what_others_are_done_with(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        for job in (JOB, "other"):
+            await store.submit(job)
+        lost = await store.begin("other")
+        await store.begin()
+        first = await store.step(1, "")
+        store.chunks.path(lost).unlink()
+        await store.restart_store()
+        await store.step(2, "")
+        await store.clock.sleep(LONG_S)
+        assert not await store.stored(first)
+
+    on_store(tmp_path, story)
+
+
+def test_nothing_of_a_job_goes_while_its_run_directory_is_away(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        store.run_dir = tmp_path / "mounted"
+        await store.submit()
+        await store.begin()
+        weights = await store.stage(1)
+        name = await store.save(1, weights)
+        await store.commit(1, weights, name)
+        await store.step(2, name)
+        store.run_dir.rename(tmp_path / "away")
+        await store.clock.sleep(LONG_S)
+        (tmp_path / "away").rename(store.run_dir)
+        await store.clock.sleep(LONG_S)
+        assert await store.stored(weights)
+
+    on_store(tmp_path, story)
+
+
+class SlowDisk(SimulatedHost):
+    """Directories take longer to remove than anybody waits."""
+
+    async def run_blocking(self, fn: Any, *args: Any, deadline_s: float) -> Any:
+        if fn is shutil.rmtree:
+            await self._clock.sleep(deadline_s)
+            raise DeadlineExceeded("a removal took too long")
+        return await super().run_blocking(fn, *args, deadline_s=deadline_s)
+
+
+async def checkpoints(store: StoreBench, count: int) -> list[tuple[str, str]]:
+    """(name, manifest) of some that were committed, each with its directory."""
+    made = []
+    for version in range(1, count + 1):
+        manifest = await store.stage(version)
+        name = await store.save(version, manifest)
+        directory = store.run_dir / "checkpoints" / name
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        await store.commit(version, manifest, name)
+        made.append((name, manifest))
+    return made
+
+
+def test_checkpoints_beyond_those_to_keep_go_with_their_directories(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit(keep_checkpoints=2)
+        await store.begin()
+        made = await checkpoints(store, 4)
+        await store.clock.sleep(LONG_S)
+        found = {path.name for path in (store.run_dir / "checkpoints").iterdir()}
+        assert found == {name + end for name, _ in made[2:] for end in ("", ".json")}
+        assert [await store.stored(manifest) for _, manifest in made] == [False, False, True, True]
+
+    on_store(tmp_path, story)
+
+
+def test_a_removal_that_takes_too_long_stops_nothing_and_is_gone_on_with(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        usual = store.host
+        store.host = SlowDisk(store.clock, store.random)
+        await store.restart_store()
+        await store.submit(keep_checkpoints=1)
+        await store.begin()
+        made = await checkpoints(store, 3)
+        await store.clock.sleep(LONG_S)
+        assert [await store.stored(manifest) for _, manifest in made] == [False, False, True]
+        directory = store.run_dir / "checkpoints"
+        assert [path.stem for path in directory.glob("step-*.json")] == [made[2][0]]
+        assert not any((directory / name).exists() for name, _ in made[:2])
+        assert len(list(directory.iterdir())) == 4, "two that are being removed are left"
+        store.host = usual
+        await store.restart_store()
+        await store.clock.sleep(SOON_S)
+        assert {path.name for path in directory.iterdir()} == {made[2][0], f"{made[2][0]}.json"}
+
+    on_store(tmp_path, story)
+
+
+def test_a_file_that_cannot_be_read_does_not_end_the_sweeps(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        made = await checkpoints(store, 1)
+        directory = store.run_dir / "checkpoints"
+        (directory / "step-000-000000-garbled.json").write_text("[")
+        passed = await store.step(2, made[0][0])
+        await store.step(3, made[0][0])
+        await store.clock.sleep(LONG_S)
+        assert not await store.stored(passed) and await store.stored(made[0][1])
+
+    on_store(tmp_path, story)
+
+
+def test_a_record_that_somebody_has_changed_is_not_guessed_at(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        path = store.chunks.directory / "jobs" / "job.json"
+        path.write_text(path.read_text()[:-10])
+        with pytest.raises(BadMessage, match="does not read"):
+            await Records(store.host, path.parent).open()
+
+    on_store(tmp_path, story)
