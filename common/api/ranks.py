@@ -49,12 +49,13 @@ class RoundStats:
 
 
 @message
-class GradientPart:
-    """A rank's rows of a gradient that a hybrid computed."""
+class LentGradient:
+    """What a hybrid computed, of which each rank takes its rows."""
 
     generation: int
     index: int
-    gradient: Array
+    path: str  # of a file of `size` float32 numbers, which is there until all ranks have answered
+    size: int
 
 
 @message
@@ -93,7 +94,7 @@ class Ranks(Role):
     form = Call(Meeting, Done, deadline_s=FORM_S)
     begin = Call(Order, Done, deadline_s=30.0)
     compute = Call(RoundPart, RoundStats, deadline_s=COMPUTE_S)
-    keep = Call(GradientPart, Done, deadline_s=60.0)
+    keep = Call(LentGradient, Done, deadline_s=MOVE_S)
     apply = Call(Update, Norm, deadline_s=COMPUTE_S)
     score = Call(ScorePart, Scores, deadline_s=COMPUTE_S)
     gather = Call(Taking, Done, deadline_s=MOVE_S)

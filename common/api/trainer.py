@@ -46,9 +46,7 @@ class RoundLease:
     others, rounds will need them.
     """
 
-    step: int
-    version: int
-    epoch: str  # the core's incarnation
+    epoch: str  # of the update that the round belongs to
     index: int
     manifest: str  # digest of the weights to compute it with
     bins: list[dict[str, Array]]
@@ -58,12 +56,10 @@ class RoundLease:
 class RoundResult:
     gang: str
     generation: int
-    step: int
-    version: int
     epoch: str
     index: int
-    manifest: str
-    gradient: Array  # float32, of the sum over the round's losses, in the order of parameters
+    pieces: list[str]  # digests of chunks at the hybrid's bulk port: end to end, float32 numbers,
+    # the gradient of the sum over the round's losses in the order of parameters
     stats: Any
     busy_s: float
 

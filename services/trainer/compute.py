@@ -46,7 +46,9 @@ class Compute(Protocol):
         """Computes and keeps the gradient sum of a round's bins."""
 
     async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
-        """Keeps what a hybrid computed of a round: flat, in the order of the parameters."""
+        """Keeps what a hybrid computed of a round, flat, in the order of the parameters; the array
+        belongs to it from then on.
+        """
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         """One optimizer step from the kept rounds 0 .. rounds - 1; the norm before clipping."""
@@ -103,8 +105,8 @@ class LocalCompute:
         return stats
 
     async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
-        there = torch.from_numpy(np.array(gradient)).to(self.learner.device)
-        await self._run(self._kept.keep, index, there)
+        there, kept = torch.from_numpy(gradient), self._kept
+        await self._run(lambda: kept.keep(index, there.to(self.learner.device)))
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         total = self._kept.total(rounds)

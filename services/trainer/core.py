@@ -110,9 +110,7 @@ class TrainerCore(Actor):
     @call(Trainer.lease_round)
     async def lease_round(self, request: RoundRequest) -> RoundLease:
         lease = await self.gradients.lease(request)
-        return lease or RoundLease(
-            self.steps_done + 1, self.steps_done, self.mesh.incarnation, -1, "", []
-        )
+        return lease or RoundLease(epoch="", index=-1, manifest="", bins=[])
 
     @call(Trainer.round_done)
     async def round_done(self, result: RoundResult) -> RoundTaken:
@@ -165,7 +163,7 @@ class TrainerCore(Actor):
             stands.manifest,
         )
         self.checkpoints.name, self.checkpoints.step = stands.checkpoint, stands.checkpoint_step
-        self.gradients.announce(self.steps_done, self.manifest)
+        self.gradients.announce(self.manifest)
 
     def _make_step(self, number: int, manifest: str) -> Step:
         config = self.data.config
@@ -217,7 +215,7 @@ class TrainerCore(Actor):
             ),
         )
         self.manifest = manifest
-        self.gradients.announce(0, manifest)
+        self.gradients.announce(manifest)
 
     async def train(self) -> None:
         """Steps until the budget is spent, or the job has ended."""
@@ -311,7 +309,7 @@ class TrainerCore(Actor):
             ),
         )
         self.steps_done, self.manifest = committed.version, manifest
-        self.gradients.announce(self.steps_done, manifest)
+        self.gradients.announce(manifest)
         self.enter("telling", step)
         await self._tell_engines()
 

@@ -20,7 +20,7 @@ from common.api.ranks import (
     COMPUTE_S,
     FORM_S,
     MOVE_S,
-    GradientPart,
+    LentGradient,
     Meeting,
     Order,
     Ranks,
@@ -29,13 +29,14 @@ from common.api.ranks import (
     Taking,
     Update,
 )
-from common.errors import ConfigError, MeshError, RankLost
+from common.errors import ConfigError, MeshError, RankLost, RemoteFailure
 from common.interface import Call
 from common.mesh import Mesh
 from common.patience import patiently
 from services.trainer import checkpoint
 from services.trainer.batching import Bin
 from services.trainer.compute import SAVE_S, Round
+from services.trainer.lending import Shelf
 from services.trainer.rank_actor import rank_name
 from services.trainer.rank_thread import RankThread
 from services.trainer.ranks import Rank, filler
@@ -57,7 +58,9 @@ class GangCompute:
         self.generation = 0  # 0: in no group
         self._mesh, self._job, self._rank = mesh, job, rank
         self._meetings, self._group_s = meetings, group_s
+        self._shelf = Shelf(mesh, meetings / "lent" / job)
         self._formed = 0
+        self._broken: Exception | None = None  # why the group is none any more
         self._thread = RankThread(mesh, group_s)
         self._others = [mesh.ref(rank_name(job, other)) for other in range(1, rank.ranks)]
         self._busy = asyncio.Lock()  # one order at a time: all ranks take them in the same order
@@ -80,7 +83,7 @@ class GangCompute:
                 return
             except MeshError as error:
                 await self._disband()
-                if clock.monotonic() > until or isinstance(error, ConfigError):
+                if clock.monotonic() > until or isinstance(error, ConfigError | RemoteFailure):
                     raise
                 self._mesh.telemetry.log.warning("forming the gang again", error=str(error))
                 await clock.sleep(0.2)
@@ -88,7 +91,9 @@ class GangCompute:
     async def _try_to_form(self, within_s: float) -> None:
         await self._disband()
         await self._thread.ended()
+        await self._shelf.clear()
         self._formed += 1
+        self._broken = None
         generation = self._mesh.token * GENERATIONS + self._formed
         with self._mesh.wait("the ranks of the gang", on=rank_name(self._job, 1)):
             await patiently(
@@ -112,10 +117,10 @@ class GangCompute:
     async def _disband(self) -> None:
         """Ends this rank's part in the group, and with it whatever the others wait for."""
         self.generation = 0
-        for task in self._keeping:
+        for task in self._keeping - {asyncio.current_task()}:  # one may be why
             task.cancel()
         self._keeping.clear()
-        await self._mesh.host.run_blocking(self._rank.leave, deadline_s=FORM_S)
+        await self._thread.leave(self._rank.leave)
 
     async def _ask_all(self, method: Call[Q, R], requests: Sequence[Q]) -> list[R]:
         asking = [
@@ -129,12 +134,14 @@ class GangCompute:
     async def begin(self) -> None:
         self._claimed.clear()
         async with self._busy:
-            generation = self._current()
             await self._kept()
+            generation = self._current()
             self._rank.begin()
             await self._or_lost(self._ask_all(Ranks.begin, [Order(generation)] * len(self._others)))
 
     async def compute(self, index: int, round: Round) -> BinStats:
+        if index in self._claimed:  # by a hybrid: all ranks must keep the same one first
+            await self._kept()
         self._claimed.add(index)
         like = next(bin for bin in round if bin.trained)
         bins = [bin if bin.trained else filler(like) for bin in round]
@@ -155,14 +162,21 @@ class GangCompute:
         if index in self._claimed:
             return
         self._claimed.add(index)
-        generation = self._current()
-        cut = self._rank.learner.own_part
-        self._rank.keep(index, cut(gradient, 0))
-        parts = [
-            GradientPart(generation, index, cut(gradient, rank)) for rank in range(1, self.ranks)
-        ]
-        task = asyncio.create_task(self._or_lost(self._ask_all(Ranks.keep, parts)))
+        lending = self._lend(self._current(), index, gradient)
+        task = asyncio.create_task(self._or_lost(lending))
+        task.add_done_callback(_looked_at)
         self._keeping.add(task)  # until `apply`; a hybrid does not wait for it
+
+    async def _lend(self, generation: int, index: int, gradient: NDArray[np.float32]) -> None:
+        """Gives a hybrid's gradient to all ranks."""
+        keep = self._rank.keeping()
+        path = await self._shelf.put(f"{generation}-{index}", gradient)
+        try:
+            await self._mesh.host.run_blocking(keep, index, gradient, deadline_s=MOVE_S)
+            lent = LentGradient(generation, index, str(path), gradient.size)
+            await self._ask_all(Ranks.keep, [lent] * len(self._others))
+        finally:
+            await self._shelf.remove(path)
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         async with self._busy:
@@ -253,9 +267,13 @@ class GangCompute:
         ]
         try:
             await asyncio.wait([here, *there], return_when=asyncio.FIRST_EXCEPTION)
-            failed = [t for t in (here, *there) if t.done() and t.exception() is not None]
-            if failed:
-                raise await self._lost(failed[0].exception())
+            errors = [
+                error
+                for task in (here, *there)
+                if task.done() and isinstance(error := task.exception(), Exception)
+            ]
+            if errors:
+                raise await self._lost(max(errors, key=_is_wrong))
             return here.result(), [task.result() for task in there]
         except asyncio.CancelledError:
             self.generation = 0  # some rank may have done it, another not
@@ -268,21 +286,32 @@ class GangCompute:
     async def _or_lost(self, asked: Awaitable[T]) -> T:
         try:
             return await asked
-        except MeshError as error:
+        except Exception as error:
             raise await self._lost(error) from error
 
     async def _kept(self) -> None:
         """Until the gradients of hybrids are where they belong."""
-        keeping, self._keeping = self._keeping, set()
+        keeping = list(self._keeping)
+        if keeping:
+            await asyncio.wait(keeping, return_when=asyncio.FIRST_EXCEPTION)
         for task in keeping:
-            await task
+            if task.done() and not task.cancelled():
+                task.result()
+        self._keeping.difference_update(keeping)
 
-    async def _lost(self, error: BaseException | None) -> MeshError:
-        """The group is of no use any more, but for an error in the job that all ranks have."""
+    async def _lost(self, error: Exception) -> Exception:
+        """What to raise for an error of one rank: the group is of no use any more, but after one in
+        the job that all ranks have.
+        """
         if isinstance(error, ConfigError):
             return error
+        if self.generation or self._broken is None:  # others come of the group's end
+            self._broken = error if _is_wrong(error) else self._loss(error)
+            self._mesh.telemetry.log.warning("rank lost", error=str(error))
         await self._disband()
-        self._mesh.telemetry.log.warning("rank lost", error=str(error))
+        return self._broken
+
+    def _loss(self, error: Exception) -> RankLost:
         return RankLost(
             f"the gang of {self.ranks} ranks has lost one ({error})",
             where=self._mesh.name,
@@ -291,5 +320,20 @@ class GangCompute:
 
     def _current(self) -> int:
         if not self.generation:
-            raise RankLost(f"the gang of {self.ranks} ranks is not formed", where=self._mesh.name)
+            raise self._broken or RankLost(
+                f"the gang of {self.ranks} ranks is not formed", where=self._mesh.name
+            )
         return self.generation
+
+
+def _is_wrong(error: Exception) -> bool:
+    """Whether a rank raised it by a mistake of its own, which would come again; lost ranks are not
+    that.
+    """
+    return isinstance(error, RemoteFailure) or not isinstance(error, MeshError)
+
+
+def _looked_at(task: asyncio.Task[None]) -> None:
+    """Its error is raised to whoever waits for it, or is that of the group."""
+    if not task.cancelled():
+        task.exception()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import numpy as np
-
 from common.api.trainer import RoundLease, RoundRequest, RoundResult
-from common.errors import BadMessage, DeadlineExceeded
+from common.bulk import BulkClient
+from common.errors import DeadlineExceeded
 from common.mesh import Mesh
 from kernels.cost import Calibration
 from services.trainer.bins import RoundBoard
 from services.trainer.compute import Compute, Round
+from services.trainer.lending import collect
 from services.trainer.membership import Membership
 from services.trainer.stats import BinStats
 
@@ -25,8 +25,8 @@ LOOK_S = 5.0  # how long the core waits for rounds before it looks again
 class StepWork:
     """The rounds of the update that is being computed."""
 
-    def __init__(self, step: int, manifest: str, epoch: str) -> None:
-        self.step, self.manifest, self.epoch = step, manifest, epoch
+    def __init__(self, manifest: str, epoch: str) -> None:
+        self.manifest, self.epoch = manifest, epoch
         self.board = RoundBoard()
         self.rounds: list[Round] = []
         self.stats: dict[int, BinStats] = {}
@@ -40,6 +40,7 @@ class Gradients:
     ) -> None:
         """`costs` learns from what the core computes."""
         self._mesh, self._compute, self._gang = mesh, compute, gang
+        self._bulk = BulkClient(mesh)
         self._bin_deadline_s = bin_deadline_s
         self.costs = costs
         self.busy_s: dict[str, float] = {}  # by gang
@@ -49,7 +50,7 @@ class Gradients:
         self._round_s = 0.0  # moving average of a round's time
         self._begun = 0  # updates, repeated ones among them: a result counts in its own alone
         self.hybrids = Membership()
-        self._current = 0, ""  # version, and the manifest of its weights
+        self._current = ""  # manifest of the weights that the next step begins with
 
     # -- hybrids ---------------------------------------------------------------------------------
 
@@ -82,7 +83,7 @@ class Gradients:
 
     def _lease(self, request: RoundRequest) -> RoundLease | None:
         work, now = self._work, self._mesh.clock.monotonic()
-        version, wanted = self._current if work is None else (work.step - 1, work.manifest)
+        wanted = self._current if work is None else work.manifest
         gang, has = request.gang, request.manifest
         index = None
         if self.hybrids.asks(gang, request.generation, has, wanted, now) and work is not None:
@@ -94,8 +95,6 @@ class Gradients:
             self.hybrids.leased(gang)
             bins = [bin.to_arrays() for bin in work.rounds[index]]
         return RoundLease(
-            step=version + 1,
-            version=version,
             epoch=work.epoch if work is not None else "",
             index=-1 if index is None else index,
             manifest=wanted,
@@ -120,16 +119,17 @@ class Gradients:
         work = self._work
         if work is None or result.epoch != work.epoch:
             return False
-        if result.gradient.shape != (self._compute.size,) or result.gradient.dtype != np.float32:
-            raise BadMessage(
-                f"a gradient of {result.gradient.shape} for a model of {self._compute.size}"
-            )
         stats = BinStats(**result.stats)
         self._spent(result.gang, result.busy_s)
         if not work.board.claim(result.index):
             return False
         try:
-            await self._compute.keep(result.index, result.gradient)
+            gradient = await collect(
+                self._mesh, self._bulk, result.gang, result.pieces, self._compute.size
+            )
+            if self._work is not work:  # the core has computed it meanwhile
+                return False
+            await self._compute.keep(result.index, gradient)
         except BaseException:
             work.board.disclaim(result.index)
             raise
@@ -142,22 +142,22 @@ class Gradients:
 
     # -- the core --------------------------------------------------------------------------------
 
-    def announce(self, version: int, manifest: str) -> None:
-        """There is a version that the next step begins with: hybrids fetch it before they are
+    def announce(self, manifest: str) -> None:
+        """There are weights that the next step begins with: hybrids fetch them before they are
         needed.
         """
-        self._current = version, manifest
+        self._current = manifest
         self.hybrids.wanted(manifest)
         self._offered.set()
 
-    async def begin(self, step: int, manifest: str) -> None:
+    async def begin(self, manifest: str) -> None:
         """An update's rounds are offered from now on, to be computed with `manifest`'s weights."""
         self.hybrids.wanted(manifest)
         await self._compute.begin()
         for silent in self.hybrids.silent(self._mesh.clock.monotonic()):
             self._free(silent)
         self._begun += 1
-        self._work = StepWork(step, manifest, f"{self._mesh.incarnation}/{self._begun}")
+        self._work = StepWork(manifest, f"{self._mesh.incarnation}/{self._begun}")
         self._offered.set()  # hybrids fetch the weights while rounds are still to come
 
     def offer(self, rounds: Sequence[Round]) -> None:

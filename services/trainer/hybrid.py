@@ -27,10 +27,12 @@ from common.mesh import Mesh
 from common.model.transfer import Fetcher
 from services.trainer.batching import Bin
 from services.trainer.learner import Learner
+from services.trainer.lending import PIECE_S, Outbox
 
 ASK_S = 5.0  # how long the core may hold the question for a round
 RETRY_S = 0.3
 COMPUTE_S = 600.0
+GIVE_S = 30.0  # for an answer, beside the time to fetch the gradient
 
 
 class Hybrid(Actor):
@@ -42,6 +44,7 @@ class Hybrid(Actor):
         self.mesh, self.data, self.gang, self.epoch = mesh, data, gang, epoch
         self.learner = learner
         self.bulk = BulkClient(mesh)
+        self.outbox = Outbox(mesh, gang)
         self.rounds, self.bins = 0, 0
         self.busy_s = 0.0
         self._core = mesh.ref(f"trainer/{data.id}")
@@ -50,6 +53,9 @@ class Hybrid(Actor):
         self._manifest = ""  # of the weights that the learner has
         self._draining = False
         self._left = asyncio.Event()
+
+    async def stop(self) -> None:
+        self.outbox.close()
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -97,7 +103,7 @@ class Hybrid(Actor):
         request = RoundRequest(self.gang, self._generation, self._manifest, ASK_S)
         lease = await self._core.call(Trainer.lease_round, request, deadline_s=ASK_S + 5.0)
         if lease.index >= 0:
-            await self._core.call(Trainer.round_done, await self._compute(lease))
+            await self._give(await self._compute(lease))
         elif lease.manifest:
             await self._fetch(lease.manifest)
 
@@ -123,12 +129,14 @@ class Hybrid(Actor):
         return RoundResult(
             gang=self.gang,
             generation=self._generation,
-            step=lease.step,
-            version=lease.version,
             epoch=lease.epoch,
             index=lease.index,
-            manifest=lease.manifest,
-            gradient=gradient.cpu().numpy(),
+            pieces=await self.outbox.put(gradient),
             stats=asdict(stats),
             busy_s=took,
         )
+
+    async def _give(self, result: RoundResult) -> None:
+        """The core fetches the gradient before it answers."""
+        deadline_s = GIVE_S + PIECE_S * len(result.pieces)
+        await self._core.call(Trainer.round_done, result, deadline_s=deadline_s)

@@ -14,7 +14,7 @@ from common.api.ranks import (
     FORM_S,
     MOVE_S,
     Done,
-    GradientPart,
+    LentGradient,
     Meeting,
     Norm,
     Order,
@@ -30,6 +30,7 @@ from common.api.role import Drain, Drained
 from common.errors import Fenced
 from common.mesh import Mesh
 from services.trainer.batching import Bin
+from services.trainer.lending import read
 from services.trainer.rank_thread import RankThread
 from services.trainer.ranks import Rank
 
@@ -72,7 +73,7 @@ class RankActor(Actor):
         if order.generation < self._generation:
             raise self._fenced(order.generation)
         self._generation = order.generation
-        self._rank.leave()
+        await self._thread.leave(self._rank.leave)
         await self._thread.ended()
         return Done()
 
@@ -96,9 +97,14 @@ class RankActor(Actor):
         return RoundStats(asdict(stats))
 
     @call(Ranks.keep)
-    def keep(self, part: GradientPart) -> Done:
-        self._check(part.generation)
-        self._rank.keep(part.index, part.gradient)
+    async def keep(self, lent: LentGradient) -> Done:
+        self._check(lent.generation)
+        keep = self._rank.keeping()
+
+        def take() -> None:
+            keep(lent.index, read(lent.path, lent.size))
+
+        await self._mesh.host.run_blocking(take, deadline_s=MOVE_S)
         return Done()
 
     @call(Ranks.apply)

@@ -100,7 +100,7 @@ async def help_out(mesh: Mesh, data: JobData, gang: str, epoch: int) -> None:
     learner = fresh_learner(data)
     adapt(data, learner)
     hybrid = Hybrid(mesh, data, gang, epoch, learner)
-    await mesh.join(hybrid, stats=hybrid.stats)
+    await mesh.join(hybrid, stats=hybrid.stats, bulk_address=hybrid.outbox.address)
     try:
         await hybrid.serve()
     except MeshError as error:

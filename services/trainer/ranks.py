@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from common.config import AlgorithmConfig, LoraConfig, OptimizerConfig
-from common.errors import Refused
+from common.errors import RankLost, Refused
 from common.model.decoder import Decoder
 from services.trainer import critic, lora
 from services.trainer.algorithms import algorithm
@@ -42,14 +42,24 @@ def join_group(meeting: Path, rank: int, ranks: int, device: str, deadline_s: fl
     store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]
     store.set_timeout(within)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=within)
-    return init_device_mesh(device, (ranks,))
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=within)
+        return init_device_mesh(device, (ranks,))
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} did not meet the others: {error}") from error
 
 
 def leave_group() -> None:
     """Ends this process's part in its group, also while a collective of it waits for the lost."""
     if dist.is_initialized():
         _abort_process_group()
+
+
+def of_the_group(error: RuntimeError) -> bool:
+    """Whether a collective raised it, because another rank is away or late, and not this rank's own
+    arithmetic. What gloo raises has no type of its own, but names gloo's source file.
+    """
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 class ShardedLearner(Learner):
@@ -234,9 +244,17 @@ class Rank:
         self._kept.keep(index, gradient)
         return stats
 
-    def keep(self, index: int, part: NDArray[np.float32]) -> None:
-        """A hybrid's gradient of a round, this rank's part of it."""
-        self._kept.keep(index, torch.from_numpy(np.array(part)).to(self._device))
+    def keeping(self) -> Callable[[int, NDArray[np.float32]], None]:
+        """What keeps a hybrid's whole gradient of a round, this rank's part of it, in the step of
+        now and in no later one.
+        """
+        learner, kept = self.learner, self._kept
+
+        def keep(index: int, whole: NDArray[np.float32]) -> None:
+            part = learner.own_part(whole, self.rank)
+            kept.keep(index, torch.from_numpy(part).to(self._device))
+
+        return keep
 
     def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         norm = self.learner.apply(self._kept.total(rounds), denominator, lr_factor)

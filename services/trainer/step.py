@@ -103,7 +103,7 @@ class Step:
 
     async def _streamed(self, groups: AsyncIterator[Group]) -> None:
         maker, trained = self._maker(), []
-        await self._gradients.begin(self._number, self._manifest)
+        await self._gradients.begin(self._manifest)
 
         async def feed() -> None:
             async for group in groups:
@@ -144,7 +144,7 @@ class Step:
         # What only the core has, weights between two updates of a step or a critic, is nothing that
         # hybrids could take part in.
         alone = bool(self.done.updates) or self._algorithm.critic
-        await self._gradients.begin(self._number, "" if alone else self._manifest)
+        await self._gradients.begin("" if alone else self._manifest)
         self._enter("computing", self._number)
         self._gradients.offer(rounds)
         self._gradients.close()

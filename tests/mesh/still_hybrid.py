@@ -28,7 +28,7 @@ async def main(gang: str, job: str, epoch: int) -> None:
     row = await jobs.job(mesh.state, job)
     data = JobData.of(job, row.document, row.run_dir)
     hybrid = StillHybrid(mesh, data, gang, epoch, fresh_learner(data))
-    await mesh.join(hybrid, stats=hybrid.stats)
+    await mesh.join(hybrid, stats=hybrid.stats, bulk_address=hybrid.outbox.address)
     try:
         await hybrid.serve()
     finally:

@@ -69,7 +69,7 @@ def train(rank: Rank, step: int, variant: str) -> float:
             hybrid = fresh_learner(variant)
             hybrid.load_weights(weights)
             gradient, _ = hybrid.round_gradient(of_round)
-            rank.keep(index, rank.learner.own_part(gradient.numpy(), rank.rank))
+            rank.keeping()(index, gradient.numpy())
         else:
             of_round += [filler(of_round[0])] * (rank.ranks - len(of_round))
             rank.compute(index, of_round[rank.rank])
