@@ -257,7 +257,9 @@ class TrainerCore(Actor):
         waited = self.intake.waited_s - waited_before
         busy = clock.monotonic() - started - waited
         done.batch.refilled = refill.count
-        metrics = done.batch.metrics() | update_metrics(done.bins, done.norm, done.stats)
+        metrics = done.batch.metrics() | update_metrics(
+            done.bins, done.norm, done.stats, done.counted
+        )
         metrics |= {
             "step": step,
             "wait_s": waited,

@@ -45,7 +45,8 @@ class Learner:
         self.model = model
         self.steps = 0  # that the optimizer has taken
         self._config = algorithm_config
-        self._critic = algorithm(algorithm_config.name).critic
+        hooks = algorithm(algorithm_config.name)
+        self._critic, self._sampled = hooks.critic, hooks.sampled
         if self._critic:
             critic.attach(model)
         fuse(model)
@@ -75,7 +76,8 @@ class Learner:
         terms = self._terms(bin, out)
         weight = pick(bin.weight, out.places)
         found = objective(terms, weight, self._config)
-        stats = describe(terms, found, out.entropy, pick(bin.fresh, out.places))
+        fresh = pick(bin.fresh, out.places) if self._sampled else None
+        stats = describe(terms, found, out.entropy, fresh)
         roots: list[Tensor] = [out.logprobs]
         slopes: list[Tensor | None] = [found.slope]
         if self._critic:

@@ -34,6 +34,7 @@ class Stepped:
 
     batch: Batch
     stats: BinStats = field(default_factory=BinStats)
+    counted: float = 0.0  # what the gradients of its updates were divided by, added up
     norm: float = 0.0  # of the gradient, before clipping; of the last update
     bins: int = 0
     updates: list[RoundPlan] = field(default_factory=list)
@@ -122,10 +123,7 @@ class Step:
         groups = sorted(groups, key=lambda group: group.group)
         by_group = [await self._run(self.done.batch.add, group) for group in groups]
         await self._prepare([sequence for one in by_group for sequence in one])
-        updates = min(self._config.algorithm.updates, len(by_group)) or 1
-        share = -(-len(by_group) // updates)
-        parts = [by_group[i : i + share] for i in range(0, len(by_group), share)]
-        return [sequences for part in parts if (sequences := [s for one in part for s in one])]
+        return dealt([one for one in by_group if one], self._config.algorithm.updates)
 
     async def _prepare(self, sequences: list[Sequence]) -> None:
         """What is scored with the step's first weights, and the advantages that follow from it."""
@@ -157,11 +155,22 @@ class Step:
         divisor = denominator(sequences, self._config)
         self.done.norm = await self._compute.apply(len(plan), divisor, self._factor)
         self.done.stats += stats
+        self.done.counted += divisor
         self.done.bins += sum(bool(bin) for one in plan for bin in one)
         self.done.updates.append(plan)
 
     async def _run(self, work: Any, *args: Any) -> Any:
         return await self._mesh.host.run_blocking(work, *args, deadline_s=COMPUTE_S)
+
+
+def dealt(groups: list[list[Sequence]], parts: int) -> list[list[Sequence]]:
+    """The sequences of all groups in as many parts, of whole groups as equal in number as can be;
+    fewer parts where there are fewer groups.
+    """
+    count = len(groups)
+    n = min(parts, count)
+    cut = [groups[i * count // n : (i + 1) * count // n] for i in range(n)]
+    return [[sequence for group in part for sequence in group] for part in cut]
 
 
 def _all_rounds(maker: RoundMaker, sequences: Iterable[Sequence]) -> list[list[Bin]]:

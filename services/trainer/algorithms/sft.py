@@ -13,4 +13,4 @@ def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
     return -terms.logprobs
 
 
-ALGORITHM = Algorithm(advantage_of_one, token_loss)
+ALGORITHM = Algorithm(advantage_of_one, token_loss, sampled=False)

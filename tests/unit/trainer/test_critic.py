@@ -261,6 +261,6 @@ def test_ppo_learns_what_is_rewarded_and_what_to_expect():
         for _update in range(2):
             gradient, stats = add(one.gradient(bin) for bin in bins)
             one.apply(gradient, denominator(made, job), 1.0)
-        explained.append(update_metrics(len(bins), 0.0, stats)["explained_variance"])
+        explained.append(update_metrics(len(bins), 0.0, stats, stats.tokens)["explained_variance"])
     assert np.mean(shares[:3]) < 0.1 < 0.6 < np.mean(shares[-3:])
     assert explained[0] == pytest.approx(0.0, abs=1e-6) and np.mean(explained[-5:]) > 0.8

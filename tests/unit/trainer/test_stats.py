@@ -7,16 +7,18 @@ import published_formulas as plain
 import pytest
 import torch
 
-from common.config import AlgorithmConfig
 from services.trainer.algorithms.objective import objective
 from services.trainer.stats import BinStats, describe, describe_values, update_metrics
 
+EVERY = "every"
 
-def described(tokens, name="dapo", fresh=None, **keys):
+
+def described(tokens, name="dapo", fresh=EVERY, **keys):
     terms = plain.terms(tokens)
     one = torch.ones_like(terms.logprobs)
-    found = objective(terms, one, AlgorithmConfig(name, **keys))
-    fresh = torch.ones_like(one, dtype=torch.bool) if fresh is None else fresh
+    config = plain.job(name, **keys)
+    found = objective(terms, plain.weights(tokens, config), config.algorithm)
+    fresh = torch.ones_like(one, dtype=torch.bool) if fresh is EVERY else fresh
     return describe(terms, found, 2 * one, fresh)
 
 
@@ -31,7 +33,7 @@ def test_metrics_are_what_they_say():
     n = tokens.count
     high = sum(r > 1.28 and a > 0 for r, a in zip(ratios, worth, strict=True))
     low = sum(r < 0.8 and a < 0 for r, a in zip(ratios, worth, strict=True))
-    found = update_metrics(1, 0.5, described(tokens))
+    found = update_metrics(1, 0.5, described(tokens), n)
     assert high and low
     assert found["clipped_high"] == high / n and found["clipped_low"] == low / n
     assert found["clipped"] == (high + low) / n
@@ -52,7 +54,7 @@ def test_the_gap_to_the_engine_counts_fresh_tokens_alone():
     tokens = plain.batch(4, 0.4)
     fresh = torch.arange(tokens.count) % 3 == 0
     gaps = every(tokens, lambda i, t: tokens.now[i][t] - tokens.behaviour[i][t])[::3]
-    found = update_metrics(1, 0.0, described(tokens, fresh=fresh))
+    found = update_metrics(1, 0.0, described(tokens, fresh=fresh), tokens.count)
     assert found["fresh_tokens"] == len(gaps)
     assert found["logprob_gap"] == pytest.approx(max(map(abs, gaps)))
     assert found["logprob_gap_mean"] == pytest.approx(sum(map(abs, gaps)) / len(gaps))
@@ -60,10 +62,41 @@ def test_the_gap_to_the_engine_counts_fresh_tokens_alone():
     assert found["logprob_kl"] == pytest.approx(exact)
 
 
+def test_tokens_that_no_policy_sampled_are_compared_with_none():
+    stats = described(plain.batch(4), "sft", fresh=None)
+    found = update_metrics(1, 0.0, stats, stats.tokens)
+    compared = ("kl", "ratio_max", "ratio_min", "effective_sample_size")
+    compared += ("logprob_gap", "logprob_gap_mean", "logprob_kl")
+    assert [found[name] for name in compared] == [None] * 7
+    assert found["fresh_tokens"] == 0 and found["model_tokens"] == stats.tokens > 0
+    assert found["loss"] > 0 and found["entropy"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "loss"),
+    [
+        ("dapo", {}, plain.dapo),
+        ("dr_grpo", {}, plain.dr_grpo),
+        ("gspo", {}, plain.gspo),
+        (
+            "grpo",
+            {"aggregation": "sequences", "clip_high": 0.2, "dual_clip": 0, "kl_coefficient": 0.04},
+            plain.grpo_published,
+        ),
+    ],
+)
+def test_the_loss_is_the_objective_however_token_losses_add_up(name, keys, loss):
+    tokens = plain.batch(3, 0.3)
+    by_tokens = name == "dapo"
+    counted = tokens.count if by_tokens else len(tokens.now)
+    found = update_metrics(1, 0.0, described(tokens, name, **keys), counted)
+    assert found["loss"] == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
+
+
 def test_on_policy_every_token_counts_whole():
     tokens = plain.batch(4)
     tokens.behaviour = tokens.now
-    found = update_metrics(1, 0.0, described(tokens))
+    found = update_metrics(1, 0.0, described(tokens), tokens.count)
     assert found["effective_sample_size"] == pytest.approx(1.0)
     assert found["ratio_max"] == found["ratio_min"] == 1.0
     assert found["clipped"] == found["logprob_gap"] == 0.0
@@ -107,8 +140,9 @@ def test_an_empty_bin_changes_nothing():
 
 
 def test_a_step_that_trained_nothing_has_no_ratios():
-    found = update_metrics(0, 0.0, BinStats())
+    found = update_metrics(0, 0.0, BinStats(), 0.0)
     assert found["ratio_min"] is None and found["effective_sample_size"] is None
+    assert found["loss"] == 0.0 and found["kl"] is None and found["logprob_gap_mean"] is None
     assert "reference_kl" not in found and "value_loss" not in found
     assert all(not isinstance(x, float) or math.isfinite(x) for x in found.values())
 
@@ -121,6 +155,6 @@ def test_how_much_of_the_returns_a_critic_explains():
         stats = BinStats()
         valued = replace(terms, extras={"returns": returns, "values": values})
         describe_values(stats, valued, torch.full_like(returns, 0.5))
-        found = update_metrics(1, 0.0, stats)
+        found = update_metrics(1, 0.0, stats, n)
         assert found["explained_variance"] == pytest.approx(explained, abs=1e-9)
         assert found["value_loss"] == pytest.approx(0.5)

@@ -48,11 +48,12 @@ def learner(config):
     return Learner(model, OptimizerConfig(muon_lr=0.02, adamw_lr=0.02), config.algorithm)
 
 
-def groups():
-    """Four, with all that any algorithm asks for."""
+def groups(silent=(), count=4):
+    """With all that any algorithm asks for; those of `silent` have equal rewards."""
     found = []
-    for number in range(4):
-        one = group([1.0, 0.0, 0.5], number=number, reference=True, seed=number)
+    for number in range(count):
+        rewards = [1.0, 1.0, 1.0] if number in silent else [1.0, 0.0, 0.5]
+        one = group(rewards, number=number, reference=True, seed=number)
         one = replace(one, logprobs=np.where(one.versions < 0, 0, -3.4).astype(np.float32))
         found.append(replace(one, teacher=one.reference - np.float32(0.5)))
     return found
@@ -74,8 +75,8 @@ def step(learner, config):
     return Step(mesh, config, compute, gradients, VERSION + 1, "manifest", lambda *phase: None)
 
 
-async def as_they_come():
-    for one in groups():
+async def as_they_come(**which):
+    for one in groups(**which):
         yield one
 
 
@@ -93,6 +94,45 @@ async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
     assert all(torch.equal(p, own[n]) for n, p in first.model.named_parameters())
     assert again.batch.metrics() == done.batch.metrics()
     assert again.stats == done.stats
+
+
+@pytest.mark.parametrize(
+    ("count", "updates", "silent", "dealt"),
+    [
+        (5, 4, (), [1, 1, 1, 2]),
+        (9, 8, (), [1] * 7 + [2]),
+        (6, 2, (0, 1, 2), [1, 2]),  # what has nothing to teach takes no update's place
+        (4, 3, (0, 2, 3), [1]),
+    ],
+)
+async def test_a_step_makes_as_many_updates_as_it_was_told_to(count, updates, silent, dealt):
+    config = job("grpo", updates=updates)
+    which = {"count": count, "silent": silent}
+    first, second = learner(config), learner(config)
+    done = await step(first, config).run(as_they_come(**which))
+    taught = [{group for one in plan for bin in one for group, _ in bin} for plan in done.updates]
+    assert [len(groups) for groups in taught] == dealt
+    assert sorted(set().union(*taught)) == [g for g in range(count) if g not in silent]
+    await step(second, config).replay(groups(**which), done.updates)
+    own = second.weights()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in first.weights().items())
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("name", ["dr_grpo", "grpo", "gspo"])
+async def test_a_step_tells_what_its_sums_were_divided_by(name, updates):
+    config = job(name, updates=updates)
+    done = await step(learner(config), config).run(as_they_come(silent=(3,)))
+    trained = [s.trained for s in done.batch.sequences]
+    assert len(trained) == 9
+    assert done.counted == (sum(trained) if name == "grpo" else 9)
+
+
+async def test_supervised_tokens_have_no_gap_to_an_engine():
+    config = job("sft")
+    done = await step(learner(config), config).run(as_they_come())
+    assert done.stats.tokens > 0 == done.stats.fresh_tokens == done.stats.sampled
+    assert done.stats.gap_max == done.stats.kl_sum == 0.0
 
 
 async def test_updates_of_a_step_keep_to_the_policy_that_it_began_with():
