@@ -29,16 +29,30 @@ def all_checkpoints(run_dir: Path) -> list[Path]:
 def committed(run_dir: Path) -> Path | None:
     """The manifest of the last commit on record, else the newest one; None if there is none."""
     found = {path.stem: path for path in all_checkpoints(run_dir)}
-    events = run_dir / "events.jsonl"
-    lines = events.read_text().splitlines() if events.is_file() else []
-    for line in reversed(lines):
-        if '"step"' not in line:
+    for line in reversed(_recorded(run_dir)):
+        if b'"step"' not in line:
             continue
         event = json.loads(line)
         name = event["fields"].get("checkpoint", "") if event["kind"] == "step" else ""
         if name in found:
             return found[name]
     return next(reversed(found.values()), None)
+
+
+def last_lineage(run_dir: Path) -> int:
+    """The highest that a run's record or its checkpoints tell of; 0 when nothing does."""
+    found = [int(path.name.split("-")[1]) for path in all_checkpoints(run_dir)]
+    for line in _recorded(run_dir):
+        if b'"lineage"' in line:
+            found.append(json.loads(line)["fields"].get("lineage", 0))
+    return max(found, default=0)
+
+
+def _recorded(run_dir: Path) -> list[bytes]:
+    """The events of a run, one a line; the last may have been cut off while it was written."""
+    path = run_dir / "events.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    return [line for line in lines if line.endswith(b"\n")]
 
 
 @dataclass(frozen=True)

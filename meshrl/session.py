@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from common.checkpoints import best, committed, is_first
+from common.checkpoints import best, committed, is_first, last_lineage
 from common.config import JobConfig
 from common.errors import NotFound, Refused
 from common.state import embedded, jobs, steps
@@ -95,7 +95,8 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
                 "best_value": found.value,
             }
             account["kept"] = account.get("kept", {}) | kept
-        await steps.restore_job(launcher.state, job, document, str(run_dir), account)
+        last = last_lineage(run_dir)
+        await steps.restore_job(launcher.state, job, document, str(run_dir), account, last)
         return
     if (run_dir / "metrics.jsonl").is_file():
         raise NotFound(

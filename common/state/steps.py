@@ -16,7 +16,9 @@ from common.state.jobs import COUNTS, create
 from common.state.keys import job_prefix
 
 # Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
-IDS_APART = 1_000_000
+# More than a lineage opens, and few enough that Lua, which writes numbers with 14 digits, never
+# rounds an id.
+IDS_APART = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -164,19 +166,26 @@ async def checkpoint_state(
 
 
 async def restore_job(
-    state: State, job: str, document: dict[str, Any], run_dir: str, checkpoint: dict[str, Any]
+    state: State,
+    job: str,
+    document: dict[str, Any],
+    run_dir: str,
+    checkpoint: dict[str, Any],
+    last_lineage: int = 0,
 ) -> None:
-    """After the loss of Redis: the job as its checkpoint has it, in a new lineage.
+    """After the loss of Redis: the job as its checkpoint has it, in a new lineage, above that of
+    the checkpoint and above `last_lineage`, the highest that anything else tells of.
 
     Prompts that were in flight go back to the cursor and their trajectories count as `host_lost`.
-    Once per (job, lineage, version) of a checkpoint.
+    Ids of groups rise with lineages. Once per new lineage.
     """
+    lineage = max(checkpoint["lineage"], last_lineage) + 1
     version, size = checkpoint["version"], document["algorithm"]["groups_per_step"]
     counts = dict(checkpoint["counts"])
     counts["host_lost"] += checkpoint["in_flight"]
-    past = max(checkpoint["next_group"], 0) // IDS_APART + 1
+    past = max(checkpoint["next_group"] // IDS_APART + 1, lineage)
     counters = {
-        "lineage": checkpoint["lineage"] + 1,
+        "lineage": lineage,
         "version": version,
         "manifest": checkpoint["manifest"],
         "checkpoint": checkpoint.get("checkpoint", ""),
@@ -190,7 +199,7 @@ async def restore_job(
         "kept": checkpoint.get("kept", {}),
     }
     phase = "training" if version < document["budget"]["steps"] else "evaluation"
-    op_id = f"restore-{checkpoint['lineage']}-{version}"
+    op_id = f"restore-{lineage}-{version}"
     details = {"counts": counts}
     await create(state, job, document, run_dir, op_id, phase, counters, "restored", details)
 
