@@ -160,7 +160,7 @@ class AlgorithmConfig:
 class LoraConfig:
     rank: int = 0  # of the adapters that are trained in place of the model; 0: the model itself
     alpha: float = 32.0  # what adapters add is multiplied by alpha / rank
-    targets: list[str] = field(default_factory=lambda: ["qkv", "output", "gate_up", "down"])
+    targets: list[str] = field(default_factory=list)  # projections; empty: all that take adapters
 
     @property
     def scale(self) -> float:

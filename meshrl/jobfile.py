@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from common import corrections
 from common.config import INITIAL, JobConfig
 from common.errors import ConfigError
 from common.model.chat import Chat, format_of
@@ -39,7 +40,7 @@ CHOICES = {
     "algorithm.kl": ("k1", "k2", "k3"),
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.aggregation": ("", "tokens", "sequences", "constant"),
-    "algorithm.correction": ("none", "decoupled", "tis", "mis"),
+    "algorithm.correction": corrections.NAMES,
     "algorithm.correction_level": ("token", "sequence"),
 }
 AT_LEAST: dict[str, float] = {
@@ -345,7 +346,7 @@ class _Checker:
         if not (
             rewarded
             or config.environment.verifiers
-            or config.algorithm.name in jobmodels.REWARDLESS
+            or config.algorithm.name in jobalgorithm.REWARDLESS
         ):
             raise self.fail("reward", "no reward", 'Set reward.use = "module:function"')
         for key, reference in all_references(config):

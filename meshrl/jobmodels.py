@@ -16,14 +16,13 @@ from common.config import INITIAL, JobConfig, JudgeConfig
 from common.errors import ConfigError
 from common.evaluations import HELD_OUT, figures
 from common.model.tokenizer import Tokenizer
-from meshrl import rows
+from meshrl import jobalgorithm, rows
 
 FROZEN = ("reference", "teacher", "reward")
 ALGORITHMS = (
     *("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo"),
     *("sft", "distill"),
 )
-REWARDLESS = ("sft", "distill")  # algorithms that learn from something else
 Fail = Callable[..., ConfigError]
 
 
@@ -37,7 +36,7 @@ def check(config: JobConfig, document: dict[str, Any], fail: Fail) -> None:
 def supervised(config: JobConfig, document: dict[str, Any], fail: Fail) -> JobConfig:
     """A job of given answers, whose groups are of one trajectory."""
     if not config.supervised:
-        if config.algorithm.group_size < 2 and config.algorithm.name not in REWARDLESS:
+        if config.algorithm.group_size < 2 and config.algorithm.name not in jobalgorithm.REWARDLESS:
             raise fail(
                 "algorithm.group_size",
                 "algorithm.group_size must be at least 2: an advantage compares",

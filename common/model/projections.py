@@ -14,6 +14,7 @@ FUSED = {  # our matrix of a layer -> Hugging Face's, in row order
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
+ATTENTION = ("qkv", "output")
 _MODULES = {"qkv": "self_attn", "output": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
 
@@ -59,16 +60,14 @@ def projections(config: ModelConfig) -> dict[str, Projection]:
 
 def check_adapters(config: ModelConfig, rank: int, targets: Sequence[str]) -> None:
     """ConfigError when adapters of `rank` on `targets` (as `lora.targets`) do not fit the model."""
-    names = targeted(targets)
+    names = targeted(config, targets)
     parts = projections(config)
-    if not names:
-        raise ConfigError("nothing to adapt", where="lora.targets", fix="name a projection")
     inside = sorted({parts[name].fused for name in names} & {"gate_up", "down"})
     if inside and config.sparse_layers:
         raise ConfigError(
             f"{', '.join(inside)} of a mixture of experts take no adapters",
             where="lora.targets",
-            fix='set it to ["qkv", "output"]',
+            fix='leave it out, or set it to ["qkv", "output"]',
         )
     smallest = min(min(parts[name].rows, parts[name].columns) for name in names)
     if rank > smallest:
@@ -79,11 +78,14 @@ def check_adapters(config: ModelConfig, rank: int, targets: Sequence[str]) -> No
         )
 
 
-def targeted(targets: Sequence[str]) -> list[str]:
-    """Hugging Face's names of what `lora.targets` means, in their order; ConfigError if unknown."""
+def targeted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
+    """Hugging Face's names of what `lora.targets` means, in their order; ConfigError if unknown.
+
+    None given: all that take adapters in a model of this shape.
+    """
     known = [name for names in FUSED.values() for name in names]
     chosen: set[str] = set()
-    for target in targets:
+    for target in targets or (ATTENTION if config.sparse_layers else FUSED):
         if target not in known and target not in FUSED:
             raise ConfigError(
                 f"there is no projection {target!r} to adapt",

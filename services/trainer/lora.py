@@ -20,7 +20,7 @@ def adapt(model: Decoder, config: LoraConfig, seed: int) -> None:
     check_adapters(model.config, config.rank, config.targets)
     generator = torch.Generator()
     generator.manual_seed(seed)
-    names = targeted(config.targets)
+    names = targeted(model.config, config.targets)
     model.requires_grad_(False)
     for layer in model.layers:
         assert isinstance(layer, Layer)

@@ -15,26 +15,14 @@ Of a token, or of its whole sequence: the product over its tokens.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from common.config import AlgorithmConfig
+from common.corrections import bounds
 from services.trainer.algorithms.terms import Terms, ratio_of
 
-# Largest weight, by correction: what the sources above use, and what decoupled PPO does without.
-LARGEST = {"decoupled": math.inf, "tis": 2.0, "mis": 5.0}
-LOWEST = 0.5  # that `mis` keeps
-NAMES = ("none", *LARGEST)
 LEVELS = ("token", "sequence")
-
-
-def bounds(config: AlgorithmConfig) -> tuple[float, float]:
-    """(lowest, largest) weight."""
-    low = config.correction_low if config.correction_low >= 0 else LOWEST
-    high = config.correction_high
-    return low, high if high >= 0 else LARGEST[config.correction]
 
 
 @torch.no_grad()

@@ -72,6 +72,9 @@ def test_a_job_of_given_answers_has_groups_of_one_and_needs_no_reward(place: Pat
     place.write_text(text)
     config, _ = jobfile.load(place, settings)
     assert config.supervised and config.algorithm.group_size == 1 and config.min_group == 1
+    assert jobfile.load(place, [*settings, "rollout.top_p=0.9"])[0].supervised  # of evaluations
+    with pytest.raises(ConfigError, match="nothing to correct for"):
+        jobfile.load(place, [*settings, "algorithm.correction=tis"])
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 
 from common.config import AlgorithmConfig
 from common.errors import ConfigError
-from meshrl import jobfile
+from meshrl import jobalgorithm, jobfile
 from services.trainer.algorithms import ALGORITHMS, aggregation, corrections, kl
+from services.trainer.algorithms.hooks import advantage_of_one
 
 EXAMPLE = Path(__file__).parents[3] / "examples/calculator.toml"
 
@@ -19,9 +20,10 @@ def test_the_choices_of_a_job_file_are_those_of_the_trainer() -> None:
     assert sorted(choices["algorithm.name"]) == sorted(ALGORITHMS)
     assert choices["algorithm.aggregation"] == ("", *aggregation.NAMES)
     assert choices["algorithm.kl"] == kl.ESTIMATES
-    assert choices["algorithm.correction"] == corrections.NAMES
     assert choices["algorithm.correction_level"] == corrections.LEVELS
     assert AlgorithmConfig().name in ALGORITHMS
+    rewardless = {name for name, one in ALGORITHMS.items() if one.advantages is advantage_of_one}
+    assert rewardless == set(jobalgorithm.REWARDLESS)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,8 @@ def test_the_choices_of_a_job_file_are_those_of_the_trainer() -> None:
         (["kl_coefficient=0.1"], "models.reference"),
         (["overlong_buffer=100000"], "exceeds max_tokens"),
         (["correction_low=2.0", "correction_high=1.0"], "below the lowest"),
+        (["correction=mis", "correction_high=0.4"], "0.4, is below the lowest, 0.5"),
+        (["correction=mis", "correction_low=6.0"], "5, is below the lowest, 6"),
         (["name=distill"], "models.teacher"),
     ],
 )
@@ -43,6 +47,20 @@ def test_what_cannot_train_is_refused_with_its_place(overrides: list[str], told:
     with pytest.raises(ConfigError) as refused:
         jobfile.load(EXAMPLE, settings)
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("filter", ["top_p=0.9", "top_k=50", "min_p=0.1"])
+def test_sampling_from_a_part_of_the_distribution_asks_for_a_correction(filter: str) -> None:
+    sampling = f"rollout.{filter}"
+    with pytest.raises(ConfigError, match=r"rollout\.\w+ ratios .*") as refused:
+        jobfile.load(EXAMPLE, [sampling])
+    assert "algorithm.correction" in refused.value.fix
+    corrected = [sampling, "algorithm.correction=tis"]
+    assert jobfile.load(EXAMPLE, corrected)[0].algorithm.correction == "tis"
+    reference = ["models.reference.path=initial", "algorithm.kl_coefficient=0.1"]
+    assert jobfile.load(EXAMPLE, [*corrected, *reference])[0].algorithm.kl_in == "loss"
+    with pytest.raises(ConfigError, match="divergence in the reward"):
+        jobfile.load(EXAMPLE, [*corrected, *reference, "algorithm.kl_in=reward"])
 
 
 def test_models_that_score_at_temperature_1_are_compared_at_it() -> None:

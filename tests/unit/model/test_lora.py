@@ -194,20 +194,32 @@ def test_a_merged_directory_is_a_plain_model(tmp_path: Path) -> None:
     assert torch.allclose(logits(loaded), logits(model), atol=1e-4)
 
 
+MIXTURE = dataclasses.replace(
+    SHAPE, architecture="mixtral", experts=4, experts_per_token=2, expert_ffn_size=16
+)
+
+
 def test_targets_go_by_either_name() -> None:
-    assert targeted(["qkv", "down_proj"]) == ["q_proj", "k_proj", "v_proj", "down_proj"]
+    assert targeted(SHAPE, ["qkv", "down_proj"]) == ["q_proj", "k_proj", "v_proj", "down_proj"]
     with pytest.raises(ConfigError, match="no projection 'attention'"):
-        targeted(["attention"])
+        targeted(SHAPE, ["attention"])
+
+
+def test_without_targets_all_is_adapted_that_can_be() -> None:
+    assert targeted(SHAPE, []) == targeted(SHAPE, ALL)
+    assert targeted(MIXTURE, []) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert LoraConfig().targets == []
+    check_adapters(MIXTURE, 2, [])
+    model = Decoder(MIXTURE)
+    model.initialise(torch.Generator().manual_seed(0))
+    lora.adapt(model, LoraConfig(rank=2), seed=0)
+    names = {name.split(".")[-2] for name in lora.trained(model)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def test_what_cannot_be_adapted_is_refused() -> None:
     with pytest.raises(ConfigError, match="rank 40"):
         check_adapters(SHAPE, 40, ALL)
-    with pytest.raises(ConfigError, match="nothing to adapt"):
-        check_adapters(SHAPE, 2, [])
-    mixture = dataclasses.replace(
-        SHAPE, architecture="mixtral", experts=4, experts_per_token=2, expert_ffn_size=16
-    )
     with pytest.raises(ConfigError, match="mixture of experts"):
-        check_adapters(mixture, 2, ALL)
-    check_adapters(mixture, 2, ["qkv", "output"])
+        check_adapters(MIXTURE, 2, ALL)
+    check_adapters(MIXTURE, 2, ["qkv", "output"])
