@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 
@@ -28,6 +29,8 @@ def test_staleness_stays_bounded_and_nothing_is_trained_twice(
     mesh.end()
     if redis_lost:
         shutil.rmtree(mesh.directory / "mesh/redis")
+        for path in mesh.directory.glob("store/??/*"):  # nothing is kept for being young
+            os.utime(path, (0, 0))
     mesh.resume()
     assert mesh.finish() == 0, mesh.said
     summary = mesh.summary()
