@@ -18,7 +18,7 @@ async def store_entry(mesh: Mesh) -> registry.Entry:
     return entry
 
 
-async def put(mesh: Mesh, bulk: BulkClient, content: bytes, what: str) -> str:
+async def put(mesh: Mesh, bulk: BulkClient, content: bytes | memoryview, what: str) -> str:
     """Writes bytes durably, waiting for the store if need be; their digest."""
 
     async def once() -> str:

@@ -16,6 +16,7 @@ from common.patience import patiently
 from common.store import STORE, get, put
 
 CHUNK_BYTES = 64 << 20
+COPY_S = 600.0  # deadline of what is done off the loop, because it takes as long as memory does
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,7 +45,7 @@ async def stage(
     """
     described = [tensor for tensor in base.tensors if tensor.name not in tensors] if base else []
     for chunk in _chunks(tensors):
-        content = b"".join(_bytes(tensor) for _, tensor in chunk)
+        content = await mesh.host.run_blocking(_content, chunk, deadline_s=COPY_S)
         digest = await put(mesh, bulk, content, f"storing weights of version {version}")
         offset = 0
         for name, tensor in chunk:
@@ -73,9 +74,10 @@ def _chunks(tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[str, torch.T
     return chunks
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
+def _content(chunk: list[tuple[str, torch.Tensor]]) -> memoryview:
+    pieces = [tensor.detach().cpu().contiguous().reshape(-1) for _, tensor in chunk]
+    arrays = [piece.view(torch.uint8).numpy() for piece in pieces if piece.numel()]
+    return memoryview(np.concatenate(arrays).data if arrays else b"")
 
 
 async def fetch(
@@ -108,7 +110,12 @@ class Fetcher:
             chunks[chunk] = found
         changing = {t.chunk for t in manifest.tensors if is_adapter(t.name)}
         self._kept = {c: chunks[c] for c in chunks if changing and c not in changing}
-        return manifest, {t.name: tensor_of(t, chunks[t.chunk]) for t in manifest.tensors}
+        tensors = await mesh.host.run_blocking(_tensors, manifest, chunks, deadline_s=COPY_S)
+        return manifest, tensors
+
+
+def _tensors(manifest: Manifest, chunks: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    return {t.name: tensor_of(t, chunks[t.chunk]) for t in manifest.tensors}
 
 
 def tensor_of(described: Tensor, chunk: bytes) -> torch.Tensor:
