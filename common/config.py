@@ -240,7 +240,7 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    interval_s: float = 1.0
+    interval_s: float = 1.0  # between two looks at the stage times
     imbalance: float = 1.15  # ratio of the two stage times from which a move is considered
     gain: float = 0.05  # share of the iteration time a move must save
     warmup_steps: int = 1

@@ -30,10 +30,9 @@ def next_decision(
 ) -> Decision | None:
     """What must be put right before anything is improved; None: every gang has its place.
 
-    Without a job every gang is idle. A job has exactly one core, of `ranks` workers; a job without
-    any takes the first hybrid that can be one, else the first gang. Idle gangs train until
-    `training` do, the others roll out. One that has frozen models (`scoring`) has exactly one gang
-    for them, taken from what is idle or spare.
+    Without a job every gang is idle. A job has exactly one core, of `ranks` workers; `_able` says
+    which gang becomes it. Idle gangs train until `training` do, the others roll out. One that has
+    frozen models (`scoring`) has exactly one gang for them, taken from what is idle or spare.
     """
     usable = [g for g in gangs if g.actual_state != "lost" and g.whole]
     if not job:
@@ -47,10 +46,9 @@ def next_decision(
         return Decision(unfit.id, IDLE, False, "release")
     trains = [g for g in usable if g.desired_role == TRAINING]
     cores = [g for g in trains if g.desired_core]
-    able = [g for g in (*trains, *usable) if g.size == ranks]
-    if not cores and able:
+    if not cores and (able := _able(usable, ranks)) is not None:
         begun = any(g.desired_core for g in gangs)
-        return Decision(able[0].id, TRAINING, True, "repair" if begun else "default")
+        return Decision(able.id, TRAINING, True, "repair" if begun else "default")
     if len(cores) > 1:  # one that was lost has come back: another leads since
         leads = next((g for g in cores if g.settled), cores[0])
         spare_core = next(g for g in cores if g.id != leads.id)
@@ -68,6 +66,39 @@ def next_decision(
         spare = next((g for g in trains if not g.desired_core), None)
         return Decision(spare.id, ROLLOUT, False, "repair") if spare else None
     return None
+
+
+def shortage(gangs: Sequence[Gang], ranks: int, rolls_out: bool, scoring: bool) -> str:
+    """Why a job can never run on these gangs, and what to do; empty when they are enough."""
+    if gangs and not any(g.size == ranks for g in gangs):
+        sizes = " or ".join(map(str, sorted({g.size for g in gangs})))
+        return (
+            f"the job trains with ranks = {ranks}, and gangs of this mesh have {sizes} workers: "
+            f"start it with `meshrl up --ranks {ranks}`, or set training.ranks"
+        )
+    roles = {"training": ranks == 1, "rollout": rolls_out, "its frozen models": scoring}
+    needed = [role for role, wanted in roles.items() if wanted]
+    alone = sum(g.size == 1 for g in gangs)
+    if alone >= len(needed):
+        return ""
+    core = f" --ranks {ranks}" if ranks > 1 else ""
+    workers = len(needed) + (ranks if ranks > 1 else 0)
+    beside = f", beside the {ranks} of its core" if ranks > 1 else ""
+    return (
+        f"the job needs a worker each for {', '.join(needed)}{beside}, and this mesh has {alone}: "
+        f"start one with `meshrl up --workers {workers}{core}`, or, when workers of this one were "
+        "lost, go on with `meshrl resume RUN`"
+    )
+
+
+def _able(usable: Sequence[Gang], ranks: int) -> Gang | None:
+    """The gang that becomes the core: a hybrid, which has the model already, or else the one whose
+    work is missed least. The only one that rolls out is taken when there is no other at all.
+    """
+    rolls_out = sum(g.desired_role == ROLLOUT for g in usable)
+    order = {TRAINING: 0, IDLE: 1, ROLLOUT: 2 if rolls_out > 1 else 4, SCORING: 3}
+    fit = [g for g in usable if g.size == ranks]
+    return min(fit, key=lambda g: order[g.desired_role], default=None)
 
 
 def _fits(gang: Gang, ranks: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +17,7 @@ from common.host import Stoppable
 from common.mesh import Mesh
 from common.state import events, gangs, jobs, leader, registry
 from services.planner.allocation import Split, growing_role
-from services.planner.placement import SCORING, Decision, gang_to_move, next_decision
+from services.planner.placement import SCORING, Decision, gang_to_move, next_decision, shortage
 from services.planner.stages import StageWindow, read
 
 ELECTION = "planner"
@@ -25,6 +26,10 @@ KEEP_S = 1.5
 LOOK_S = 0.5
 GATHER_S = 5.0  # workers of a new mesh may take this long to join before the split is made
 LOST_S = 10.0  # a worker whose lease has been gone this long is not waited for
+GONE_S = 300.0  # and after this long it does not count as one of the mesh: hosts boot in less
+SHORT_S = (
+    15.0  # a mesh too small for its job for so long is not one whose workers are still joining
+)
 ROLES = ("rollout", "training", "idle")
 
 
@@ -40,9 +45,11 @@ class Planner(Actor):
         self._window: StageWindow | None = None
         self._job = ""
         self._last_move_step = -(10**6)
+        self._observed = -math.inf  # when the stage times were looked at last
         self._pending: dict[tuple[str, int], dict[str, Any]] = {}  # moves that are under way
         self._asked: list[gangs.Move] = []  # by people, and not yet decided
-        self._missed: dict[str, float] = {}  # gang -> since when its worker has no lease
+        self._missed: dict[str, float] = {}  # gang -> since when a worker of it is not there
+        self._short_since: float | None = None  # when the mesh became too small for the job
         self._stale = False
         self._keeper: Stoppable | None = None
         self._times: dict[str, float] = {}
@@ -87,6 +94,7 @@ class Planner(Actor):
         """Learns which moves the predecessor left under way, and keeps the lease from a thread."""
         self._pending = {}
         self._window = None
+        self._missed.clear()
         for event in await events.read_all(self.mesh.state):
             if event.kind == "desired" and event.fields.get("policy"):
                 key = (event.fields["gang"], int(event.fields["epoch"]))
@@ -140,17 +148,20 @@ class Planner(Actor):
             await self._balance(known, entries, row, config)
 
     async def _impossible(self, row: jobs.JobRow, known: list[gangs.Gang]) -> bool:
-        """Ends a job whose core fits no gang of this mesh: it would wait for ever."""
+        """Whether this mesh is too small for the job: such a one waits, but not for ever."""
+        now = self.mesh.clock.monotonic()
+        there = [g for g in known if now - self._missed.get(g.id, now) <= GONE_S]
         ranks = int(row.document["training"].get("ranks", 1))
-        if not known or any(g.size == ranks for g in known):
+        samples = row.document["algorithm"]["name"] != "sft"
+        why = shortage(there, ranks, samples, bool(self._frozen(row)))
+        if not why:
+            self._short_since = None
             return False
-        sizes = sorted({g.size for g in known})
-        why = (
-            f"the job trains with {ranks} ranks, and the gangs of this mesh have {sizes} workers: "
-            f"start it with `meshrl up --ranks {ranks}`, or set training.ranks"
-        )
-        mesh = self.mesh
-        await jobs.set_phase(mesh.state, row.id, "failed", mesh.token, mesh.name, error=why)
+        if self._short_since is None:
+            self._short_since = now
+        if now - self._short_since > SHORT_S:
+            mesh = self.mesh
+            await jobs.set_phase(mesh.state, row.id, "failed", mesh.token, mesh.name, error=why)
         return True
 
     def _gathering(self) -> bool:
@@ -169,6 +180,7 @@ class Planner(Actor):
         if job != self._job or self._window is None:
             size = row.document["algorithm"]["groups_per_step"] if row else 1
             self._job, self._window = job, StageWindow(size)
+            self._short_since = None
             self._last_move_step = -(10**6)
 
     async def _lose_gangs(self, entries: list[registry.Entry]) -> None:
@@ -180,11 +192,12 @@ class Planner(Actor):
         alive = {e.name for e in entries if e.alive}
         for gang in await gangs.gangs(self.mesh.state):
             leases = {w if "/" in w else f"worker/{w}" for w in gang.workers}
-            if leases <= alive:
+            if leases <= alive and gang.whole:
                 self._missed.pop(gang.id, None)
                 continue
             missed_s = now - self._missed.setdefault(gang.id, now)
-            if missed_s > LOST_S and gang.actual_state != "lost":
+            away = not leases <= alive  # else it has not been whole yet
+            if away and missed_s > LOST_S and gang.actual_state != "lost":
                 why = "its worker is gone"
                 await gangs.lose_gang(self.mesh.state, self.token, gang.id, why)
 
@@ -253,6 +266,10 @@ class Planner(Actor):
         if not all(g.settled for g in usable):
             self._window.reset()
             return
+        now = self.mesh.clock.monotonic()
+        if now - self._observed < config.interval_s:
+            return
+        self._observed = now
         self._window.observe(read(row.id, (e for e in entries if e.alive)))
         times = self._window.times()
         if times is None or row.steps_done < self._last_move_step + config.cooldown_steps:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.state.gangs import Gang
-from services.planner.placement import Decision, gang_to_move, next_decision
+from services.planner.placement import Decision, gang_to_move, next_decision, shortage
 
 
 def gang(number: int, size: int = 1, role: str = "idle", core: bool = False) -> Gang:
@@ -106,6 +106,14 @@ def test_any_state_settles_with_roles_on_gangs_of_their_size(
     assert len(cores) == any(g.size == ranks for g in usable)
     assert all(g.size == ranks for g in cores)
     assert all(g.size == 1 for g in usable if g.desired_role != "idle" and not g.desired_core)
+
+
+def test_a_core_of_several_leaves_workers_for_the_other_roles_or_the_job_cannot_run() -> None:
+    pair, alone = gang(0, size=2), [gang(1), gang(2)]
+    assert shortage([pair, *alone], 2, True, True) == ""
+    why = shortage([pair, alone[0]], 2, True, True)
+    assert "this mesh has 1" in why and "`meshrl up --workers 4 --ranks 2`" in why
+    assert "`meshrl up --ranks 2`" in shortage(alone, 2, True, False)
 
 
 def test_only_gangs_of_one_worker_are_moved() -> None:

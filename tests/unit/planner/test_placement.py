@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.state.gangs import Gang
-from services.planner.placement import Decision, gang_to_move, next_decision
+from services.planner.placement import Decision, gang_to_move, next_decision, shortage
 
 
 def gang(number: int, role: str = "idle", core: bool = False, actual: str = "ready") -> Gang:
@@ -63,6 +63,18 @@ def test_a_lost_core_is_replaced_by_a_hybrid_first() -> None:
     assert made == [Decision("g2", "training", True, "repair")]
 
 
+def test_a_lost_core_is_replaced_by_what_is_missed_least() -> None:
+    roles = ["scoring", "rollout", "rollout", "idle", "training"]
+    gangs = [gang(i, role) for i, role in enumerate(roles)]
+    chosen = []
+    while gangs:
+        decision = next_decision(gangs, "job", 1, scoring=True)
+        assert decision is not None and decision.core
+        chosen.append(next(g.desired_role for g in gangs if g.id == decision.gang))
+        gangs = [g for g in gangs if g.id != decision.gang]
+    assert chosen == ["training", "idle", "rollout", "scoring", "rollout"]
+
+
 def test_training_gives_a_hybrid_back_when_nobody_rolls_out() -> None:
     gangs = [
         gang(0, "training", core=True),
@@ -101,9 +113,8 @@ def test_any_state_settles_with_exactly_one_core(
     hosts = sum(g.desired_role == "scoring" for g in usable)
     if usable:
         assert sum(g.desired_core for g in usable) == 1
-    if len(usable) > 2:
+    if not shortage(usable, 1, True, scoring):
         assert any(g.desired_role == "rollout" for g in usable)
-    if len(usable) > 2:
         assert hosts == scoring
     assert hosts <= scoring
 
@@ -128,6 +139,16 @@ def test_the_last_engine_goes_on_rolling_out_without_a_host_of_frozen_models() -
     gangs = [gang(0, "training", core=True), gang(1, "rollout")]
     _, made = settle(gangs, "job", 1, scoring=True)
     assert made == []
+
+
+def test_a_mesh_too_small_for_a_job_says_how_large_it_must_be() -> None:
+    two = [gang(0), gang(1)]
+    assert shortage(two, 1, True, False) == ""
+    assert shortage(two, 1, False, True) == ""
+    why = shortage(two, 1, True, True)
+    assert "this mesh has 2" in why and "`meshrl up --workers 3`" in why
+    assert "`meshrl up --workers 2`" in shortage(two[:1], 1, True, False)
+    assert "this mesh has 0" in shortage([], 2, True, False)
 
 
 def test_a_pinned_gang_or_a_core_is_not_moved() -> None:
