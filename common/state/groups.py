@@ -6,6 +6,7 @@ registry names, and each call is fenced by the caller's lease on that name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Leased:
-    groups: list[GroupRow]  # so far, oldest first
+    groups: list[GroupRow]  # so far, less those that were given before; oldest first
     waiting: Waiting | None  # for the rest of the step's groups
 
 
@@ -173,15 +174,17 @@ async def forget_segment(state: State, job: str, shard: str, token: int, name: s
     await state.run("note_segment", [job_prefix(job)], args)
 
 
-async def lease_groups(state: State, job: str, trainer: str, token: int, step: int) -> Leased:
+async def lease_groups(
+    state: State, job: str, trainer: str, token: int, step: int, given: Iterable[int] = ()
+) -> Leased:
     """The groups of step `step`, which turns version step - 1 into version step: steps count from
     1.
 
     Those that are ready are leased at once; the same ones come again, with more, for the same
     trainer and step, so that it needs no operation id. Stale groups are given back on the way.
-    Refused when `step` is not next.
+    Those that the trainer was `given` are not among the answer's. Refused when `step` is not next.
     """
-    args = {"job": job, "trainer": trainer, "token": token, "step": step}
+    args = {"job": job, "trainer": trainer, "token": token, "step": step, "given": list(given)}
     answer = await state.run("lease_groups", [job_prefix(job)], args)
     waiting = Waiting(answer["waiting"], answer["on"]) if "waiting" in answer else None
     return Leased([group_row(row) for row in answer["groups"] or []], waiting)

@@ -167,6 +167,12 @@ async def record_evaluation(
     return bool((await state.run("evaluation", [job_prefix(job)], args))["recorded"])
 
 
+async def awaits_evaluation(state: State, job: str, tag: str) -> bool:
+    """Whether a result under `tag` may still come: there is none, and the job has not ended."""
+    found = await state.run("evaluated", [job_prefix(job)], {"job": job, "tag": tag})
+    return not found["recorded"] and found["phase"] not in ENDED
+
+
 async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
     """`{tag, step, at_ms, by, result}` of each evaluation, by step."""
     rows = (await state.run("row", [f"{job_prefix(job)}:evaluations"], {}))["row"]

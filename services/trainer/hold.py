@@ -21,11 +21,9 @@ async def evaluated(mesh: Mesh, data: JobData, version: int) -> None:
         return
     until = mesh.clock.monotonic() + data.config.evaluation.hold_s
     with mesh.wait(f"the evaluation of version {version}", on=EVALUATOR):
-        while True:
-            found = await patiently(mesh.clock, lambda: jobs.evaluations(mesh.state, data.id))
-            row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, data.id))
-            if row.ended or any(evaluation["tag"] == plan.tag for evaluation in found):
-                return
+        while await patiently(
+            mesh.clock, lambda: jobs.awaits_evaluation(mesh.state, data.id, plan.tag)
+        ):
             if mesh.clock.monotonic() > until:
                 mesh.log.warning("going on without the evaluation", version=version)
                 return

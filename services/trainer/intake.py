@@ -44,8 +44,7 @@ class Intake:
         given: set[int] = set()
         while True:
             leased = await self._lease(step, given)
-            fresh = [row for row in leased.groups if row.group not in given]
-            for row, group in zip(fresh, await self.contents(fresh), strict=True):
+            for row, group in zip(leased.groups, await self.contents(leased.groups), strict=True):
                 if group is None:
                     await self._poisoned(row)
                 elif stale(group):
@@ -55,7 +54,7 @@ class Intake:
                 else:
                     given.add(row.group)
                     yield group
-            if leased.waiting is None and len(given) == len(leased.groups):
+            if leased.waiting is None and given.issuperset(row.group for row in leased.groups):
                 return
 
     async def contents(self, rows: Sequence[GroupRow]) -> list[Group | None]:
@@ -64,20 +63,20 @@ class Intake:
     async def _lease(self, step: int, given: set[int]) -> Leased:
         """With what is new since `given`, or complete."""
         began = self._mesh.clock.monotonic()
-        answer = await self._try_lease(step)
-        if answer.waiting is not None and len(answer.groups) == len(given):
+        answer = await self._try_lease(step, given)
+        if answer.waiting is not None and not answer.groups:
             with self._mesh.wait("ready groups", on=answer.waiting.on or "rollout/0"):
-                while answer.waiting is not None and len(answer.groups) == len(given):
+                while answer.waiting is not None and not answer.groups:
                     await self._mesh.clock.sleep(POLL_S)
-                    answer = await self._try_lease(step)
+                    answer = await self._try_lease(step, given)
         self.waited_s += self._mesh.clock.monotonic() - began
         return answer
 
-    async def _try_lease(self, step: int) -> Leased:
+    async def _try_lease(self, step: int, given: set[int]) -> Leased:
         mesh = self._mesh
         return await patiently(
             mesh.clock,
-            lambda: lease_groups(mesh.state, self._job, mesh.name, mesh.token, step),
+            lambda: lease_groups(mesh.state, self._job, mesh.name, mesh.token, step, given),
         )
 
     async def _poisoned(self, row: GroupRow) -> None:

@@ -1,21 +1,23 @@
 -- uses: groups
 -- The oldest ready groups for one step, as many as there are: the same ones again for the same
--- trainer and step, and more, until the step has all that it takes.
+-- trainer and step, and more, until the step has all that it takes. What the trainer was `given`
+-- already is not sent again: it asks many times a second while it waits.
 if not holds(a.trainer, a.token) then return fenced(a.trainer) end
-local job = hash(JOB .. ':job')
-local version, staleness = tonumber(job.version), tonumber(job.max_staleness)
-local wanted = tonumber(job.groups_per_step)
+local job = redis.call('HMGET', JOB .. ':job', 'version', 'max_staleness', 'groups_per_step',
+  'leased_for')
+local version, staleness, wanted = tonumber(job[1]), tonumber(job[2]), tonumber(job[3])
 if version ~= a.step - 1 then
   return refuse('refused', 'step ' .. a.step .. ' turns version ' .. (a.step - 1) .. ' into ' ..
     a.step .. ', and the current version is ' .. version)
 end
 
 -- What an earlier start of the trainer had leased, or for another step, is ready again.
-for _, group in ipairs(redis.call('ZRANGE', index('leased'), 0, -1)) do
-  local lease = redis.call('HMGET', group_key(group), 'trainer_token', 'step')
-  if tonumber(lease[1]) ~= a.token or tonumber(lease[2]) ~= a.step then
+local lease = a.token .. ':' .. a.step
+if job[4] ~= lease then
+  for _, group in ipairs(redis.call('ZRANGE', index('leased'), 0, -1)) do
     move(group, 'leased', 'ready')
   end
+  redis.call('HSET', JOB .. ':job', 'leased_for', lease)
 end
 
 local chosen = redis.call('ZRANGE', index('leased'), 0, -1)
@@ -50,10 +52,14 @@ end
 if #stale > 0 then event('stale', {job = a.job, version = version, groups = stale}) end
 
 table.sort(chosen, function(x, y) return tonumber(x) < tonumber(y) end)
-local rows = {}
-for n, group in ipairs(chosen) do
-  rows[n] = hash(group_key(group))
-  rows[n].group = tonumber(group)
+local given, rows = {}, {}
+for _, group in ipairs(a.given) do given[group] = true end
+for _, group in ipairs(chosen) do
+  if not given[tonumber(group)] then
+    local row = hash(group_key(group))
+    row.group = tonumber(group)
+    rows[#rows + 1] = row
+  end
 end
 if #chosen == wanted then return cjson.encode({groups = rows}) end
 
