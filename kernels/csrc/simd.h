@@ -30,7 +30,7 @@ using bf16 = uint16_t;  // the upper half of a float
 inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
 inline Vec splat(float x) { return x - Vec{}; }
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b if one of them is no number
 
 inline float sum(Vec v) {
   float total = 0;
@@ -51,10 +51,10 @@ inline IntVec lane_index() {
   return index;
 }
 
-// e**x for x <= 0, to 2 ulp; what is below the smallest normal number gives nearly 0. Cephes'
-// polynomial after the reduction x = n ln 2 + r (Cody and Waite 1980).
+// e**x for x <= 0, to 2 ulp; what is below the smallest normal number gives nearly 0, what is no
+// number stays none. Cephes' polynomial after the reduction x = n ln 2 + r (Cody and Waite 1980).
 inline Vec exponential(Vec x) {
-  x = larger(x, splat(-87.0f));
+  x = larger(splat(-87.0f), x);
   const Vec shifter = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
   const Vec n = (x * 1.44269504f + shifter) - shifter;
   Vec r = x - n * 0.693359375f;

@@ -29,6 +29,10 @@ def linear_logprob(
     time, 0: as many as suit the device. IndexError on a CPU if a target is out of range.
     """
     at_once = at_once or AT_ONCE.get(hidden.device.type, AT_ONCE["cuda"])
+    if targets.device.type == "cpu" and len(targets):
+        least, most = int(targets.min()), int(targets.max())
+        if least < 0 or most >= weight.shape[0]:
+            raise IndexError(f"a target is out of range of {weight.shape[0]} tokens")
     chunk = max(NARROWEST, at_once // max(1, len(targets)))
     if weight.shape[0] <= chunk:
         logprobs, entropy = _Whole.apply(  # type: ignore[no-untyped-call]
@@ -76,10 +80,6 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        if targets.device.type == "cpu" and len(targets):
-            least, most = int(targets.min()), int(targets.max())
-            if least < 0 or most >= weight.shape[0]:
-                raise IndexError(f"a target is out of range of {weight.shape[0]} tokens")
         kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         peak = torch.full(targets.shape, -torch.inf, dtype=kind, device=hidden.device)
         total, weighted, chosen = (torch.zeros_like(peak) for _ in range(3))

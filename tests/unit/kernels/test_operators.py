@@ -88,6 +88,17 @@ def test_prompts_attend_to_their_own_past(
 
 
 @implementations
+@pytest.mark.parametrize("at", [0, 15, 37, 129])
+def test_a_key_that_is_no_number_is_not_passed_over(implementation: Any, at: int) -> None:
+    ((queries, keys, values),) = Attended([130], 2, 2, 32, torch.float32).sequences()
+    keys[at, 0] = torch.nan  # of the first two heads
+    found = implementation.varlen_prefill(queries, keys, values, torch.tensor([0, 130]).int(), 0.2)
+    expected = torch.zeros(130, 4, 32, dtype=torch.bool)
+    expected[at:, :2] = True
+    assert torch.equal(found.isnan(), expected)
+
+
+@implementations
 @given(
     vocab=st.one_of(st.integers(1, 70), st.sampled_from((1023, 1024, 1025, 5000))),
     dtype=dtypes,

@@ -127,6 +127,23 @@ def test_large_scores_do_not_overflow():
     torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("at", [0, 20, 129, 170])
+def test_a_key_that_is_no_number_is_not_passed_over(at, dtype):
+    lengths = [30, 171, 17]
+    packed = rows(lengths, 4, 2, 32, padding=3).to(dtype)
+    packed[30 + at, 4] = torch.nan  # of the first two heads
+    packed.requires_grad_()
+    out = VarlenAttention(starts_of(lengths), len(packed), CPU)(0, *packed.split((4, 2, 2), 1))
+    expected = torch.zeros(len(packed), 4, 32, dtype=torch.bool)
+    expected[30 + at : 201, :2] = True
+    assert torch.equal(out.isnan()[:218], expected[:218])
+    out[:218].sum().backward()
+    own = packed.grad[30:201]
+    assert own[at:, :2].isnan().all() and own[:, 6].isnan().any()
+    assert packed.grad[:30].isfinite().all() and packed.grad[201:].isfinite().all()
+
+
 def test_a_pass_is_the_same_to_the_last_bit():
     packed = rows(LENGTHS, 3, 1, 32)
     varlen = VarlenAttention(starts_of(LENGTHS), len(packed), CPU)
