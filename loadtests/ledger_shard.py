@@ -143,7 +143,7 @@ class Shard:
         plan = self.traffic.plan()
         await self._begin(t, plan.prompt.tolist())
         while True:
-            finish = await self.router.generate(lambda: Turn(t, MAX_TOKENS - t.length), 0)
+            finish = await self.router.generate(lambda: Turn(t, MAX_TOKENS - t.length))
             self.turns += 1
             text = self.traffic.text(len(t.turn))
             t.open_round = Round(text, len(t.turn))
@@ -166,7 +166,7 @@ class Shard:
         t.temperature = 0.0
         await self._begin(t, greedy_prompt(number).tolist())
         most = GREEDY_PROMPT + GREEDY_NEW
-        await self.router.generate(lambda: Turn(t, most - t.length), 0)
+        await self.router.generate(lambda: Turn(t, most - t.length))
         self.turns += 1
 
     async def close(self) -> None:

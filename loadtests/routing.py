@@ -194,7 +194,7 @@ async def trajectory(router: Router, index: int, script: Script) -> None:
     t.begin(words.tolist())
     for step in script.steps:
         end = t.length + step.tokens
-        await router.generate(lambda end=end: Turn(t, end - t.length), 0)  # type: ignore[misc]
+        await router.generate(lambda end=end: Turn(t, end - t.length))  # type: ignore[misc]
         if step.answer:
             t.open_round = Round("", step.tokens, "run", None, step.answer, answered=True)
             router.returned(t)

@@ -36,6 +36,7 @@ class Tokens:
     # int16 [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted
     # each; see common.experts.
     experts: Array = field(default_factory=lambda: NO_EXPERTS)
+    lineage: int = 0  # of `version`
 
 
 @message

@@ -8,9 +8,11 @@ from dataclasses import field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.experts import NO_EXPERTS
 from common.interface import Call, Interface
+from common.lineages import NATIVE
 from common.wire import Array, message
 
 
@@ -91,6 +93,14 @@ class Group:
     # k], as its engine noted it; empty for a dense model. `expert_shape` is [layers, k].
     experts: Array = field(default_factory=lambda: NO_EXPERTS)
     expert_shape: list[int] = field(default_factory=lambda: [0, 0])
+    foreign_above: int = NATIVE  # see common.lineages; of a stored group, its row alone says so
+
+    @property
+    def sampled_versions(self) -> NDArray[np.int32]:
+        """Of the tokens that the model sampled in scored members, which alone are trained."""
+        scored = np.repeat(np.isfinite(self.rewards), self.lengths)
+        found: NDArray[np.int32] = self.versions[scored & (self.versions >= 0)]
+        return found
 
 
 class Weights(Interface):

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from common.lineages import NATIVE
 from common.state.client import State
 from common.state.keys import job_prefix
 
@@ -20,7 +21,8 @@ class Admitted:
 
     group: int
     prompt: int
-    version: int  # current when it was admitted
+    version: int  # current when it was admitted, or where its lineage has ended since
+    lineage: int  # that the job is in
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class GroupRow:
     passed: int  # steps that took younger groups
     opened_ms: int
     ready_ms: int
+    foreign_above: int = NATIVE  # tokens of later versions are of an abandoned lineage
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,8 @@ async def lease_groups(
     1.
 
     Those that are ready are leased at once; the same ones come again, with more, for the same
-    trainer and step, so that it needs no operation id. Stale groups are given back on the way.
+    trainer and step, so that it needs no operation id. Stale groups are given back on the way: a
+    token of an abandoned version counts as old as the version that its lineage ended at.
     Those that the trainer was `given` are not among the answer's. Refused when `step` is not next.
     """
     args = {"job": job, "trainer": trainer, "token": token, "step": step, "given": list(given)}
@@ -203,6 +207,7 @@ async def digests(state: State, job: str) -> set[str]:
 def group_row(row: dict[str, Any]) -> GroupRow:
     """A GroupRow from the hash in Redis."""
     text = {"shard": row["shard"], "digest": row["digest"]}
+    row = {"foreign_above": NATIVE, **row}
     whole = {field: int(row[field]) for field in GroupRow.__dataclass_fields__ if field not in text}
     return GroupRow(**text, **whole)  # type: ignore[arg-type]
 

@@ -126,10 +126,21 @@ async def job(state: State, job: str) -> JobRow:
 
 
 async def set_phase(
-    state: State, job: str, phase: str, token: int, name: str, error: str = ""
+    state: State,
+    job: str,
+    phase: str,
+    token: int,
+    name: str,
+    error: str = "",
+    lineage: int | None = None,
 ) -> None:
-    """Moves a job forward; Fenced without the live lease (name, token), Refused for a step back."""
+    """Moves a job forward; Fenced without the live lease (name, token), Refused for a step back.
+
+    `lineage`: nothing happens unless the job is still in it.
+    """
     args = {"job": job, "phase": phase, "name": name, "token": token, "error": error}
+    if lineage is not None:
+        args["lineage"] = lineage
     await state.run("phase", [job_prefix(job)], args)
 
 
@@ -142,14 +153,15 @@ async def record_evaluation(
     state: State,
     job: str,
     tag: str,
+    lineage: int,
     step: int,
     result: dict[str, Any],
     name: str,
     token: int,
     value: float | None = None,
 ) -> bool:
-    """Records the result under `tag`, once: False when there is one already. Fenced without the
-    lease (name, token).
+    """Records the result of version `step` of a lineage under `tag`, once: False when there is one
+    already, or the job is in another lineage by now. Fenced without the lease (name, token).
 
     `value` is the figure that the job is judged by: the highest so far, of the current version,
     makes that the best version.
@@ -157,6 +169,7 @@ async def record_evaluation(
     args = {
         "job": job,
         "tag": tag,
+        "lineage": lineage,
         "step": step,
         "result": json.dumps(result),
         "name": name,

@@ -135,7 +135,9 @@ async def follow(
             if row is not None and stale and not service.asleep:
                 _, tensors = await fetcher.fetch(row.manifest)
                 tensors = await mesh.host.run_blocking(plain, tensors, deadline_s=MERGE_S)
-                await service.swap(tensors, row.version, row.manifest)
+                await service.swap(tensors, row.version, row.manifest, row.lineage)
+            elif row is not None and not stale and row.lineage != service.lineage:
+                service.enter(row.lineage)  # it begins with these weights
         except MeshError as error:
             mesh.telemetry.log.warning("weights", error=str(error))
         try:

@@ -96,6 +96,7 @@ class EngineService(Actor):
         self._flushed_step = 0
         self._flushed_at = 0.0
         self.manifest = ""  # of the weights that are loaded
+        self.lineage = 0  # of their version; never ahead of them
         self._computing = ""  # the same, as the driver's side knows it
         self.moves = Moves(mesh, engine, self._between_steps, lambda: self._computing)
 
@@ -141,7 +142,7 @@ class EngineService(Actor):
         owners = {route[0] for route in routes if route is not None}
         for owner in owners:
             mine = [route is not None and route[0] is owner for route in routes]
-            owner.flushes.put_nowait(_cut(flush, routes, mine, self.engine.version))
+            owner.flushes.put_nowait(_cut(flush, routes, mine, *self._weights))
         for i in flush.ids[flush.finish != RUNNING].tolist():
             if (route := self._routes.pop(i, None)) is not None:
                 route[0].ids.pop(route[1], None)
@@ -154,7 +155,7 @@ class EngineService(Actor):
         if previous is not None:
             self._detach(previous)
         owner = self._owners[request.owner] = Attached(request)
-        owner.flushes.put_nowait(_cut(EMPTY, [], [], self.engine.version))
+        owner.flushes.put_nowait(_cut(EMPTY, [], [], *self._weights))
         try:
             while (flush := await owner.flushes.get()) is not None:
                 yield flush
@@ -255,7 +256,9 @@ class EngineService(Actor):
             ids = [owner.ids[i] for i in request.ids.tolist() if i in owner.ids]
             self.command(lambda: self.engine.abort(ids))
 
-    async def swap(self, tensors: dict[str, Any], version: int, manifest: str) -> None:
+    async def swap(
+        self, tensors: dict[str, Any], version: int, manifest: str, lineage: int = 0
+    ) -> None:
         """Puts a version's weights in place between two steps; an engine without any wakes."""
 
         def put() -> None:
@@ -268,8 +271,17 @@ class EngineService(Actor):
 
         await self._between_steps(put, "the engine to take new weights")
         self.manifest = manifest
+        self.enter(lineage)
+
+    def enter(self, lineage: int) -> None:
+        """The weights that are loaded are of this lineage: shards hear of them."""
+        self.lineage = lineage
         for owner in self._owners.values():
-            owner.flushes.put_nowait(_cut(EMPTY, [], [], version))
+            owner.flushes.put_nowait(_cut(EMPTY, [], [], *self._weights))
+
+    @property
+    def _weights(self) -> tuple[int, int]:
+        return self.lineage, self.engine.version
 
     async def _between_steps(
         self, action: Callable[[], R], what: str, deadline_s: float = 60.0
@@ -362,7 +374,11 @@ def _settle(done: asyncio.Future[R], answer: R | MeshError) -> None:
 
 
 def _cut(
-    flush: Flush, routes: list[tuple[Attached, int] | None], mine: list[bool], version: int
+    flush: Flush,
+    routes: list[tuple[Attached, int] | None],
+    mine: list[bool],
+    lineage: int,
+    version: int,
 ) -> Tokens:
     """The part of a flush that belongs to one owner, under the owner's request ids."""
     ids = np.array([r[1] for r, m in zip(routes, mine, strict=True) if m and r], np.int64)
@@ -377,6 +393,7 @@ def _cut(
             flush.finish,
             version,
             flush.experts,
+            lineage,
         )
     rows = np.array(mine)
     tokens = np.repeat(rows, flush.counts)
@@ -390,4 +407,5 @@ def _cut(
         flush.finish[rows],
         version,
         flush.experts[tokens] if len(flush.experts) else flush.experts,
+        lineage,
     )

@@ -17,6 +17,7 @@ from services.rollout.trajectory import NOT_SAMPLED, Trajectory
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # of the modes of the held-out set
 SETS = 64  # datasets and modes of one version that have groups of their own
+LINEAGE_BIT, LINEAGES = 45, 32  # where a lineage shows in their numbers, and how many differ
 
 
 @dataclass(slots=True)
@@ -36,8 +37,9 @@ class Drawn:
 class Evaluation:
     """One plan, carried out; groups are off the books and numbered by version and set."""
 
-    def __init__(self, shard: ShardJob, plan: Plan) -> None:
-        self._shard, self._plan = shard, plan
+    def __init__(self, shard: ShardJob, plan: Plan, lineage: int) -> None:
+        """Of the plan's version in a lineage."""
+        self._shard, self._plan, self._lineage = shard, plan, lineage
         self._sets = 0
         self._drawn: list[Drawn] = []
 
@@ -72,6 +74,8 @@ class Evaluation:
         """`samples` trajectories of each row, on engines at the version or newer."""
         shard, version = self._shard, self._plan.version
         base = EVALUATION_GROUP + (((version + 1) * SETS + self._sets) << 20)
+        # Engines must not take the keys and values of one lineage's evaluation for the next one's.
+        base += self._lineage % LINEAGES << LINEAGE_BIT
         self._sets += 1
         every = [
             [
@@ -102,6 +106,7 @@ class Evaluation:
             mesh.state,
             self._shard.job.id,
             self._plan.tag,
+            self._lineage,
             self._plan.version,
             result,
             mesh.name,
@@ -110,13 +115,13 @@ class Evaluation:
         )
 
 
-async def evaluate(shard: ShardJob, plan: Plan) -> None:
-    """Carries out a plan, unless a predecessor has."""
+async def evaluate(shard: ShardJob, plan: Plan, lineage: int) -> None:
+    """Carries out a plan for a version of a lineage, unless a predecessor has."""
     recorded = await patiently(
         shard.mesh.clock, lambda: jobs.evaluations(shard.mesh.state, shard.job.id)
     )
     if plan.tag not in {e["tag"] for e in recorded}:
-        await patiently(shard.mesh.clock, lambda: Evaluation(shard, plan).run())
+        await patiently(shard.mesh.clock, lambda: Evaluation(shard, plan, lineage).run())
 
 
 def _of_another_version(t: Trajectory, version: int) -> bool:

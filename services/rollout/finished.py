@@ -10,12 +10,13 @@ from common.api.weights import Group
 from common.blob import pack
 from common.bulk import BulkClient
 from common.experts import laid_out
+from common.lineages import NATIVE
 from common.mesh import Mesh
 from common.patience import patiently
 from common.state import groups as rows
 from common.store import put
 from services.rollout.scoring import beside
-from services.rollout.trajectory import NOT_SAMPLED, Ending, Trajectory
+from services.rollout.trajectory import Ending, Trajectory
 
 
 def finished_group(
@@ -43,6 +44,7 @@ def finished_group(
         **{role: beside(members, role) for role in roles},
         experts=experts,
         expert_shape=list(expert_shape()) if experts.size else [0, 0],
+        foreign_above=NATIVE,
     )
 
 
@@ -50,7 +52,7 @@ async def hand_in(mesh: Mesh, bulk: BulkClient, job: str, message: Group) -> Non
     """The bytes into the store, then the row to `ready`."""
     content = pack(message)
     digest = await put(mesh, bulk, content, "storing a finished group")
-    sampled = message.versions[message.versions != NOT_SAMPLED]
+    sampled = message.sampled_versions
     await patiently(
         mesh.clock,
         lambda: rows.group_ready(

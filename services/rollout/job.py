@@ -72,6 +72,10 @@ class ShardJob:
         self._groups: dict[int, asyncio.Task[None]] = {}
         self.hungry = asyncio.Event()
         self.admitting = False  # the job is in its training phase
+        self.lineage, self._beginning = (
+            -1,
+            0,
+        )  # that the job is in, and its version when it was seen
 
     def _sampling(self) -> Sampling:
         rollout = self.config.rollout
@@ -106,7 +110,7 @@ class ShardJob:
         """Claims the shard and goes on with what its predecessor left of the open groups."""
         known = await self.ledger.take_over(self.seed_of)
         for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
-            self.start(a.group, a.prompt, a.version, known.get(a.group, []))
+            self.start(a, known.get(a.group, []))
 
     # -- engines ---------------------------------------------------------------------------------
 
@@ -156,21 +160,37 @@ class ShardJob:
             self.mesh.state, self.job.id, self.mesh.name, self.mesh.token, self.wanted(), operation
         )
         for a in admitted:
-            self.start(a.group, a.prompt, a.version, [])
+            self.start(a, [])
         return len(admitted)
 
     async def _reconcile(self) -> None:
         """Takes up groups that an admission opened whose reply was lost."""
         for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
-            self.start(a.group, a.prompt, a.version, [])
+            self.start(a, [])
 
-    def start(self, group: int, prompt: int, version: int, members: list[Trajectory]) -> None:
+    def start(self, admitted: rows.Admitted, members: list[Trajectory]) -> None:
         """Runs a group as a task of its own."""
+        group = admitted.group
+        self.enter(admitted.lineage, admitted.version)
+        version = admitted.version
+        if admitted.lineage < self.lineage:  # word of the next one was faster
+            version = min(version, self._beginning)
         if group not in self._groups:
-            name = f"group {group}"
-            task = asyncio.create_task(self._group(group, prompt, version, members), name=name)
+            work = self._group(group, admitted.prompt, version, members)
+            task = asyncio.create_task(work, name=f"group {group}")
             self._groups[group] = task
             task.add_done_callback(lambda done: self._group_done(group, done))
+
+    def enter(self, lineage: int, version: int) -> None:
+        """The job is in a lineage, at `version`: if it is a new one, only engines that have its
+        weights serve from now on, and nobody waits for a version that it may not reach.
+        """
+        if lineage <= self.lineage:
+            return
+        self.lineage, self._beginning = lineage, version
+        for t in self.active.values():
+            t.version = min(t.version, version)
+        self.router.enter(lineage)
 
     def _group_done(self, group: int, task: asyncio.Task[None]) -> None:
         self._groups.pop(group, None)
@@ -191,6 +211,7 @@ class ShardJob:
         ]
         for t in members:
             t.temperature = self.config.rollout.temperature
+            t.version = min(t.version, version)  # the ledger's may be of an abandoned lineage
         await asyncio.gather(*(self._member(t, row) for t in members))
         scored = [t for t in members if t.ending is not None and t.ending.reward is not None]
         if len(scored) >= self.config.min_group:
@@ -315,7 +336,7 @@ class ShardJob:
             # A turn that the ledger knows to have ended is not asked for again: it may have ended
             # just where there is no room for more.
             ended = t.open_round is not None
-            if not ended and await self.router.generate(turn, t.version) == LENGTH:
+            if not ended and await self.router.generate(turn) == LENGTH:
                 said, score = await self.environments.cut(t.id, t.turn.tolist(), replay)
                 t.open_round = Round(said, 0)
                 return "length", score

@@ -74,7 +74,8 @@ class EngineLink:
         self.seats = seats  # trajectories that it holds
         self.batch = self.bound = seats  # requests that it runs, and that it may have from here
         self.bucket = 0
-        self.version = NO_VERSION
+        self.lineage = 0  # that the job is in: weights of earlier ones may serve nobody
+        self._weights = 0, NO_VERSION  # that it has: lineage and version
         self.held: set[int] = set()  # trajectories whose slot is here
         self.out: set[int] = set()  # those of them that are having a turn
         self.ended: set[int] = set()  # trajectories whose slots the engine may reuse
@@ -92,6 +93,12 @@ class EngineLink:
         self._heard = mesh.clock.monotonic()  # of a flush, or of a first request
         self._silence = ExitStack()  # holds the wait that is published while it is silent
         self._batcher: Batcher[tuple[int, Turn], None] = Batcher(self._submit, in_flight=2)
+
+    @property
+    def version(self) -> int:
+        """Of its weights; NO_VERSION while they are none of the job's."""
+        lineage, version = self._weights
+        return version if lineage >= self.lineage else NO_VERSION
 
     @property
     def load(self) -> EngineLoad:
@@ -150,7 +157,7 @@ class EngineLink:
             async for flush in self._ref.stream(Engine.attach, attach):
                 await self._arrived(flush)
         finally:
-            self.version = NO_VERSION
+            self._weights = 0, NO_VERSION
             self._silence.close()
             await self._batcher.close()
             self._sink.abort(self.name, self._requests)  # after what the engine had flushed
@@ -267,8 +274,9 @@ class EngineLink:
     async def _arrived(self, flush: Tokens) -> None:
         self._silence.close()
         self._heard = self._mesh.clock.monotonic()
-        if flush.version > self.version:
-            self.version = flush.version
+        weights = flush.lineage, flush.version  # a new lineage may begin at an earlier version
+        if weights > self._weights:
+            self._weights = weights
             self._on_version()
         if len(flush.ids):
             await self._sink.put(self.name, flush)

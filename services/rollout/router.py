@@ -47,7 +47,6 @@ class Queued:
 
     order: tuple[int, ...]
     trajectory: Trajectory
-    floor: int
     engine: asyncio.Future[EngineLink]
 
 
@@ -69,6 +68,7 @@ class Router:
         self.scheduler = scheduler or Scheduler([Bucket(1 << 30, seats)], 1, Lengths())
         self.links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lineage = 0  # that the job is in
         self._queue: list[Queued] = []  # in the order of their turn
         self._arrivals = 0
         self._sent: dict[int, str] = {}  # trajectories that the balancer moves -> engine
@@ -118,6 +118,7 @@ class Router:
 
     def _connect(self, name: str) -> None:
         link = EngineLink(self._mesh, name, self._seats, self._sink, self._sampling, self.dispatch)
+        link.lineage = self._lineage
         self.links[name] = link
         task = asyncio.get_running_loop().create_task(link.run(), name=f"link {name}")
         self._tasks[name] = task
@@ -132,13 +133,21 @@ class Router:
         elif error is not None:
             self._mesh.host.exit(70, f"{self._mesh.name} cannot read from {name}: {error!r}")
 
+    def enter(self, lineage: int) -> None:
+        """The job is in another lineage: engines that serve an earlier one get no more turns."""
+        self._lineage = lineage
+        for link in self.links.values():
+            link.lineage = lineage
+        self.dispatch()
+
     def _loads(self) -> list[EngineLoad]:
         return [link.load for link in self.links.values()]
 
     # -- turns -----------------------------------------------------------------------------------
 
-    async def generate(self, turn: Callable[[], Turn], floor: int) -> int:
-        """Runs a turn to its end on whatever engines there are; STOP or LENGTH.
+    async def generate(self, turn: Callable[[], Turn]) -> int:
+        """Runs a turn to its end on whatever engines have its trajectory's version or a later one;
+        STOP or LENGTH.
 
         `turn` is asked again after an engine failed, since the trajectory has grown. ToolFailed
         when ATTEMPTS engines in a row failed it without a new token, or refused it for PATIENCE_S.
@@ -152,7 +161,7 @@ class Router:
             if request.max_new <= 0:
                 return LENGTH
             if link is None:
-                link = await self._place(t, floor)
+                link = await self._place(t)
             await self._bring(t, link)
             length = t.length
             finish = await self._attempt(link, request)
@@ -165,7 +174,7 @@ class Router:
             self._leave(t, link)
             if target:
                 self.moved += 1
-                link = self._taken(t, target, floor)
+                link = self._taken(t, target)
             else:
                 self.continued += 1
                 link.rest()
@@ -173,10 +182,10 @@ class Router:
                 link = None
             self.dispatch()
 
-    def _taken(self, t: Trajectory, name: str, floor: int) -> EngineLink | None:
+    def _taken(self, t: Trajectory, name: str) -> EngineLink | None:
         """The engine that the balancer meant, if it still has room."""
         link = self.links.get(name)
-        fits = link is not None and link.load.room and link.load.version >= floor
+        fits = link is not None and link.load.room and link.load.version >= t.version
         return self._assign(t, name) if fits else None
 
     async def _attempt(self, link: EngineLink, request: Turn) -> int:
@@ -207,8 +216,8 @@ class Router:
                 fix="see the engines' logs for the request that they cannot serve",
             )
 
-    async def _place(self, t: Trajectory, floor: int) -> EngineLink:
-        request = self._request(t, floor)
+    async def _place(self, t: Trajectory) -> EngineLink:
+        request = self._request(t)
         home = self.links.get(t.engine)  # most turns go on there: no need to look at all engines
         name = choose([home.load], request) if home is not None else None
         name = name or choose(self._loads(), request)
@@ -216,7 +225,7 @@ class Router:
             return self._assign(t, name)
         self._arrivals += 1
         order = (*self.scheduler.order(t), self._arrivals)
-        queued = Queued(order, t, floor, asyncio.get_running_loop().create_future())
+        queued = Queued(order, t, asyncio.get_running_loop().create_future())
         insort(self._queue, queued, key=lambda q: q.order)
         began = self._mesh.clock.monotonic()
         async with self._mesh.clock.timeout(PLACE_S, "an engine for a trajectory"):
@@ -226,13 +235,13 @@ class Router:
             t.failing_since += waited_s
         return link
 
-    def _request(self, t: Trajectory, floor: int) -> Waiting:
-        return Waiting(floor, t.engine, self._bucket(t, floor))
+    def _request(self, t: Trajectory) -> Waiting:
+        return Waiting(t.version, t.engine, self._bucket(t))
 
-    def _bucket(self, t: Trajectory, floor: int) -> int:
+    def _bucket(self, t: Trajectory) -> int:
         """The trajectory's bucket, or the nearest, rather longer, one that has an engine now."""
         wanted = self.scheduler.bucket(t)
-        served = {link.bucket for link in self.links.values() if link.version >= floor}
+        served = {link.bucket for link in self.links.values() if link.version >= t.version}
         return min(served, key=lambda b: (abs(b - wanted), -b), default=wanted)
 
     def _assign(self, t: Trajectory, name: str) -> EngineLink:
@@ -281,7 +290,7 @@ class Router:
         self._queue = [q for q in self._queue if not q.engine.done()]
         while self._queue:
             first = self._queue[:LOOK_AHEAD]
-            requests = [self._request(q.trajectory, q.floor) for q in first]
+            requests = [self._request(q.trajectory) for q in first]
             found = next_up(requests, self._loads())
             if found is None:
                 return
@@ -296,7 +305,7 @@ class Router:
         decision = self.scheduler.returned(t)
         if decision.outcome == "causal_signal_agree":
             home = self.links.get(t.engine)
-            if home is not None and home.bucket != self._bucket(t, t.version):
+            if home is not None and home.bucket != self._bucket(t):
                 self._leave(t, home)
                 self.dispatch()
             self._mesh.telemetry.log.info(

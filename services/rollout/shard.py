@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ class RolloutShard(Actor):
         self.mesh, self.logs = mesh, logs
         self.serving: ShardJob | None = None
         self._changed = asyncio.Event()
-        self._evaluated: set[str] = set()
+        self._lineage = -1  # that the job is in
+        self._evaluated: set[str] = set()  # of it
+        self._evaluating: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
     @cast(Rollout.look)
@@ -70,7 +73,7 @@ class RolloutShard(Actor):
     async def _serve_job(self, data: JobData) -> None:
         shard = ShardJob(self.mesh, data, self.logs)
         self.serving = shard
-        self._evaluated.clear()
+        self._lineage = -1
         try:
             await patiently(self.mesh.clock, shard.outside.load)
             await patiently(self.mesh.clock, shard.take_over)
@@ -91,6 +94,8 @@ class RolloutShard(Actor):
             row = await jobs.job(self.mesh.state, shard.job.id)
             if row is None or row.phase in ENDED:
                 return False
+            if row.lineage != self._lineage:
+                await self._enter(shard, row)
             await shard.look()
             shard.admitting = row.phase == "training"
             if self.mesh.name == "rollout/0":
@@ -101,19 +106,28 @@ class RolloutShard(Actor):
             self.mesh.telemetry.log.warning("looking again", error=str(error))
         return True
 
+    async def _enter(self, shard: ShardJob, row: jobs.JobRow) -> None:
+        """Goes on in another lineage: its versions are other ones, whatever their numbers."""
+        for task in self._evaluating:
+            task.cancel()
+        await asyncio.gather(*self._evaluating, return_exceptions=True)
+        self._evaluated.clear()
+        shard.enter(row.lineage, row.version)
+        self._lineage = row.lineage
+
     def _evaluations(self, shard: ShardJob, row: jobs.JobRow) -> None:
-        """Starts the evaluation that this phase or version asks for, once."""
+        """Starts the evaluation that this phase or version asks for, once in a lineage."""
         config = shard.config
         if row.phase == "baseline" and self._once(BEFORE):
             plan = bracket(config, BEFORE, row.version)
-            self._start(self._bracket(shard, plan, "training"))
+            self._evaluate(self._bracket(shard, plan, row.lineage, "training"))
         elif row.phase == "evaluation" and self._once(AFTER):
             plan = bracket(config, AFTER, row.version)
-            self._start(self._bracket(shard, plan, "finished"))
+            self._evaluate(self._bracket(shard, plan, row.lineage, "finished"))
         elif row.phase == "training":
             asked = due(config, row.version)
             if asked is not None and self._once(asked.tag):
-                self._start(evaluate(shard, asked))
+                self._evaluate(evaluate(shard, asked, row.lineage))
 
     def _once(self, tag: str) -> bool:
         """True the first time that this incarnation asks for `tag`."""
@@ -121,22 +135,29 @@ class RolloutShard(Actor):
         self._evaluated.add(tag)
         return fresh
 
-    async def _bracket(self, shard: ShardJob, plan: Plan | None, then: str) -> None:
+    async def _bracket(self, shard: ShardJob, plan: Plan | None, lineage: int, then: str) -> None:
         """The evaluation before or after training, if any, and the phase that follows it."""
         if plan is not None:
-            await evaluate(shard, plan)
+            await evaluate(shard, plan, lineage)
+        mesh = self.mesh
         await patiently(
-            self.mesh.clock,
+            mesh.clock,
             lambda: jobs.set_phase(
-                self.mesh.state, shard.job.id, then, self.mesh.token, self.mesh.name
+                mesh.state, shard.job.id, then, mesh.token, mesh.name, lineage=lineage
             ),
         )
         self._changed.set()
 
-    def _start(self, work: Any) -> None:
+    def _evaluate(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._start(work)
+        self._evaluating.add(task)
+        task.add_done_callback(self._evaluating.discard)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from common.api.weights import Group
 from common.config import JobConfig
 from common.errors import BadMessage
+from common.lineages import counted
 from services.trainer.algorithms import algorithm, refills
 from services.trainer.algorithms.aggregation import token_weight
 from services.trainer.algorithms.shaping import divergences, kl_in_reward, overlong
@@ -61,7 +62,8 @@ class Batch:
             sequence.weight = token_weight(sequence.trained, self.config)
         trained = [sequence for sequence in members if sequence.trained]
         for sequence in trained:
-            self.lags += Counter((self.version - sequence.versions[sequence.mask]).tolist())
+            versions = counted(sequence.versions[sequence.mask], sequence.foreign_above)
+            self.lags += Counter((self.version - versions).tolist())
         self.sequences += trained
         return trained
 
@@ -105,17 +107,19 @@ def advantages_of(
 ) -> NDArray[np.float64] | None:
     """One for each member of a group, from rewards as they are shaped; None: it is filtered.
 
-    Length counts when a group is judged to have nothing to teach, divergence does not: that of two
-    trajectories is never equal.
+    Length counts when a group is judged to have nothing to teach, but not in dynamic sampling, which
+    asks for some right and some wrong answers (DAPO, equation 11). Divergence never does: that of
+    two trajectories is never equal.
     """
     hooks, chosen = algorithm(config.algorithm.name), config.algorithm
     lengths = np.array([len(sequence.tokens) for sequence in members], np.int64)
-    rewards = rewards + overlong(lengths, hooks.overlong_share, config)
-    advantages = hooks.advantages(rewards, chosen)
-    if advantages is None or hooks.prepare is not None or not kl_in_reward(chosen):
-        return advantages
-    paid = [chosen.kl_coefficient * divergences(one, chosen).sum() for one in members]
-    return hooks.advantages(rewards - paid, replace(chosen, filter_zero_variance=False))
+    shaped = rewards + overlong(lengths, hooks.overlong_share, config)
+    if hooks.advantages(rewards if refills(chosen) else shaped, chosen) is None:
+        return None
+    if hooks.prepare is None and kl_in_reward(chosen):
+        paid = [chosen.kl_coefficient * divergences(one, chosen).sum() for one in members]
+        shaped = shaped - paid
+    return hooks.advantages(shaped, replace(chosen, filter_zero_variance=False))
 
 
 def teaches_nothing(group: Group, config: JobConfig) -> bool:
@@ -146,21 +150,16 @@ def scored_rewards(group: Group) -> NDArray[np.float64]:
 
 
 def staleness(group: Group, version: int) -> int:
-    """Versions that the oldest token the model sampled lies behind `version`."""
-    sampled = group.versions[group.versions >= 0]
+    """Versions that the oldest token that would be trained lies behind `version`."""
+    sampled = counted(group.sampled_versions, group.foreign_above)
     return version - int(sampled.min()) if len(sampled) else 0
 
 
 def members_of(group: Group) -> list[Sequence]:
     """The scored members of a group, in its order; BadMessage if its arrays do not fit together."""
+    group = whole(group)
     ends = np.cumsum(group.lengths)
     extras = {name: getattr(group, name) for name in EXTRAS if len(getattr(group, name))}
-    for name, array in extras.items():
-        if array.shape != group.tokens.shape:
-            raise BadMessage(
-                f"group {group.group} has {len(group.tokens)} tokens and {len(array)} "
-                f"{name} log-probabilities"
-            )
     experts = _experts(group)
     found = []
     scored = zip(ends, group.lengths, group.rewards, strict=True)
@@ -178,9 +177,31 @@ def members_of(group: Group) -> list[Sequence]:
                     experts=None if experts is None else np.array(experts[where]),
                     group=group.group,
                     member=member,
+                    foreign_above=group.foreign_above,
                 )
             )
     return found
+
+
+def whole(group: Group) -> Group:
+    """The group; BadMessage if its arrays do not fit together."""
+    lengths, tokens = group.lengths, group.tokens
+    if group.rewards.shape != lengths.shape:
+        raise BadMessage(
+            f"group {group.group} has {len(lengths)} members and {len(group.rewards)} rewards"
+        )
+    if (lengths < 0).any() or tokens.shape != (int(lengths.sum()),):
+        raise BadMessage(
+            f"group {group.group} has {len(tokens)} tokens, and members of {int(lengths.sum())}"
+        )
+    for name in ("logprobs", "versions", *EXTRAS):
+        array = getattr(group, name)
+        if array.shape != tokens.shape and (len(array) or name not in EXTRAS):
+            raise BadMessage(
+                f"group {group.group} has {len(tokens)} tokens and {len(array)} of {name}"
+            )
+    _experts(group)
+    return group
 
 
 def _experts(group: Group) -> NDArray[np.int16] | None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import BadMessage
+from common.lineages import NATIVE, foreign
 from kernels.packing import pack_rounds
 
 UNKNOWN = -1  # version of a token whose version nobody recorded, expert that nobody recorded
@@ -36,6 +37,7 @@ class Sequence:
     experts: Experts | None = None  # [n, layers, k], that the place before a token was routed to
     group: int = 0
     member: int = 0
+    foreign_above: int = NATIVE  # see common.lineages
 
     @property
     def places(self) -> int:
@@ -162,11 +164,15 @@ def fill(sequences: Many[Sequence], version: int = UNKNOWN) -> Bin:
 def fresh(sequence: Sequence, version: int) -> Bools:
     """The model's tokens that, with all that lies before them, were computed under `version`.
 
-    Tokens of unknown version (a prompt whose prefill nobody recorded) do not count against it.
+    Tokens of unknown version (a prompt whose prefill nobody recorded) do not count against it. An
+    abandoned lineage's version of that number was of other weights.
     """
-    same = (sequence.versions == version) | (sequence.versions == UNKNOWN)
-    whole: Bools = np.logical_and.accumulate(same) & sequence.mask
-    return whole & (sequence.versions == version) if version != UNKNOWN else np.zeros_like(whole)
+    if version == UNKNOWN or foreign(version, sequence.foreign_above):
+        return np.zeros_like(sequence.mask)
+    own = sequence.versions == version
+    whole = np.logical_and.accumulate(own | (sequence.versions == UNKNOWN))
+    found: Bools = whole & own & sequence.mask
+    return found
 
 
 def _refuse_empty(sequences: Many[Sequence]) -> None:

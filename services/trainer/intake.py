@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from common.api.weights import Group
 from common.blob import unpack
@@ -20,6 +21,7 @@ from common.state.groups import (
     lease_groups,
 )
 from common.store import get
+from services.trainer.batch import whole
 
 POLL_S = 0.03  # how often ready groups are looked for
 LOOK_S = 60.0  # deadline of a look at one group's rewards
@@ -38,8 +40,8 @@ class Intake:
     ) -> AsyncIterator[Group]:
         """Each group of the step once, as soon as it may train.
 
-        One whose bytes are gone or garbled, or whose tokens are staler than its row says, goes
-        back, and another takes its place; so does one that is `replaced`, which ends.
+        One whose bytes are gone, garbled or do not fit together, or whose tokens are staler than
+        its row says, goes back, and another takes its place; so does one that is `replaced`, which ends.
         """
         given: set[int] = set()
         while True:
@@ -112,7 +114,7 @@ class Intake:
     async def _content(self, row: GroupRow) -> Group | None:
         try:
             content = await get(self._mesh, self._bulk, row.digest, f"group {row.group}")
-            return unpack(Group, content)
+            return replace(whole(unpack(Group, content)), foreign_above=row.foreign_above)
         except (NotFound, BadMessage) as error:
             self._mesh.telemetry.log.error("group", group=row.group, error=str(error))
             return None

@@ -26,7 +26,8 @@ for n = 1, math.min(a.want, capacity) do
   redis.call('HSET', group_key(group), 'state', 'open', 'shard', a.shard, 'prompt', prompt,
     'version', version, 'samples', size, 'passed', passed, 'opened_ms', NOW)
   redis.call('ZADD', index('open'), group, group)
-  opened[n] = {group = group, prompt = prompt, version = version}
+  opened[n] = {group = group, prompt = prompt, version = version,
+    lineage = tonumber(job.lineage)}
   ids[n], prompts[n] = group, prompt
 end
 if #opened == 0 then return cjson.encode({groups = opened}) end

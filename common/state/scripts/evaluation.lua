@@ -1,6 +1,10 @@
 -- One result per tag: who evaluates again after a crash changes nothing. The current version is the
--- best one so far if the figure that the job is judged by says so; retention keeps its weights.
+-- best one so far if the figure that the job is judged by says so; retention keeps its weights. What
+-- was measured in a lineage that another has taken the place of is of no version that there is.
 if not holds(a.name, a.token) then return fenced(a.name) end
+if tonumber(redis.call('HGET', KEYS[1] .. ':job', 'lineage')) ~= a.lineage then
+  return cjson.encode({recorded = false})
+end
 local row = cjson.encode({tag = a.tag, step = a.step, at_ms = NOW, by = a.name, result = a.result})
 local first = redis.call('HSETNX', KEYS[1] .. ':evaluations', a.tag, row) == 1
 if not first then return cjson.encode({recorded = false}) end

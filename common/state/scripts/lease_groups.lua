@@ -36,12 +36,14 @@ end
 local stale = {}
 for _, group in ipairs(redis.call('ZRANGE', index('ready'), 0, -1)) do
   if #chosen + kept == wanted then break end
-  local row = redis.call('HMGET', group_key(group), 'min_version', 'prompt', 'samples', 'passed')
-  if version - tonumber(row[1]) > staleness then
+  local row = redis.call('HMGET', group_key(group), 'min_version', 'prompt', 'samples', 'passed',
+    'foreign_above')
+  local oldest = math.min(tonumber(row[1]), tonumber(row[5] or row[1]))
+  if version - oldest > staleness then
     give_back(group, {state = 'ready', prompt = row[2], passed = row[4]}, true)
     count('stale_requeued', tonumber(row[3]))
     stale[#stale + 1] = {group = tonumber(group), prompt = tonumber(row[2]),
-      samples = tonumber(row[3]), min_version = tonumber(row[1])}
+      samples = tonumber(row[3]), min_version = oldest}
   else
     move(group, 'ready', 'leased')
     redis.call('HSET', group_key(group), 'trainer', a.trainer, 'trainer_token', a.token,

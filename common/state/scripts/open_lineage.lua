@@ -1,6 +1,9 @@
 -- uses: groups phase
 -- A replay that did not give the committed digests: the steps after the checkpoint are abandoned,
 -- their groups are ready once more, and numbering goes on from the checkpoint in a new lineage.
+-- Versions above the checkpoint's are numbered again, so whatever a group has of those was sampled by
+-- other weights than the ones that will have these numbers: `foreign_above` says so from now on. What
+-- was evaluated of them, or was the best of them, is of no version any more.
 local seen = replayed()
 if seen then return seen end
 if not holds(a.trainer, a.token) then return fenced(a.trainer) end
@@ -26,6 +29,21 @@ for _, id in ipairs(abandoned) do
     redis.call('ZADD', index('ready'), group, group)
   end
   redis.call('DEL', JOB .. ':step:' .. id)
+end
+for _, state in ipairs({'open', 'ready'}) do
+  for _, group in ipairs(redis.call('ZRANGE', index(state), 0, -1)) do
+    local row = redis.call('HMGET', group_key(group), 'foreign_above', 'version')
+    -- Engines below its version may not serve a group: it must not wait for one that is abandoned.
+    redis.call('HSET', group_key(group),
+      'foreign_above', math.min(tonumber(row[1] or a.version), a.version),
+      'version', math.min(tonumber(row[2]), a.version))
+  end
+end
+for tag, row in pairs(hash(JOB .. ':evaluations')) do
+  if cjson.decode(row).step > a.version then redis.call('HDEL', JOB .. ':evaluations', tag) end
+end
+if tonumber(job.best_version or -1) > a.version then
+  redis.call('HDEL', JOB .. ':job', 'best_version', 'best_manifest', 'best_value')
 end
 redis.call('ZREMRANGEBYSCORE', JOB .. ':steps', '(' .. a.version, '+inf')
 local lineage = tonumber(job.lineage) + 1

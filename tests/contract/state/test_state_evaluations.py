@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from state_bench import JOB, Bench, Seats, document
+from state_bench import JOB, TRAINER, Bench, Seats, document
 
 from common.state import events, jobs, steps
 
@@ -17,9 +17,11 @@ async def trained_to(bench: Bench, seats: Seats, version: int) -> None:
         await seats.commit(step, await seats.leased(step))
 
 
-async def judged(bench: Bench, token: int, step: int, value: float | None) -> bool:
+async def judged(
+    bench: Bench, token: int, step: int, value: float | None, lineage: int = 0
+) -> bool:
     return await jobs.record_evaluation(
-        bench.state, JOB, f"step-{step}", step, {"x": value}, EVALUATOR, token, value
+        bench.state, JOB, f"step-{step}", lineage, step, {"x": value}, EVALUATOR, token, value
     )
 
 
@@ -59,6 +61,51 @@ async def test_an_evaluation_without_the_figure_judges_nothing(bench: Bench) -> 
     assert (await jobs.job(bench.state, JOB)).best_manifest == ""
 
 
+async def test_what_was_evaluated_above_a_new_lineages_beginning_is_forgotten(bench: Bench) -> None:
+    seats = await bench.training_job()
+    token = await bench.seat(EVALUATOR)
+    for version, value in ((1, 0.25), (2, 0.5)):
+        await trained_to(bench, seats, version)
+        assert await judged(bench, token, version, value)
+    back = (bench.state, JOB, TRAINER, seats.trainer)
+    await steps.open_lineage(*back, 1, "m0.1", "c1", "op")
+    row = await jobs.job(bench.state, JOB)
+    assert (row.version, row.best_version, row.best_manifest) == (1, -1, "")
+    assert [e["tag"] for e in await jobs.evaluations(bench.state, JOB)] == ["step-1"]
+
+    assert not await judged(bench, token, 2, 0.9, lineage=0), "of the abandoned version 2"
+    await seats.commit(2, await seats.leased(2), lineage=1)
+    assert await judged(bench, token, 2, 0.375, lineage=1)
+    row = await jobs.job(bench.state, JOB)
+    assert (row.best_version, row.best_manifest) == (2, "m1.2")
+
+
+async def test_a_best_version_that_the_new_lineage_has_stays(bench: Bench) -> None:
+    seats = await bench.training_job()
+    token = await bench.seat(EVALUATOR)
+    await trained_to(bench, seats, 1)
+    await judged(bench, token, 1, 0.5)
+    await trained_to(bench, seats, 2)
+    back = (bench.state, JOB, TRAINER, seats.trainer)
+    await steps.open_lineage(*back, 1, "m0.1", "c1", "op")
+    row = await jobs.job(bench.state, JOB)
+    assert (row.best_version, row.best_manifest) == (1, "m0.1")
+
+
+async def test_a_phase_that_follows_from_an_abandoned_lineage_does_not_begin(bench: Bench) -> None:
+    seats = await bench.training_job(steps=2)
+    token = await bench.seat(EVALUATOR)
+    await trained_to(bench, seats, 2)
+    assert (await jobs.job(bench.state, JOB)).phase == "evaluation"
+    back = (bench.state, JOB, TRAINER, seats.trainer)
+    await steps.open_lineage(*back, 1, "m0.1", "c1", "op")
+    finish = (bench.state, JOB, "finished", token, EVALUATOR)
+    await jobs.set_phase(*finish, lineage=0)
+    assert (await jobs.job(bench.state, JOB)).phase == "training"
+    await jobs.set_phase(*finish, lineage=1)
+    assert (await jobs.job(bench.state, JOB)).phase == "finished"
+
+
 async def test_a_job_that_is_restored_knows_its_best_and_its_first_version(bench: Bench) -> None:
     seats = await bench.training_job()
     token = await bench.seat(EVALUATOR)
@@ -70,5 +117,5 @@ async def test_a_job_that_is_restored_knows_its_best_and_its_first_version(bench
     row = await jobs.job(bench.state, JOB)
     assert (row.initial_manifest, row.best_version, row.best_manifest) == ("m0", 1, "m0.1")
     token = await bench.seat(EVALUATOR)
-    assert await judged(bench, token, 1, 0.25)
+    assert await judged(bench, token, 1, 0.25, lineage=1)
     assert (await jobs.job(bench.state, JOB)).best_version == 1

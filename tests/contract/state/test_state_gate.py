@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 from state_bench import JOB, SHARD, TRAINER, Bench, HandClock, Seats, Server, document
 
+from common.lineages import NATIVE
 from common.state import accounting, events, groups, jobs, steps
 from common.state.client import State
 
@@ -41,6 +42,8 @@ class Gate(RuleBasedStateMachine):
         self.saved: dict[str, Any] | None = None
         self.oldest = 0  # version to which a lineage can go back
         self.passed: Counter[int] = Counter()  # by group, steps that took younger ones
+        self.sampled_by: dict[int, int] = {}  # group -> version that it began with
+        self.ended: dict[int, int] = {}  # group -> where the lineages that it has seen out ended
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
@@ -74,7 +77,11 @@ class Gate(RuleBasedStateMachine):
 
     @rule(want=st.integers(1, 8))
     def admit(self, want: int) -> None:
-        self.do(self.twice(groups.admit, SHARD, self.seats.shard, want))
+        self.do(self.open_some(want))
+
+    async def open_some(self, want: int = 100) -> None:
+        for group in await self.twice(groups.admit, SHARD, self.seats.shard, want):
+            self.sampled_by[group.group] = group.version
 
     @rule(pick=st.integers(0, 20), scored=st.integers(1, SIZE), age=st.integers(0, 1))
     def finish(self, pick: int, scored: int, age: int) -> None:
@@ -84,7 +91,7 @@ class Gate(RuleBasedStateMachine):
         group = await self.an_open_group(pick)
         if group is None or len(await groups.open_groups(self.state, JOB, SHARD)) <= keep:
             return False
-        version = group.version - age
+        version = self.sampled_by[group.group] - age  # perhaps of an abandoned lineage
         token = self.seats.shard
         await self.twice(
             groups.group_ready, SHARD, token, group.group, "d", 1, version, version, scored
@@ -133,7 +140,10 @@ class Gate(RuleBasedStateMachine):
         leased = await self.seats.lease(step)
         if isinstance(leased, groups.Waiting):
             return False
-        assert all(row.version - group.min_version <= self.staleness for group in leased.groups)
+        for group in leased.groups:
+            assert group.foreign_above == self.ended.get(group.group, NATIVE)
+            counts = min(group.min_version, self.ended.get(group.group, group.min_version))
+            assert 0 <= row.version - counts <= self.staleness
         taken = [group.group for group in leased.groups]
         assert len(taken) == self.per_step and taken == sorted(taken)
         if poisoned:
@@ -156,10 +166,20 @@ class Gate(RuleBasedStateMachine):
     @rule(slow=st.integers(0, 2), scored=st.integers(1, SIZE))
     def train(self, slow: int, scored: int) -> None:
         """A usual step, in which all but the `slow` oldest groups finish."""
-        self.do(self.seats.admit())
+        self.do(self.open_some())
         while self.do(self.finish_one(slow, scored, keep=slow)):
             pass
         self.do(self.one_step())
+
+    @rule(steps=st.integers(1, 3), ready=st.integers(0, 3), back=st.integers(1, 3))
+    def train_in_vain(self, steps: int, ready: int, back: int) -> None:
+        """Steps that are abandoned, with groups of their versions ready and open."""
+        for _ in range(steps):
+            self.train(slow=0, scored=SIZE)
+        self.do(self.open_some())
+        for _ in range(ready):
+            self.do(self.finish_one(0, SIZE))
+        self.do(self.go_back(back))
 
     @rule(back=st.integers(0, 3))
     def abandon(self, back: int) -> None:
@@ -170,6 +190,8 @@ class Gate(RuleBasedStateMachine):
         version = max(row.version - back, self.oldest)
         trainer = (TRAINER, self.seats.trainer)
         await self.twice(steps.open_lineage, *trainer, version, f"back{version}", "c")
+        for group in self.sampled_by:
+            self.ended[group] = min(self.ended.get(group, version), version)
 
     @rule()
     def lose_redis(self) -> None:
@@ -179,6 +201,7 @@ class Gate(RuleBasedStateMachine):
     async def restore(self, saved: dict[str, Any]) -> None:
         await self.state.command("FLUSHALL")
         self.oldest = saved["version"]
+        self.sampled_by, self.ended = {}, {}
         for _ in range(2):
             await steps.restore_job(self.state, JOB, document(**self.shape), "/runs", saved)
         shard, trainer = await self.bench.seat(SHARD), await self.bench.seat(TRAINER)
@@ -212,7 +235,7 @@ class Gate(RuleBasedStateMachine):
         for _ in range(200):
             if (await self.row()).phase != "training":
                 break
-            await self.seats.admit()
+            await self.open_some()
             while await self.finish_one(0, SIZE):
                 pass
             await self.one_step()

@@ -6,6 +6,7 @@ import pytest
 from state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 
 from common.errors import Fenced, Refused
+from common.lineages import NATIVE
 from common.state import accounting, events, groups, jobs, steps
 from common.state.steps import Committed
 
@@ -153,6 +154,44 @@ async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> 
     assert await seats.commit(2, again, lineage=1) == Committed(2, False)
     terms = await account(bench)
     assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (8, 0, 0)
+
+
+async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench: Bench) -> None:
+    seats = await bench.training_job(max_staleness=1)
+    for step in (1, 2, 3):
+        await fill(seats)
+        await seats.step(step)
+    ready, slow = (await seats.admit())[:2]  # version 3; two more were open before
+    await seats.finish(ready)
+    back = (bench.state, JOB, TRAINER, seats.trainer)
+    await steps.open_lineage(*back, 1, "m0.1", "c1", "op")
+
+    open_ = {group.group: group for group in await groups.open_groups(bench.state, JOB, SHARD)}
+    assert open_[slow.group].version == 1, "an engine of the new lineage must be able to serve it"
+    for group in open_.values():
+        await seats.finish(slow if group.group == slow.group else group)
+
+    async def leased(step: int) -> list[groups.GroupRow]:
+        answer = await seats.lease(step)
+        assert isinstance(answer, groups.Leased), answer
+        return answer.groups
+
+    seen = []
+    for step in (2, 3):
+        rows = await leased(step)
+        assert {row.foreign_above for row in rows} == {1}
+        seen += [row.group for row in rows]
+        await seats.commit(step, [row.group for row in rows], lineage=1)
+    assert len(seen) == 4
+    assert isinstance(await seats.lease(4), groups.Waiting), "the others count as of version 1"
+    for group in await seats.admit():
+        await seats.finish(group)
+    assert {row.foreign_above for row in await leased(4)} == {NATIVE}
+    stale = [e for e in await events.read_all(bench.state) if e.kind == "stale"]
+    told = [one for e in stale for one in e.fields["groups"]]
+    assert {one["group"] for one in told} >= {ready.group, slow.group}
+    assert {one["min_version"] for one in told} <= {0, 1}
+    assert (await account(bench))["lost"] == 0
 
 
 async def test_no_lineage_opens_behind_what_a_checkpoint_covers(bench: Bench) -> None:

@@ -16,7 +16,7 @@ from services.rollout.evaluation import Evaluation
 from services.rollout.job import ShardJob
 from services.rollout.trajectory import Ending, Trajectory
 
-VERSION = 4
+VERSION, LINEAGE = 4, 1
 PLAN = Plan("step-4", VERSION, ("sampled", "greedy"))
 
 
@@ -59,7 +59,7 @@ def evaluation(tmp_path: Path, outcomes: dict[tuple[int, int, float], Any]) -> R
 
     shard.run = run  # type: ignore[method-assign]
     shard.mesh = SimpleNamespace()  # type: ignore[assignment]
-    return Recorded(shard, PLAN)
+    return Recorded(shard, PLAN, LINEAGE)
 
 
 async def test_figures_are_of_samples_of_the_version_alone(tmp_path: Path) -> None:

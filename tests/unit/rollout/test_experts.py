@@ -175,7 +175,7 @@ def test_a_flush_is_cut_with_them() -> None:
         experts=sent(tokens),
     )
     routes: Any = [("somebody", 10), ("me", 20)]
-    mine = _cut(made, routes, [False, True], 3)
+    mine = _cut(made, routes, [False, True], 0, 3)
     assert np.array_equal(mine.experts, sent(tokens)[1:])
     body, buffers = wire.encode(mine)
     again = wire.decode(Tokens, body, buffers)

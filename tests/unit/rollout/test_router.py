@@ -131,7 +131,7 @@ class Bench:
         router = router or self.router
         t = Trajectory(0, member, 0, 0, seed=member)
         t.begin(list(prompt))
-        finish = await router.generate(lambda: Turn(t, 3 + new - t.length), 0)
+        finish = await router.generate(lambda: Turn(t, 3 + new - t.length))
         router.release(t)
         assert (finish, t.length) == (LENGTH, 3 + new)
         return t
@@ -238,11 +238,11 @@ class TwoBuckets(Bench):
     async def two_turns(self, router: Router) -> Trajectory:
         t = Trajectory(0, 1, 0, 0, seed=1)
         t.begin([1, 2, 3])
-        await router.generate(lambda: Turn(t, 33 - t.length), 0)
+        await router.generate(lambda: Turn(t, 33 - t.length))
         t.open_round = Round("", 30, "run", None, "error: no", answered=True)
         router.returned(t)
         t.appended([4, 5])
-        await router.generate(lambda: Turn(t, 55 - t.length), 0)
+        await router.generate(lambda: Turn(t, 55 - t.length))
         router.release(t)
         router.scheduler.ended(t)
         return t
@@ -279,6 +279,38 @@ def test_time_without_any_engine_is_no_refusal() -> None:
         late.draining = False
         for wait in waits:
             await wait
+
+    on_bench(story)
+
+
+def test_a_new_lineage_is_served_by_engines_that_have_its_weights_alone() -> None:
+    async def story(bench: Bench) -> None:
+        engine = bench.engine
+        await engine.swap({}, 15, "m0.15", lineage=0)
+        assert (await bench.generate(0)).versions[-1] == 15
+        bench.router.enter(1)  # it begins at version 8
+        waits = bench.begin(1)
+        await bench.clock.sleep(20.0)
+        assert not waits.done(), "15 is a version of the abandoned lineage"
+        later = await bench.add("engine/g1")
+        await later.swap({}, 8, "m0.8", lineage=1)
+        assert (await waits).versions[-1] == 8
+        await engine.swap({}, 8, "m0.8", lineage=1)
+        await bench.clock.sleep(2 * LOOK_S)
+        assert bench.router.links["engine/g0"].version == 8
+
+    on_bench(story)
+
+
+def test_a_lineage_that_begins_with_the_weights_that_are_loaded_is_served_by_them() -> None:
+    async def story(bench: Bench) -> None:
+        await bench.engine.swap({}, 8, "m0.8", lineage=0)
+        bench.router.enter(1)
+        waits = bench.begin(0)
+        await bench.clock.sleep(2.0)
+        assert not waits.done()
+        bench.engine.enter(1)
+        assert (await waits).versions[-1] == 8
 
     on_bench(story)
 

@@ -84,7 +84,7 @@ class Rebuilt:
 def shard_job(pool: Rebuilt, said: str, **rollout: Any) -> ShardJob:
     """One that samples what is `said` in each turn, as far as there is room."""
 
-    async def generate(turn: Callable[[], Turn], _: int) -> int:
+    async def generate(turn: Callable[[], Turn]) -> int:
         request = turn()
         if request.max_new <= 0:
             return LENGTH
@@ -176,7 +176,7 @@ async def test_a_trajectory_is_cut_at_the_length_that_its_job_forces(
     job = shard_job(pool, "", lengths=[3, 1])
     asked = []
 
-    async def generate(turn: Callable[[], Turn], _: int) -> int:
+    async def generate(turn: Callable[[], Turn]) -> int:
         request = turn()
         asked.append(request.max_new)
         request.trajectory.sampled(*arrays(TOKENIZER.encode("234567")[: request.max_new]))

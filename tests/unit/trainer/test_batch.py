@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import BadMessage, ConfigError
-from services.trainer.batch import Batch, Refill, teaches_nothing
+from services.trainer.batch import Batch, Refill, staleness, teaches_nothing
 
 
 def test_a_groups_members_become_sequences_with_what_is_known_of_them():
@@ -27,6 +27,21 @@ def test_scores_that_do_not_fit_the_tokens_are_refused():
     given_ = group([1.0, 0.0], reference=True)
     with pytest.raises(BadMessage, match="reference"):
         Batch(3, job()).add(replace(given_, reference=given_.reference[:-1]))
+
+
+@pytest.mark.parametrize("name", ["tokens", "logprobs", "versions", "rewards", "lengths"])
+def test_arrays_that_do_not_fit_together_are_refused(name):
+    given_ = group([1.0, 0.0])
+    with pytest.raises(BadMessage, match="group 7 has"):
+        Batch(3, job()).add(replace(given_, **{name: getattr(given_, name)[:-1]}))
+
+
+def test_what_is_not_trained_makes_no_group_stale():
+    given_ = group([1.0, np.nan, 0.0], version=9)
+    given_.versions[6:13] = [-1, -1, 0, 0, 0, 1, 1]  # of the member that failed
+    assert staleness(given_, 10) == 1
+    assert Batch(10, job()).add(given_) and set(given_.sampled_versions) == {9}
+    assert staleness(replace(given_, rewards=np.zeros(3, np.float32)), 10) == 10
 
 
 def test_where_experts_sent_tokens_goes_with_them():
@@ -54,10 +69,24 @@ def test_a_group_without_variance_is_filtered_and_counted():
 
 
 def test_a_group_that_differs_in_punished_length_alone_still_teaches():
-    long = group([1.0, 1.0], lengths=[20, LONGEST])
-    assert teaches_nothing(long, job()) and not teaches_nothing(long, job("dapo"))
-    short, cut = Batch(3, job("dapo")).add(long)
+    long, punished = group([1.0, 1.0], lengths=[20, LONGEST]), job(overlong_buffer=8)
+    assert teaches_nothing(long, job()) and not teaches_nothing(long, punished)
+    short, cut = Batch(3, punished).add(long)
     assert short.advantages > 0 > cut.advantages
+
+
+@pytest.mark.parametrize(
+    "dynamic", [job("dapo"), job(overlong_buffer=8, refill_filtered=True)], ids=["dapo", "grpo"]
+)
+def test_dynamic_sampling_asks_for_answers_that_differ_not_for_lengths(dynamic):
+    """0 < right answers < all, whatever their lengths (DAPO, equation 11)."""
+    for equal in (1.0, 0.0):
+        assert teaches_nothing(group([equal, equal], lengths=[20, LONGEST]), dynamic)
+    short, cut = Batch(3, dynamic).add(group([1.0, 0.0], lengths=[20, LONGEST]))
+    assert short.advantages > 0 > cut.advantages
+    # A right answer of full length is worth as little as a short wrong one; both are kept.
+    evened = Batch(3, dynamic).add(group([0.0, 1.0], lengths=[20, LONGEST]))
+    assert [float(s.advantages) for s in evened] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +132,16 @@ def test_trained_tokens_are_counted_by_how_stale_they_are():
     metrics = batch.metrics()
     assert metrics["staleness_tokens"] == [2, 4, 5, 0]
     assert metrics["staleness_max"] == 3 and metrics["mixed"] == 1
+
+
+def test_tokens_of_an_abandoned_lineage_are_as_stale_as_the_version_that_it_ended_at():
+    given_ = replace(group([1.0, 0.0], lengths=[4, 4], version=12), foreign_above=8)
+    for version, lag in ((8, 0), (10, 2), (13, 5)):
+        batch = Batch(version, job(max_staleness=2))
+        assert staleness(given_, version) == lag
+        assert {s.foreign_above for s in batch.add(given_)} == {8}
+        metrics = batch.metrics()
+        assert metrics["staleness_max"] == lag and metrics["staleness_tokens"][lag] == 4
 
 
 @given(st.lists(st.integers(-4, 4), min_size=2, max_size=6), st.integers(-3, 3), st.randoms())

@@ -64,6 +64,17 @@ def test_a_prompt_of_another_version_leaves_nothing_fresh():
     assert not fresh(one, 2).any()
 
 
+def test_a_number_that_an_abandoned_lineage_gave_to_other_weights_is_not_fresh():
+    one = sequence(4)
+    one.mask = np.array([False, True, True, True])
+    one.versions = np.array([-1, 9, 9, 9], np.int32)
+    assert fresh(one, 9).sum() == 3
+    one.foreign_above = 8
+    assert not fresh(one, 9).any()
+    one.versions = np.array([-1, 8, 8, 9], np.int32)
+    assert fresh(one, 8).tolist() == [False, True, True, False]
+
+
 def test_a_bin_survives_the_wire():
     (bin,) = make_bins([sequence(50), sequence(70)], 2560, version=0)
     arrays = {name: array.copy() for name, array in bin.to_arrays().items()}

@@ -1,0 +1,24 @@
+"""What version numbers mean once a lineage has been abandoned: its successor numbers other weights
+alike.
+
+A group that was under way when the lineage ended at a version keeps that as its `foreign_above`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+NATIVE = -1  # `foreign_above` of what was sampled in one lineage
+
+
+def counted(versions: NDArray[np.int32], foreign_above: int) -> NDArray[np.int32]:
+    """The versions by which tokens' staleness is counted: those of an abandoned lineage are as old
+    as the version that it ended at.
+    """
+    return versions if foreign_above == NATIVE else np.minimum(versions, foreign_above)
+
+
+def foreign(version: int, foreign_above: int) -> bool:
+    """Whether tokens that say `version` may be of other weights than those that have it now."""
+    return NATIVE < foreign_above < version
