@@ -292,7 +292,7 @@ def interruptible(stop: asyncio.Event, launcher: Launcher) -> None:
 
 async def serve(root: Path, shape: Shape) -> int:
     """`meshrl up`: a mesh that runs until SIGTERM, recording each job that is submitted to it."""
-    from meshrl.recorder import record_all
+    from meshrl.records import record_all
 
     stop = asyncio.Event()
     launcher = Launcher(MeshPlace(root), shape)

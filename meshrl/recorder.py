@@ -5,7 +5,6 @@ It only ever appends what is not there yet, so a run that was cut off and resume
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoints import all_checkpoints, is_first
-from common.errors import DeadlineExceeded, StateUnavailable
+from common.errors import ConfigError, DeadlineExceeded, StateUnavailable
 from common.state import events, gangs, groups, jobs, registry, steps
 from meshrl.launcher import Launcher
 from meshrl.places import read_json, write_json
@@ -27,24 +26,40 @@ TALLY_S = 2.0  # between readings of CPU times: a process that lives shorter is 
 
 
 class Recorder:
-    """One job of the mesh that `launcher` runs, recorded into its run directory."""
+    """One job of the mesh that `launcher` runs, recorded into its run directory.
+
+    OSError when the directory is away or full, ConfigError when what an earlier session left there
+    cannot be read.
+    """
 
     def __init__(self, launcher: Launcher, job: str, run_dir: Path) -> None:
         self.launcher, self.job, self.run_dir = launcher, job, run_dir
-        self.tally = Tally.read(run_dir / "usage.json")
-        self.rows: list[dict[str, Any]] = read_lines(run_dir / "metrics.jsonl")
         self.shot: Snapshot | None = None
-        known = read_events(run_dir)
-        self._last_event = known[-1].id if known else "0"
-        self._evaluations = {e.fields["tag"]: e.fields for e in evaluated(known, job)}
-        self.trackers = Trackers.of(run_dir, launcher.host, launcher.clock)
-        self.trackers.offer(self.rows, evaluated(known, job))
+        try:
+            self._take_up()
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the record of {job} is damaged: {type(error).__name__} {error}",
+                where=str(run_dir),
+                fix="Move the damaged file away: what Redis still has is recorded anew",
+            ) from error
         self._history = History()
         self._clock = launcher.clock
         self._started = self._clock.monotonic()
         self._tallied = -TALLY_S
         self._names: dict[int, str] = {}
         self._silent_since: float | None = None
+
+    def _take_up(self) -> None:
+        """Reads what is recorded already."""
+        self.tally = Tally.read(self.run_dir / "usage.json")
+        self.rows: list[dict[str, Any]] = read_lines(self.run_dir / "metrics.jsonl")
+        known = read_events(self.run_dir)
+        self._last_event = known[-1].id if known else "0"
+        done = evaluated(known, self.job)
+        self._unshown: list[events.Event] | None = done  # until this session's trackers have it
+        self._evaluations = {e.fields["tag"]: e.fields for e in done}
+        self.trackers = Trackers.of(self.run_dir, self.launcher.host, self.launcher.clock)
 
     @property
     def session_s(self) -> float:
@@ -80,7 +95,15 @@ class Recorder:
                 write_json(self.run_dir / "in_flight.json", mark)
         await self.trackers.close()
 
+    async def abandon(self) -> None:
+        """Leaves the record as it is: nothing can be written there."""
+        with contextlib.suppress(OSError):
+            await self.trackers.close()
+
     async def _read(self) -> Snapshot:
+        if self._unshown is not None:
+            earlier, self._unshown = self._unshown, None
+            self.trackers.offer(self.rows, earlier)
         state = self.launcher.state
         row = await jobs.job(state, self.job)
         new_events = await events.read_all(state, self._last_event)
@@ -153,35 +176,6 @@ class Recorder:
 def evaluated(known: list[events.Event], job: str) -> list[events.Event]:
     """The evaluations among events: they outlive Redis there."""
     return [e for e in known if e.kind == "evaluation" and e.fields["job"] == job]
-
-
-async def record_all(launcher: Launcher, stop: asyncio.Event) -> None:
-    """Records every job of a mesh until `stop`, and writes each one's report when it is over."""
-    from meshrl import report
-
-    recorders: dict[str, Recorder] = {}
-    reported: set[str] = set()
-    while not stop.is_set():
-        try:
-            async with launcher.clock.timeout(ANSWER_S, "a look at the jobs"):
-                known = await jobs.jobs(launcher.state)
-        except (StateUnavailable, DeadlineExceeded):
-            known = []
-        for row in known:
-            if row.id in reported or (row.ended and row.id not in recorders):
-                continue
-            if row.id not in recorders:
-                recorders[row.id] = Recorder(launcher, row.id, Path(row.run_dir))
-            shot = await recorders[row.id].look()
-            if shot is not None and shot.over:
-                await recorders[row.id].close()
-                await report.write(recorders[row.id])
-                reported.add(row.id)
-        await launcher.clock.sleep(LOOK_S)
-    for job, recorder in recorders.items():
-        if job not in reported:
-            await recorder.close()
-            await report.write(recorder)
 
 
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
