@@ -53,6 +53,8 @@ async def hand_in(mesh: Mesh, bulk: BulkClient, job: str, message: Group) -> Non
     content = pack(message)
     digest = await put(mesh, bulk, content, "storing a finished group")
     sampled = message.sampled_versions
+    if not len(sampled):  # nothing to train, which the trainer filters
+        sampled = message.versions[message.versions >= 0]
     await patiently(
         mesh.clock,
         lambda: rows.group_ready(

@@ -107,9 +107,9 @@ def advantages_of(
 ) -> NDArray[np.float64] | None:
     """One for each member of a group, from rewards as they are shaped; None: it is filtered.
 
-    Length counts when a group is judged to have nothing to teach, but not in dynamic sampling, which
-    asks for some right and some wrong answers (DAPO, equation 11). Divergence never does: that of
-    two trajectories is never equal.
+    Length counts when a group is judged to have nothing to teach, but not in dynamic sampling,
+    which asks for some right and some wrong answers (DAPO, equation 11). Divergence never does:
+    that of two trajectories is never equal.
     """
     hooks, chosen = algorithm(config.algorithm.name), config.algorithm
     lengths = np.array([len(sequence.tokens) for sequence in members], np.int64)

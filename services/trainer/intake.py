@@ -41,7 +41,8 @@ class Intake:
         """Each group of the step once, as soon as it may train.
 
         One whose bytes are gone, garbled or do not fit together, or whose tokens are staler than
-        its row says, goes back, and another takes its place; so does one that is `replaced`, which ends.
+        its row says, goes back, and another takes its place; so does one that is `replaced`, which
+        ends.
         """
         given: set[int] = set()
         while True:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from groups_under_test import group, job
 
@@ -18,10 +20,11 @@ from common.config import JobConfig
 from common.host import SystemHost
 from common.mesh import Mesh, MeshSettings
 from common.random import Random
-from common.state import accounting, events, groups, jobs, registry, steps
+from common.state import accounting, events, groups, jobs, steps
 from common.state.client import State
 from common.store import STORE, put
 from common.transport.zmq import ZmqTransport
+from services.rollout.finished import hand_in
 from services.trainer.batch import Refill, staleness
 from services.trainer.intake import Intake
 from services.weights.store import WeightStore
@@ -33,10 +36,16 @@ CONFIG = job("dapo", groups_per_step=2, group_size=2)
 class Rollout:
     """A trainer's intake, and a shard that finishes the groups it is asked for."""
 
-    def __init__(self, mesh: Mesh, shard: int) -> None:
-        self.mesh, self.shard = mesh, shard
+    def __init__(self, mesh: Mesh, rolling: Mesh) -> None:
+        self.mesh, self.rolling, self.shard = mesh, rolling, rolling.token
         self.bulk = BulkClient(mesh)
         self.intake = Intake(mesh, self.bulk, JOB)
+
+    async def hand_in(self, made: Group) -> int:
+        """Opens a group and finishes it as a shard does; its id."""
+        (one,) = await groups.admit(self.mesh.state, JOB, SHARD, self.shard, 1, _operation())
+        await hand_in(self.rolling, self.bulk, JOB, replace(made, group=one.group))
+        return one.group
 
     async def finish(self, *rewards: list[float], garbled: bool = False) -> list[int]:
         """Opens and finishes a group for each list of rewards; their ids."""
@@ -92,11 +101,11 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
     bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*")
     await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
     await asking.join(None)
-    shard = await registry.register(
-        state, registry.Entry(SHARD, "rollout", incarnation="1"), 600_000
-    )
+    rolling = mesh(SHARD, "here")
+    await rolling.join(None)
     await _training(state, CONFIG, asking)
-    yield Rollout(asking, shard)
+    yield Rollout(asking, rolling)
+    await rolling.leave()
     await asking.leave()
     await serving.leave()
     bulk.close()
@@ -147,6 +156,31 @@ async def test_a_garbled_group_goes_back_to_the_cursor_and_another_comes(rollout
         (another,) = await rollout.finish([0.0, 1.0])
         assert [one.group for one in await taking] == [good, another]
     assert (await rollout.account())["lost"] == 0
+
+
+async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: Rollout) -> None:
+    made = group([1.0, 0.0], version=0, reference=True)
+    await rollout.hand_in(replace(made, reference=made.reference[:-1]))
+    (good,) = await rollout.finish([1.0, 0.0])
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
+    async with asyncio.timeout(20):
+        while not (await rollout.account())["host_lost"]:
+            assert not taking.done()
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [good, another]
+    assert (await rollout.account())["lost"] == 0
+
+
+async def test_what_a_failed_member_sampled_makes_its_group_no_older(rollout: Rollout) -> None:
+    made = group([1.0, np.nan, 0.0], version=3)
+    made.versions[6:13] = [-1, -1, 0, 0, 0, 0, 0]
+    failed = group([np.nan, np.nan], version=2)
+    ids = [await rollout.hand_in(made), await rollout.hand_in(failed)]
+    mesh = rollout.mesh
+    leased = await groups.lease_groups(mesh.state, JOB, mesh.name, mesh.token, 1, ())
+    rows = {row.group: row for row in leased.groups}
+    assert [(rows[i].min_version, rows[i].max_version) for i in ids] == [(3, 3), (2, 2)]
 
 
 async def test_tokens_that_are_staler_than_their_row_says_go_back_as_stale(
