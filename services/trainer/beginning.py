@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from common.errors import ConfigError
 from common.jobdata import JobData
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from common.model.hf import load_model
+from common.model.hf import load_config, load_model
 from common.model.tokenizer import Tokenizer
 from kernels.build import TRAINING, library
 from services.trainer import warm_start
@@ -62,6 +63,37 @@ def fresh(data: JobData, make: Callable[..., L]) -> L:
         config.rollout.temperature,
         DTYPES[config.training.dtype],
     )
+
+
+def outline(data: JobData) -> tuple[ModelConfig, int]:
+    """The job's model as it is described, and how many parameters it has; none is made."""
+    model = data.config.model
+    if model.path:
+        config = load_config(data.bundle / model.path)
+    else:
+        config = ModelConfig.from_hf(model.config)
+    with torch.device("meta"):
+        return config, sum(parameter.numel() for parameter in Decoder(config).parameters())
+
+
+def first_weights(
+    data: JobData, progress: Callable[[int, float], None]
+) -> tuple[dict[str, Tensor] | None, bool]:
+    """What `start` makes of a learner that lives no longer than this, and what it returns; None for
+    the weights that every fresh learner has.
+    """
+    if not data.config.warm_start.demonstrations:
+        return None, False
+    learner = fresh_learner(data)
+    cached = start(data, learner, progress)
+    return learner.copied_weights(), cached
+
+
+def start(data: JobData, learner: Learner, progress: Callable[[int, float], None]) -> bool:
+    """Makes version 0 of a fresh learner; True when its warm start was in the cache."""
+    cached = bool(data.config.warm_start.demonstrations) and warm(data, learner, progress)
+    adapt(data, learner)
+    return cached
 
 
 def adapt(data: JobData, learner: Learner) -> None:

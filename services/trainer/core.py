@@ -28,9 +28,10 @@ from common.patience import patiently
 from common.state import events, jobs, registry, steps
 from kernels.cost import Calibration, expected
 from services.trainer.batch import Batch, Refill, staleness
-from services.trainer.beginning import adapt, warm
+from services.trainer.beginning import adapt, first_weights, outline, start
 from services.trainer.checkpointing import Checkpoints
 from services.trainer.compute import COMPUTE_S, Compute, LocalCompute
+from services.trainer.gang import GangCompute
 from services.trainer.gradients import Gradients
 from services.trainer.hold import evaluated
 from services.trainer.intake import POLL_S, Intake
@@ -39,6 +40,8 @@ from services.trainer.publishing import Publisher
 from services.trainer.recovery import Recovery
 from services.trainer.stats import update_metrics
 from services.trainer.step import Step, Stepped
+
+LOSSES = 3  # of ranks, in a row and at one step: what is wrong does not mend by repeating it
 
 
 class TrainerCore(Actor):
@@ -52,12 +55,10 @@ class TrainerCore(Actor):
         data: JobData,
         gang: str,
         epoch: int,
-        learner: Learner,
-        compute: Compute | None = None,
+        arithmetic: Learner | GangCompute,
     ) -> None:
-        """`compute`: of several ranks; `learner` alone otherwise."""
         self.mesh, self.data, self.gang, self.epoch = mesh, data, gang, epoch
-        self.learner = learner
+        self.learner = arithmetic if isinstance(arithmetic, Learner) else None
         self.bulk = BulkClient(mesh)
         self.ready = False
         self.phase = "starting"  # of its work, for whoever looks
@@ -65,9 +66,11 @@ class TrainerCore(Actor):
         self.tokens = 0
         self.busy_s, self.wait_s = 0.0, 0.0
         self.warm_fraction = 0.0
-        self.compute: Compute = compute or LocalCompute(mesh, learner)
-        training, model = data.config.training, learner.model.config
-        prior = expected(learner.size, model.heads * model.head_dim, model.layers)
+        self.compute: Compute = (
+            LocalCompute(mesh, arithmetic) if isinstance(arithmetic, Learner) else arithmetic
+        )
+        training, (model, parameters) = data.config.training, outline(data)
+        prior = expected(parameters, model.heads * model.head_dim, model.layers)
         costs = Calibration(prior, training.bin_tokens)
         self.gradients = Gradients(mesh, self.compute, gang, training.bin_deadline_s, costs)
         self.publisher = Publisher(mesh, self.bulk, data)
@@ -126,19 +129,17 @@ class TrainerCore(Actor):
     async def begin(self) -> None:
         """Puts the learner where the job stands; makes version 0 if there is none."""
         await self.checkpoints.clear()
-        await self.compute.form()
         row = await self._row()
         if row.version < 0:
             if row.phase == "queued":
                 await self._phase("warm_start")
             with self.mesh.loading():
-                cached = await self._warm()
-            adapt(self.data, self.learner)
-            if self.compute.ranks > 1:
-                await self.compute.load_weights(self.learner.weights())
+                cached = await self._first_weights()
             await self._commit_initial(cached)
         else:
-            adapt(self.data, self.learner)
+            await self.compute.form()
+            if self.learner is not None:
+                adapt(self.data, self.learner)
             with self.mesh.loading():
                 await self._recover(row)
         self.warm_fraction = 1.0
@@ -183,17 +184,20 @@ class TrainerCore(Actor):
             ),
         )
 
-    async def _warm(self) -> bool:
-        if not self.data.config.warm_start.demonstrations:
-            return False
+    async def _first_weights(self) -> bool:
+        """Computes with version 0 from now on; True when its warm start was in the cache."""
         total = max(1, self.data.config.warm_start.steps)
 
         def progress(step: int, loss: float) -> None:
             self.warm_fraction = step / total
 
-        cached = await self.mesh.host.run_blocking(
-            warm, self.data, self.learner, progress, deadline_s=COMPUTE_S
-        )
+        run = self.mesh.host.run_blocking
+        if self.learner is not None:
+            return await run(start, self.data, self.learner, progress, deadline_s=COMPUTE_S)
+        weights, cached = await run(first_weights, self.data, progress, deadline_s=COMPUTE_S)
+        await self.compute.form()  # now, because ranks hold memory from here on
+        if weights is not None:
+            await self.compute.load_weights(weights)
         return cached
 
     async def _commit_initial(self, cached: bool) -> None:
@@ -218,8 +222,10 @@ class TrainerCore(Actor):
         self.gradients.announce(manifest)
 
     async def train(self) -> None:
-        """Steps until the budget is spent, or the job has ended."""
-        row = await self._row()
+        """Steps until the budget is spent, or the job has ended; RankLost when no step gets done
+        because ranks are lost.
+        """
+        row, losses = await self._row(), 0
         budget = self.data.config.budget.steps
         while self.steps_done < budget and row.phase not in ("failed", "stopped", "finished"):
             if row.phase != "training":
@@ -227,18 +233,26 @@ class TrainerCore(Actor):
                 row = await self._row()
                 continue
             try:
+                if losses:
+                    await self._regain()
                 await self._step(self.steps_done + 1)
+                losses = 0
             except RankLost as error:
-                await self._regain(error)
+                losses += 1
+                await self._note_loss(error)
+                if losses == LOSSES:
+                    raise
         self.phase = "done"
         while True:  # the role process stays until its gang is moved
             await self.mesh.clock.sleep(60.0)
 
-    async def _regain(self, error: RankLost) -> None:
-        """The gang is formed anew, and stands where the last committed step left the job."""
+    async def _note_loss(self, error: RankLost) -> None:
         self.mesh.telemetry.log.warning("step cut off", error=str(error))
-        self.enter("forming", self.steps_done + 1)
         await events.append(self.mesh.state, "rank_lost", {"job": self.data.id, "why": str(error)})
+
+    async def _regain(self) -> None:
+        """The gang is formed anew, and stands where the last committed step left the job."""
+        self.enter("forming", self.steps_done + 1)
         with self.mesh.loading():
             await self.compute.form()
             await self.checkpoints.settled()

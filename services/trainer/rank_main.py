@@ -27,6 +27,7 @@ from services.trainer.beginning import (
 from services.trainer.core import TrainerCore
 from services.trainer.gang import GangCompute
 from services.trainer.hybrid import Hybrid
+from services.trainer.learner import Learner
 from services.trainer.rank_actor import RankActor, rank_name
 from services.trainer.ranks import Rank, ShardedLearner
 
@@ -71,13 +72,14 @@ def _rank(data: JobData, a: argparse.Namespace) -> Rank:
 async def train(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | None) -> None:
     """The core's life; an error in the job itself ends the job with its text."""
     check(data)
-    learner = fresh_learner(data)
-    compute = None
-    if rank is not None:
+    arithmetic: Learner | GangCompute
+    if rank is None:
+        arithmetic = fresh_learner(data)
+    else:
         meetings = Path(mesh.settings.run_root) / "mesh" / "gangs"
         within_s = data.config.training.rank_deadline_s
-        compute = GangCompute(mesh, data.id, rank, meetings, within_s)
-    core = TrainerCore(mesh, data, gang, epoch, learner, compute)
+        arithmetic = GangCompute(mesh, data.id, rank, meetings, within_s)
+    core = TrainerCore(mesh, data, gang, epoch, arithmetic)
     await mesh.join(core, stats=core.stats)
     try:
         await core.begin()
