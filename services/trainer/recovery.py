@@ -57,8 +57,10 @@ class Recovery:
         """
         checkpoint = await self._checkpoint(row)
         await self._restore(row.checkpoint, checkpoint)
+        # Ranks of another number go on from a checkpoint otherwise than those that made it: in a
+        # lineage that is new. In one that began there, records say which ranks made the steps.
         alike = checkpoint.account.get("ranks", 1) == self._compute.ranks
-        if alike and await self._replayed(checkpoint, row):
+        if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):
             return Standing(row.version, row.lineage, row.manifest, row.checkpoint, checkpoint.step)
         if row.version > checkpoint.step:
             await self._restore(row.checkpoint, checkpoint)

@@ -95,8 +95,8 @@ class Run:
     def redis(self) -> redis.Redis:
         if self._client is None:
             settings = self.directory / "mesh/settings.json"
-            self.until("settings", settings.is_file)
-            url = json.loads(settings.read_text())["redis_url"]
+            written = self.until("settings", lambda: settings.is_file() and settings.read_text())
+            url = json.loads(written)["redis_url"]
             self._client = redis.Redis.from_url(url, decode_responses=True)
         return self._client
 

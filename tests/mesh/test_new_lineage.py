@@ -1,0 +1,61 @@
+"""A run that cannot go on as it was: a new lineage begins at its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.mesh.running import Run
+
+pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("mesh")]
+STEPS, EVERY, STALENESS = 9, 4, 1
+
+
+def trainer_stopped_at(mesh: Run, version: int, lineage: str) -> int:
+    """The trainer's pid, once the version is there and before the next checkpoint is."""
+
+    def there() -> bool:
+        return mesh.version >= version and mesh.redis.hget("{digits}:job", "lineage") == lineage
+
+    mesh.until(f"version {version} of lineage {lineage}", there)
+    pid = mesh.pid("trainer/digits")
+    os.kill(pid, signal.SIGSTOP)
+    assert mesh.version // EVERY == version // EVERY
+    return pid
+
+
+def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -> None:
+    mesh = run(
+        budget__steps=STEPS,
+        algorithm__max_staleness=STALENESS,
+        training__checkpoint_every=EVERY,
+        rollout__pace="2/64/100000",  # trajectories are under way when the trainer is killed
+    )
+    trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="0")
+    name = mesh.redis.hget("{digits}:job", "checkpoint")
+    checkpoint = mesh.directory / f"checkpoints/{name}.json"
+    held = json.loads(checkpoint.read_text())
+    assert (held["step"], held["account"]["ranks"]) == (EVERY, 1)
+    held["account"]["ranks"] = 2
+    checkpoint.write_text(json.dumps(held))
+    os.kill(trainer, signal.SIGKILL)
+
+    trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="1")  # one rank has made its step
+    os.kill(trainer, signal.SIGKILL)
+
+    assert mesh.finish() == 0, mesh.said
+    summary, found = mesh.summary(), mesh.audit()
+    assert (summary["phase"], summary["steps"]) == ("finished", STEPS)
+    assert (found["lost"], found["trained_twice"]) == (0, 0)
+    [opened] = mesh.events("lineage")
+    assert (opened["lineage"], opened["version"]) == (1, EVERY)
+    steps = mesh.events("step")
+    last = [event["step"] for event in steps if event["lineage"] == 1]
+    assert last == list(range(EVERY + 1, STEPS + 1))
+    for event in steps:
+        metrics = event["metrics"]
+        assert 0 <= metrics["staleness"] <= metrics["staleness_max"] <= STALENESS
