@@ -37,13 +37,16 @@ class ServerJudge:
         self._session: aiohttp.ClientSession | None = None
 
     async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+        """Waiting for room among the requests under way is not the server's time."""
         asked = question(self._config.template, self._prompt, row, turns)
         clock = self._mesh.clock
         until, pause_s = clock.monotonic() + self._config.patience_s, FIRST_RETRY_S
         with self._mesh.wait("a verdict", on=self._config.use):
             while True:
+                queued_at = clock.monotonic()
                 try:
                     async with self._room:
+                        until += clock.monotonic() - queued_at
                         said = await self._ask(asked)
                     return parsed(said, self._config.yes, self._config.no)
                 except _Again as error:

@@ -169,6 +169,13 @@ async def test_no_more_requests_than_allowed_are_under_way() -> None:
     assert found == [1.0] * 12 and server.most == 3
 
 
+async def test_time_in_the_queue_is_not_the_servers() -> None:
+    server = Server(*[0.25] * 10, web.Response(status=503), completion("no"))
+    async with judged_by(server, in_flight=1, patience_s=2.0) as judge:
+        found = await asyncio.gather(*(judge.verdict(ROW, TURNS) for _ in range(11)))
+    assert found == [1.0] * 10 + [0.0]
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
