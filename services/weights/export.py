@@ -28,6 +28,7 @@ from common.model.config import ModelConfig
 from common.model.output import write_version
 from common.model.transfer import tensor_of
 
+MARKER = "meshrl.json"  # of a directory that an export wrote, and the next one may replace
 COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version
 
 
@@ -120,18 +121,32 @@ def write(run: Path, out: Path, step: int | None, the_best: bool) -> Version:
     """Exports to `out`, which holds either what it did or all of the new; Refused when that would
     delete something else than an export.
     """
-    if out.exists() and any(out.iterdir()) and not (out / "config.json").is_file():
-        raise Refused(f"{out} holds something else than a model", fix="name another --out")
+    scratch = out.with_name(out.name + ".partial")
+    for path in (out, scratch):
+        _check_ours(path)
     held = json.loads((run / "job.json").read_text())
     data = JobData.of(held["job"], held["document"], str(run))
-    scratch = out.with_name(out.name + ".partial")
-    shutil.rmtree(scratch, ignore_errors=True)
     version = chosen(run, step, the_best)
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    marker = {"job": data.id, "step": version.step, "manifest": version.manifest}
+    (scratch / MARKER).write_text(json.dumps(marker) + "\n")
     export(data, version, scratch, out)
     if out.exists():
         shutil.rmtree(out)
     scratch.rename(out)
     return version
+
+
+def _check_ours(out: Path) -> None:
+    """Refused when `out` is anything but absent, empty or an export."""
+    if not out.exists() or (out / MARKER).is_file():
+        return
+    if not out.is_dir() or any(out.iterdir()):
+        raise Refused(
+            f"{out} was not written by an export: it has no {MARKER}",
+            fix="name another --out, or move it away",
+        )
 
 
 def main() -> None:

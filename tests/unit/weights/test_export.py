@@ -20,7 +20,7 @@ from common.errors import NotFound, Refused
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from common.model.hf import load_model
+from common.model.hf import load_model, save_model
 from common.model.tokenizer import character_tokenizer
 from common.model.transfer import NAMES
 from services.trainer import lora
@@ -168,12 +168,21 @@ def test_an_export_replaces_an_export_and_nothing_else(run: Run, tmp_path: Path)
     write(run.directory, out, 1, False)
     write(run.directory, out, 2, False)
     assert torch.equal(logits(load_model(out)[1]), logits(model(2)))
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("years of work")
-    with pytest.raises(Refused, match="something else"):
-        write(run.directory, mine, None, False)
-    assert (mine / "thesis.txt").is_file()
+    assert json.loads((out / "meshrl.json").read_text())["step"] == 2
+    base = tmp_path / "base"
+    save_model(base, SHAPE, weights(model(7)))
+    beside = tmp_path / "new.partial"
+    beside.mkdir()
+    (beside / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("a file")
+    for name in ("base", "new", "file"):
+        with pytest.raises(Refused, match="was not written by an export"):
+            write(run.directory, tmp_path / name, None, False)
+    assert torch.equal(logits(load_model(base)[1]), logits(model(7)))
+    assert (beside / "thesis.txt").is_file() and (tmp_path / "file").is_file()
+    (tmp_path / "empty").mkdir()
+    write(run.directory, tmp_path / "empty", 1, False)
+    assert torch.equal(logits(load_model(tmp_path / "empty")[1]), logits(model(1)))
 
 
 def test_a_run_with_adapters_is_exported_merged_and_for_peft(tmp_path: Path) -> None:
