@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
 BUDGET = (5, 60.0)  # restarts in seconds
-LOADING_S = 300.0  # until a started process must be ready
+LOADING_S = 300.0  # a started process may be so long on one thing until it is ready
 DRAIN_S = 5.0
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 LEAVING_S = 1.0  # for both, when the whole worker stops
@@ -46,6 +46,8 @@ class RoleProcess(Hooks):
             mesh.state, mesh.clock, mesh.settings.host, lambda: self._supervisor.children.values()
         )
         self._since = 0.0  # of the state
+        self._progress: Any = None  # what a process that starts has published of it
+        self._moved = 0.0  # when it last changed
         self._detail = ""
 
     @property
@@ -85,7 +87,11 @@ class RoleProcess(Hooks):
         self._enter("idle", "")
 
     async def look(self) -> None:
-        """Moves on: ready when its registry entry says so; once more after a pause when failed."""
+        """Moves on: ready when its registry entry says so; once more after a pause when failed.
+
+        A process that starts is killed when it gets no further: a warm start or a replay may take
+        hours, and says how far it is as `progress` among its stats.
+        """
         assignment, now = self.assignment, self._mesh.clock.monotonic()
         if assignment is None:
             return
@@ -94,8 +100,10 @@ class RoleProcess(Hooks):
             entry = await registry.lookup(self._mesh.state, name)
             if entry is not None and self._is_ready(entry, assignment):
                 self._enter("ready", "")
-            elif now - self._since > LOADING_S and name in self._supervisor.children:
-                self._enter("starting", f"not ready within {LOADING_S:g} s: killed")
+            elif entry is not None and self._moves(entry):
+                self._progress, self._moved = entry.stats["progress"], now
+            elif now - self._moved > LOADING_S and name in self._supervisor.children:
+                self._enter("starting", f"not ready, and no further for {LOADING_S:g} s: killed")
                 self._supervisor.children[name].kill()
         elif self.state == "failed" and now - self._since > TRY_AGAIN_S:
             await self._supervisor.remove(name, 0.0)
@@ -103,8 +111,15 @@ class RoleProcess(Hooks):
 
     def _is_ready(self, entry: registry.Entry, assignment: Assignment) -> bool:
         stats: dict[str, Any] = entry.stats
-        ours = (entry.alive, entry.host, entry.pid) == (True, self._mesh.settings.host, self.pid)
-        return ours and stats.get("epoch") == assignment.epoch and stats.get("ready") is True
+        expected = stats.get("epoch") == assignment.epoch and stats.get("ready") is True
+        return expected and self._is_ours(entry)
+
+    def _moves(self, entry: registry.Entry) -> bool:
+        progress = entry.stats.get("progress")
+        return progress not in (None, self._progress) and self._is_ours(entry)
+
+    def _is_ours(self, entry: registry.Entry) -> bool:
+        return (entry.alive, entry.host, entry.pid) == (True, self._mesh.settings.host, self.pid)
 
     async def _drain(self, name: str, reason: str, deadline_s: float) -> None:
         try:
@@ -115,6 +130,7 @@ class RoleProcess(Hooks):
 
     def _enter(self, state: str, detail: str) -> None:
         self.state, self._detail, self._since = state, detail, self._mesh.clock.monotonic()
+        self._progress, self._moved = None, self._since
 
     # What the supervisor tells
 

@@ -62,6 +62,7 @@ class TrainerCore(Actor):
         self.bulk = BulkClient(mesh)
         self.ready = False
         self.phase = "starting"  # of its work, for whoever looks
+        self._entered = 0  # phases so far
         self.steps_done, self.lineage, self.manifest = 0, 0, ""
         self.tokens = 0
         self.busy_s, self.wait_s = 0.0, 0.0
@@ -79,9 +80,11 @@ class TrainerCore(Actor):
 
     def enter(self, phase: str, step: int) -> None:
         """A step goes through waiting, computing, updating, staging, checkpointing, committing and
-        telling; a checkpoint's writing goes on beside the next ones.
+        telling; a checkpoint's writing goes on beside the next ones. Before the first one there is
+        restoring and replaying.
         """
         self.phase = phase
+        self._entered += 1
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -91,6 +94,7 @@ class TrainerCore(Actor):
             "gang": self.gang,
             "core": True,
             "phase": self.phase,
+            "progress": [self._entered, self.warm_fraction, sum(self.gradients.busy_s.values())],
             "step": self.steps_done,
             "tokens": self.tokens,
             "busy_s": self.busy_s,
@@ -156,6 +160,7 @@ class TrainerCore(Actor):
             self.intake,
             self.publisher,
             self._make_step,
+            self.enter,
         )
         stands = await recovery.recover(row)
         self.steps_done, self.lineage, self.manifest = (
@@ -201,8 +206,10 @@ class TrainerCore(Actor):
         return cached
 
     async def _commit_initial(self, cached: bool) -> None:
+        self.enter("staging", 0)
         weights = await self.compute.weights()
         manifest = await self.publisher.stage(0, 0, weights, "")
+        self.enter("checkpointing", 0)
         account = {"version": 0, "warm_start_cached": cached}
         await self.checkpoints.begin(0, 0, manifest, weights, account)
         await self.checkpoints.settled(required=True)

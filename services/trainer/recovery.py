@@ -20,7 +20,7 @@ from common.store import STORE
 from services.trainer.compute import Compute
 from services.trainer.intake import Intake
 from services.trainer.publishing import Publisher
-from services.trainer.step import Step
+from services.trainer.step import Enter, Step
 
 MakeStep = Callable[[int, str], Step]  # of a step's number, and the manifest that it begins with
 
@@ -46,10 +46,12 @@ class Recovery:
         intake: Intake,
         publisher: Publisher,
         make_step: MakeStep,
+        enter: Enter,
     ) -> None:
         self._mesh, self._bulk, self._data = mesh, bulk, data
         self._publisher = publisher
         self._compute, self._intake, self._make_step = compute, intake, make_step
+        self._enter = enter
 
     async def recover(self, row: jobs.JobRow) -> Standing:
         """Replays what the job's checkpoint does not cover. When that does not give the committed
@@ -99,6 +101,7 @@ class Recovery:
         return found
 
     async def _restore(self, name: str, checkpoint: Checkpoint) -> None:
+        self._enter("restoring", checkpoint.step)
         _, weights = await fetch(self._mesh, self._bulk, checkpoint.weights)
         path = self._data.run_dir / "checkpoints" / name / STATE
         await self._compute.restore(path, weights)
@@ -114,6 +117,7 @@ class Recovery:
         for record in records:
             if record.record.get("ranks") != self._compute.ranks:
                 return False
+            self._enter("replaying", record.step)
             found = await self._intake.contents(record.groups)
             groups = [group for group in found if group is not None]
             if len(groups) < len(found):
@@ -121,6 +125,7 @@ class Recovery:
             await self._make_step(record.step, "").replay(groups, record.record["updates"])
         if not records:
             return True
+        self._enter("staging", row.version)
         weights = await self._compute.weights()
         manifest = await self._publisher.stage(
             row.lineage, row.version, weights, checkpoint.weights
