@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -40,6 +40,7 @@ _MIXTURE = {  # architecture -> where a layer has its router, and its experts' g
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
 }
 SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
+_UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = (  # what may lie beside a tokenizer.json and belongs to it
     "tokenizer_config.json",
@@ -49,17 +50,24 @@ _TOKENIZER_FILES = (  # what may lie beside a tokenizer.json and belongs to it
 
 
 def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, Decoder]:
-    """The model of a directory (one safetensors file, or shards with their index), on the CPU."""
+    """The model of a directory (one safetensors file, or shards with their index), on the CPU;
+    ConfigError when it cannot be read.
+    """
     directory = Path(path)
     config = load_config(directory)
     decoder = Decoder(config, dtype)
-    with ExitStack() as files:
-        decoder.load_state_dict(state_from_hf(config, _Tensors(directory, files)))
+    with ExitStack() as files, _readable(directory):
+        state = state_from_hf(config, _Tensors(directory, files))
+        _check_shapes(decoder.state_dict(), state)
+        decoder.load_state_dict(state)
     return config, decoder
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    return ModelConfig.from_hf(json.loads(_present(Path(path) / "config.json").read_text()))
+    """ConfigError when there is none, or one that says something else than a decoder's shape."""
+    file = _present(Path(path) / "config.json")
+    with _readable(file):
+        return ModelConfig.from_hf(json.loads(file.read_text()))
 
 
 def save_model(
@@ -260,6 +268,29 @@ def _present(file: Path) -> Path:
             fix="name a Hugging Face directory with config.json and safetensors",
         )
     return file
+
+
+@contextmanager
+def _readable(place: Path) -> Iterator[None]:
+    """Says of what else than a model is at `place` that it is that."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise ConfigError(
+            f"the model cannot be read: {type(error).__name__}: {error}",
+            where=str(place),
+            fix="copy it there again, as a whole",
+        ) from error
+
+
+def _check_shapes(wanted: State, found: State) -> None:
+    for name, tensor in found.items():
+        if name in wanted and tensor.shape != wanted[name].shape:
+            raise ConfigError(
+                f"tensor {name} is {list(tensor.shape)}, not {list(wanted[name].shape)}",
+                where="safetensors",
+                fix="check that config.json and the weights are of the same model",
+            )
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a tokenizer.json, or the directory that holds one."""
+        """From a tokenizer.json, or the directory that holds one; ConfigError without any."""
         file = Path(path)
         if file.is_dir():
             file /= "tokenizer.json"
@@ -30,7 +30,14 @@ class Tokenizer:
                 where=str(file),
                 fix="name a tokenizer.json, or a directory that holds one",
             )
-        return cls(Backend.from_file(str(file)))
+        try:
+            return cls(Backend.from_file(str(file)))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(
+                f"the tokenizer cannot be read: {error}",
+                where=str(file),
+                fix="copy it there again, as a whole",
+            ) from error
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,15 @@ from common.api.scoring import JudgeBatch, RoleScores, ScoreBatch, ScoredBatch, 
 from common.errors import MeshError, Refused
 from common.mesh import Mesh
 from common.model.tokenizer import Tokenizer
+from common.onethread import OneThread
 from common.patience import NotThere
 from services.rollout.engines.base import Engine
 
+T = TypeVar("T")
+
 COMPUTE_S = 3600.0  # of one batch: callers have deadlines by its size
 WAIT_S = 20.0  # for models that are being loaded; who asks then asks again
+LOOK_S = 0.25  # how soon the process ends after a batch broke it, whose caller is told first
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,11 @@ class FrozenModel:
 
 
 class FrozenModels(Actor):
-    """Serves the models of one job, one batch at a time: they share the accelerator.
+    """Serves the models of one job, one batch at a time: they share the accelerator, and an engine
+    bears one thread.
 
-    Who asks before they are loaded waits.
+    Who asks before they are loaded waits. After anything but a typed error nobody knows what state
+    the models are in: the process is to end then, see `broken`.
     """
 
     interface = Scoring
@@ -43,8 +49,9 @@ class FrozenModels(Actor):
         self.mesh = mesh
         self._models: dict[str, FrozenModel] = {}
         self._loaded = asyncio.Event()
-        self._turn = asyncio.Lock()
-        self.draining = False
+        self._thread = OneThread(mesh, COMPUTE_S)
+        self._draining = False
+        self._failure: Exception | None = None
         self.sequences, self.tokens, self.busy_s = 0, 0, 0.0
 
     def stats(self) -> dict[str, Any]:
@@ -61,6 +68,17 @@ class FrozenModels(Actor):
         self._models = models
         self._loaded.set()
 
+    @property
+    def draining(self) -> bool:
+        """It answers no more."""
+        return self._draining or self._failure is not None
+
+    async def broken(self) -> Exception:
+        """What broke the process, once something has."""
+        while self._failure is None:
+            await self.mesh.clock.sleep(LOOK_S)
+        return self._failure
+
     @call(Scoring.score)
     async def score(self, batch: ScoreBatch) -> ScoredBatch:
         await self._wait()
@@ -72,7 +90,7 @@ class FrozenModels(Actor):
         def compute() -> list[RoleScores]:
             return [scores(role, self._models[role].engine, sequences) for role in batch.roles]
 
-        found: list[RoleScores] = await self._compute(compute)
+        found = await self._compute(compute)
         self.sequences += len(sequences)
         self.tokens += len(batch.tokens) * len(batch.roles)
         return ScoredBatch(found)
@@ -83,28 +101,39 @@ class FrozenModels(Actor):
         model = self._models.get("reward")
         if model is None or model.tokenizer is None:
             raise Refused("the job has no model that judges", where=self.mesh.name)
-        found: Verdicts = await self._compute(lambda: verdicts(model, batch))
+        found = await self._compute(lambda: verdicts(model, batch))
         self.sequences += 2 * len(batch.texts)
         return found
 
     async def _wait(self) -> None:
         async with self.mesh.clock.timeout(WAIT_S, "the frozen models to be loaded"):
             await self._loaded.wait()
-        if self.draining:
-            raise NotThere("the process is draining", where=self.mesh.name, fix="ask its successor")
+        self._check()
 
-    async def _compute(self, work: Callable[[], Any]) -> Any:
-        async with self._turn:
+    def _check(self) -> None:
+        if self.draining:
+            raise NotThere("the process is ending", where=self.mesh.name, fix="ask its successor")
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        def watched() -> T:
+            self._check()  # it has waited for its turn
             started = self.mesh.clock.monotonic()
             try:
-                return await self.mesh.host.run_blocking(work, deadline_s=COMPUTE_S)
+                return work()
+            except MeshError:
+                raise
+            except Exception as error:
+                self._failure = error
+                raise
             finally:
                 self.busy_s += self.mesh.clock.monotonic() - started
+
+        return await self._thread.run(watched, deadline_s=COMPUTE_S)
 
     @call(Scoring.drain)
     def drain(self, request: Drain) -> Drained:
         """What is under way is asked for again where the models are next."""
-        self.draining = True
+        self._draining = True
         return Drained(0)
 
 

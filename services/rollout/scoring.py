@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from common.api.scoring import JudgeBatch, ScoreBatch, Scoring, scoring_name
-from common.errors import MeshError, ToolFailed
+from common.errors import MeshError, RemoteFailure, ToolFailed
 from common.interface import Call
 from common.jobdata import JobData
 from common.mesh import Mesh
@@ -56,31 +56,47 @@ class Scorer:
         return await self._texts.put(text)
 
     async def _score(self, batch: list[NDArray[np.int32]]) -> list[Scores | Exception]:
+        return await _each(self._scored, batch)
+
+    async def _verdicts(self, batch: list[str]) -> list[float | Exception]:
+        return await _each(self._judged, batch)
+
+    async def _scored(self, batch: list[NDArray[np.int32]]) -> list[Scores | Exception]:
         lengths = np.array([len(tokens) for tokens in batch], np.int32)
         request = ScoreBatch(self.roles, lengths, np.concatenate(batch))
         deadline_s = CALL_S + len(self.roles) * len(request.tokens) / SLOWEST
         answer = await self._ask(Scoring.score, request, deadline_s)
         cuts = np.cumsum(lengths)[:-1]
         parts = {found.role: np.split(found.logprobs, cuts) for found in answer.scores}
-        return [
-            _failure(
-                [f"{found.role}: {found.errors[i]}" for found in answer.scores if found.errors[i]]
-            )
-            or {role: parts[role][i] for role in self.roles}
-            for i in range(len(batch))
-        ]
+        errors = {found.role: found.errors for found in answer.scores}
+        scored: list[Scores | Exception] = []
+        for i in range(len(batch)):
+            one = {role: parts[role][i] for role in self.roles}
+            wrong = [f"{role}: {errors[role][i]}" for role in self.roles if errors[role][i]]
+            wrong += [
+                f"{role}: a log-probability is not finite"
+                for role, logprobs in one.items()
+                if not np.isfinite(logprobs).all()
+            ]
+            scored.append(_failure(wrong) if wrong else one)
+        return scored
 
-    async def _verdicts(self, batch: list[str]) -> list[float | Exception]:
+    async def _judged(self, batch: list[str]) -> list[float | Exception]:
         request = JudgeBatch(batch, self._judge.yes, self._judge.no)
         deadline_s = CALL_S + 2 * sum(map(len, batch)) / SLOWEST
         answer = await self._ask(Scoring.judge, request, deadline_s)
-        return [
-            _failure([error] if error else []) or float(verdict)
-            for verdict, error in zip(answer.yes, answer.errors, strict=True)
-        ]
+        judged: list[float | Exception] = []
+        for verdict, error in zip(answer.yes.tolist(), answer.errors, strict=True):
+            if error or not np.isfinite(verdict):
+                judged.append(_failure([error or f"the verdict is {verdict}"]))
+            else:
+                judged.append(verdict)
+        return judged
 
     async def _ask(self, method: Call[Q, R], request: Q, deadline_s: float) -> R:
-        """The answer, waited for while nobody is there to give it."""
+        """The answer, waited for while nobody is there to give it; RemoteFailure when the request
+        has broken the process.
+        """
         ref, clock = self._mesh.ref(self._name), self._mesh.clock
         try:
             with self._mesh.wait(f"{method.name} by frozen models", on=self._name):
@@ -89,6 +105,8 @@ class Scorer:
                     lambda: ref.call(method, request, deadline_s=deadline_s),
                     for_s=PATIENCE_S,
                 )
+        except RemoteFailure:
+            raise
         except MeshError as error:
             raise ScoringFailed(f"{self._name}: {error}") from error
 
@@ -103,10 +121,27 @@ def beside(members: Sequence[Trajectory], role: str) -> Floats:
     return np.concatenate(parts)
 
 
-def _failure(errors: Sequence[str]) -> Any:
-    """The error of one member of a batch; None: it was scored."""
-    if not errors:
-        return None
+async def _each(
+    ask: Callable[[list[Q]], Awaitable[list[R | Exception]]], batch: list[Q]
+) -> list[R | Exception]:
+    """Answers to a batch. If it breaks the process, each is asked about once more, alone: what
+    broke it fails, and the others do not.
+    """
+    try:
+        return await ask(batch)
+    except RemoteFailure:
+        answers: list[R | Exception] = []
+    for one in batch:
+        try:
+            answers += await ask([one])
+        except RemoteFailure as error:
+            answers.append(ScoringFailed(f"it breaks the process of the frozen models: {error}"))
+        except ScoringFailed as error:
+            answers.append(error)
+    return answers
+
+
+def _failure(errors: Sequence[str]) -> ScoringFailed:
     return ScoringFailed(
         "; ".join(errors), fix="see max_tokens and the tokenizer of the job's frozen models"
     )

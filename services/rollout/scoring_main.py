@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from common.errors import ConfigError
 from common.jobdata import JobData
 from common.mesh import Mesh, MeshSettings, run
 from common.model.config import ModelConfig
-from common.model.hf import load_model
+from common.model.hf import load_config, load_model
 from common.model.lora import merged
 from common.model.tokenizer import Tokenizer
 from common.model.transfer import fetch
@@ -29,6 +28,7 @@ from services.rollout.jobmodel import model_config
 LOAD_S = 3600.0  # of one model into memory
 LOOK_S = 0.5  # how often version 0 is looked for
 VERSION = 0  # of weights that never change
+BROKEN = 70  # exit status after a batch that left the models in an unknown state
 
 
 async def main(gang: str, job_id: str, epoch: int) -> None:
@@ -50,8 +50,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
     await mesh.join(served, stats=stats)
     try:
         served.serve(await loaded(mesh, data))
-        while True:
-            await mesh.clock.sleep(60.0)
+        failure = await served.broken()
     except ConfigError as error:
         why = f"the frozen models cannot be served: {error}"
         await patiently(
@@ -61,6 +60,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
         raise
     finally:
         await mesh.leave()
+    mesh.host.exit(BROKEN, f"{mesh.name} starts again: {failure!r}")
 
 
 async def loaded(mesh: Mesh, data: JobData) -> dict[str, FrozenModel]:
@@ -98,10 +98,10 @@ async def _initial(mesh: Mesh, data: JobData, config: FrozenModelConfig) -> Froz
 
 
 def _given(data: JobData, role: str) -> FrozenModel:
-    """One that lies in the job's bundle."""
+    """One that lies in the job's bundle; ConfigError when it cannot be read."""
     config: FrozenModelConfig = getattr(data.config.models, role)
     place = data.frozen(role)
-    hf = ModelConfig.from_hf(json.loads((place / "config.json").read_text()))
+    hf = load_config(place)
     if role != "reward" and hf.vocab_size < model_config(data).vocab_size:
         raise ConfigError(
             f"models.{role} knows {hf.vocab_size} tokens, the model "

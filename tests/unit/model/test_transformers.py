@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,36 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(tmp_path)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _of_another_width(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = torch.zeros(7)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil"),
+    [
+        ("model.safetensors", _cut),
+        ("model.safetensors", _of_another_width),
+        ("model.safetensors", Path.unlink),
+        ("config.json", _cut),
+        ("config.json", lambda path: path.write_text("[]")),
+        ("config.json", lambda path: path.write_text(path.read_text().replace("48", '"wide"'))),
+    ],
+)
+def test_files_that_cannot_be_read_are_an_error_of_the_job(
+    file: str, spoil: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    theirs_at(tmp_path, "qwen2", tied=False)
+    spoil(tmp_path / file)
+    with pytest.raises(ConfigError):
         load_model(tmp_path)
 
 
