@@ -29,6 +29,7 @@ from common.state import embedded, events, groups, jobs, registry
 from common.state.client import State
 from common.store import put
 from meshrl import bundle, jobfile
+from tests.mesh.forking import Forks
 
 ROOT = Path(__file__).parents[2]
 JOB_FILE = Path(__file__).parent / "jobs/digits.toml"
@@ -50,13 +51,15 @@ class ElasticMesh:
         self.directory = directory
         self.host = SystemHost()
         self.children: dict[str, SystemChild] = {}
+        self.forks: Forks
         self.state: State
         self.mesh: Mesh
         self.token = 0
 
     async def open(self) -> None:
         server = embedded.command(self.directory / "r")
-        self._spawn_as("redis", server.argv)
+        self._spawn("redis", server.argv)
+        self.forks = Forks(self.host, [RANK_MAIN], self._log("forks"))
         settings = MeshSettings(server.url, str(self.directory), host="here")
         settings.to_file(self.directory / "settings.json")
         for _ in range(200):
@@ -65,7 +68,7 @@ class ElasticMesh:
                 break
             except StateUnavailable:
                 await asyncio.sleep(0.05)
-        self.module("weights", "services.weights")
+        self._spawn("weights", [sys.executable, "-m", "services.weights"])
         self.mesh = await Mesh.open("test", "test", settings)
         self.mesh.start()
         self.bulk = BulkClient(self.mesh)
@@ -77,26 +80,33 @@ class ElasticMesh:
             child.kill()
         for child in self.children.values():
             await child.wait(5.0)
+        await self.forks.close()
         await self.mesh.leave()
         await self.state.close()
 
     # -- processes -------------------------------------------------------------------------------
 
-    def module(self, name: str, module: str, *arguments: str) -> SystemChild:
-        return self._spawn_as(name, [sys.executable, "-m", module, *arguments])
-
-    def _spawn_as(self, name: str, argv: list[str]) -> SystemChild:
-        child = self.children[name] = self.host.spawn(
-            argv,
-            name=name,
-            env={
-                SETTINGS_ENV: str(self.directory / "settings.json"),
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
-            },
-            log=self.directory / "logs" / f"{name.replace('/', '-')}.log",
+    def _spawn(self, name: str, argv: list[str]) -> None:
+        self.children[name] = self.host.spawn(
+            argv, name=name, env=self._environment, log=self._log(name)
         )
-        return child
+
+    async def fork(self, name: str, module: str, arguments: list[str]) -> None:
+        """Starts a module that needs PyTorch."""
+        self.children[name] = await self.forks.start(
+            name, module, arguments, self._environment, self._log(name)
+        )
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {
+            SETTINGS_ENV: str(self.directory / "settings.json"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+
+    def _log(self, name: str) -> Path:
+        return self.directory / "logs" / f"{name.replace('/', '-')}.log"
 
     def kill(self, name: str) -> None:
         self.children[name].kill()
@@ -158,9 +168,9 @@ class Training:
         run_dir = elastic.directory / self.job
         _, document = bundle.pack(config, base, run_dir)
         await jobs.submit(elastic.state, self.job, document, str(run_dir), uuid.uuid4().hex)
-        self.start_core()
+        await self.start_core()
         for rank in range(1, self.ranks):
-            self.start_rank(rank)
+            await self.start_rank(rank)
         await elastic.until(f"{self.job} has begun", self._begun)
         await jobs.set_phase(elastic.state, self.job, "training", elastic.token, SHARD)
         self._admitted = await groups.admit(
@@ -168,21 +178,23 @@ class Training:
         )
         assert len(self._admitted) == STEPS * GROUPS
 
-    def start_core(self) -> None:
-        self._rank_main(f"trainer/{self.job}", "--core", *self._of_ranks(0))
+    async def start_core(self) -> None:
+        await self._rank_main(f"trainer/{self.job}", "--core", *self._of_ranks(0))
 
-    def start_rank(self, rank: int) -> None:
-        self._rank_main(f"rank/{self.job}/{rank}", "--core", *self._of_ranks(rank))
+    async def start_rank(self, rank: int) -> None:
+        await self._rank_main(f"rank/{self.job}/{rank}", "--core", *self._of_ranks(rank))
 
-    def start_hybrid(self, gang: str, module: str = RANK_MAIN) -> None:
-        self._rank_main(f"hybrid/{gang}", gang=gang, module=module)
+    async def start_hybrid(self, gang: str, module: str = RANK_MAIN) -> None:
+        await self._rank_main(f"hybrid/{gang}", gang=gang, module=module)
 
     def _of_ranks(self, rank: int) -> list[str]:
         return ["--rank", str(rank), "--ranks", str(self.ranks)]
 
-    def _rank_main(self, name: str, *more: str, gang: str = "g0", module: str = RANK_MAIN) -> None:
+    async def _rank_main(
+        self, name: str, *more: str, gang: str = "g0", module: str = RANK_MAIN
+    ) -> None:
         place = ["--gang", gang, "--job", self.job, "--epoch", "1"]
-        self.elastic.module(name, module, *place, *more)
+        await self.elastic.fork(name, module, [*place, *more])
 
     async def _begun(self) -> bool:
         row = await jobs.job(self.elastic.state, self.job)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from torch import Tensor
 
@@ -18,7 +19,14 @@ from tests.mesh.elastic import STEPS, ElasticMesh, Training
 TOLERANCE = 1e-5  # float32 sums of a step in another order, 20 times
 
 
-@pytest.fixture
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("elastic"),  # they share a mesh, and what one process makes of the job
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def elastic() -> AsyncIterator[ElasticMesh]:
     with tempfile.TemporaryDirectory(prefix="e") as made:  # short: the path of a unix socket is
         mesh = ElasticMesh(Path(made))
@@ -29,7 +37,8 @@ async def elastic() -> AsyncIterator[ElasticMesh]:
             await mesh.close()
 
 
-async def alone(elastic: ElasticMesh) -> dict[str, Tensor]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(elastic: ElasticMesh) -> dict[str, Tensor]:
     """What one process makes of the job."""
     training = Training(elastic, "alone")
     await training.start()
@@ -51,8 +60,8 @@ async def come_and_go(training: Training) -> None:
     elastic, job = training.elastic, training.job
     first, second, third = (f"{job}-h{n}" for n in (1, 2, 3))
     await training.train(2)
-    training.start_hybrid(first, "tests.mesh.still_hybrid")
-    training.start_hybrid(second)
+    await training.start_hybrid(first, "tests.mesh.still_hybrid")
+    await training.start_hybrid(second)
     await training.hybrid_waits(first)  # it got its weights while no step needed it
     await training.hybrid_waits(second)
     steps = 0
@@ -62,7 +71,7 @@ async def come_and_go(training: Training) -> None:
         steps += 1
     elastic.kill(f"hybrid/{first}")
     await training.release(5)
-    training.start_hybrid(third)  # joins while steps run
+    await training.start_hybrid(third)  # joins while steps run
     leaving = elastic.mesh.ref(f"hybrid/{second}")
     await leaving.call(Role.drain, Drain("it is needed elsewhere"))
     await training.caught_up()
@@ -73,11 +82,9 @@ async def come_and_go(training: Training) -> None:
         elastic.kill(f"hybrid/{gang}")
 
 
-@pytest.mark.timeout(600)
 async def test_any_hybrids_at_any_time_leave_the_weights_of_one_process(
-    elastic: ElasticMesh,
+    elastic: ElasticMesh, expected: dict[str, Tensor]
 ) -> None:
-    expected = await alone(elastic)
     for ranks in (1, 2):
         training = Training(elastic, f"ranks{ranks}", ranks)
         await training.start()
@@ -86,9 +93,9 @@ async def test_any_hybrids_at_any_time_leave_the_weights_of_one_process(
         elastic.kill(f"trainer/{training.job}")
 
 
-@pytest.mark.timeout(600)
-async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(elastic: ElasticMesh) -> None:
-    expected = await alone(elastic)
+async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(
+    elastic: ElasticMesh, expected: dict[str, Tensor]
+) -> None:
     training = Training(elastic, "lossy", ranks=2)
     await training.start()
     await training.train(3)
@@ -96,7 +103,7 @@ async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(elastic: Elast
 
     elastic.kill(rank)
     await training.release(3)
-    training.start_rank(1)
+    await training.start_rank(1)
     await training.caught_up()
     killed = await elastic.events("rank_lost")
     assert len(killed) >= 1 and {lost["job"] for lost in killed} == {"lossy"}
@@ -105,7 +112,7 @@ async def test_a_rank_that_dies_or_hangs_costs_the_step_it_was_in(elastic: Elast
     elastic.stop(rank)
     await training.release(3)
     await elastic.until("the hung rank is lost", lambda: more_than(elastic, len(killed)), 30.0)
-    training.start_rank(1)  # takes the name when the lease of the hung one has ended
+    await training.start_rank(1)  # takes the name when the lease of the hung one has ended
     await training.caught_up()
     os.kill(hung, signal.SIGCONT)  # it wakes to find that it is another's name
     await training.train(STEPS - 9)
