@@ -72,10 +72,8 @@ class ShardJob:
         self._groups: dict[int, asyncio.Task[None]] = {}
         self.hungry = asyncio.Event()
         self.admitting = False  # the job is in its training phase
-        self.lineage, self._beginning = (
-            -1,
-            0,
-        )  # that the job is in, and its version when it was seen
+        self.lineage = -1  # that the job is in
+        self._beginning = 0  # its version when the lineage was seen
 
     def _sampling(self) -> Sampling:
         rollout = self.config.rollout

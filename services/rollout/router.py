@@ -10,7 +10,7 @@ import asyncio
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from services.rollout.lengths import Lengths
 from services.rollout.link import (
     ABORTED,
     LENGTH,
+    NO_VERSION,
     REFUSED,
     STOP,
     EngineLink,
@@ -48,6 +49,7 @@ class Queued:
     order: tuple[int, ...]
     trajectory: Trajectory
     engine: asyncio.Future[EngineLink]
+    since: float
 
 
 class Router:
@@ -70,6 +72,7 @@ class Router:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lineage = 0  # that the job is in
         self._queue: list[Queued] = []  # in the order of their turn
+        self._lack = ExitStack()  # holds the wait that is published while no engine may serve them
         self._arrivals = 0
         self._sent: dict[int, str] = {}  # trajectories that the balancer moves -> engine
         self._balanced_at = mesh.clock.monotonic()
@@ -111,6 +114,7 @@ class Router:
             link.published(alive[name])
             link.listen()
         self.dispatch()  # one that rested may serve again
+        self._tell()
         now = self._mesh.clock.monotonic()
         if now - self._balanced_at >= BALANCE_S:
             self._balanced_at = now
@@ -139,6 +143,22 @@ class Router:
         for link in self.links.values():
             link.lineage = lineage
         self.dispatch()
+
+    def _tell(self) -> None:
+        """Publishes that trajectories wait for an engine that is not there: none has their version.
+        To wait for room is no news.
+        """
+        self._lack.close()
+        newest = max(self.links.values(), key=lambda link: link.version, default=None)
+        version = NO_VERSION if newest is None else newest.version
+        lacking = [q for q in self._queue if q.trajectory.version > version]
+        if lacking:
+            wanted = min(q.trajectory.version for q in lacking)
+            on = "an engine" if newest is None else newest.name
+            since = min(q.since for q in lacking)
+            self._lack.enter_context(
+                self._mesh.waits.wait(f"an engine at version {wanted}", on, since)
+            )
 
     def _loads(self) -> list[EngineLoad]:
         return [link.load for link in self.links.values()]
@@ -225,9 +245,9 @@ class Router:
             return self._assign(t, name)
         self._arrivals += 1
         order = (*self.scheduler.order(t), self._arrivals)
-        queued = Queued(order, t, asyncio.get_running_loop().create_future())
-        insort(self._queue, queued, key=lambda q: q.order)
         began = self._mesh.clock.monotonic()
+        queued = Queued(order, t, asyncio.get_running_loop().create_future(), began)
+        insort(self._queue, queued, key=lambda q: q.order)
         async with self._mesh.clock.timeout(PLACE_S, "an engine for a trajectory"):
             link = await queued.engine
         waited_s = self._mesh.clock.monotonic() - began
@@ -342,6 +362,7 @@ class Router:
         }
 
     async def close(self) -> None:
+        self._lack.close()
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

@@ -315,6 +315,42 @@ def test_a_lineage_that_begins_with_the_weights_that_are_loaded_is_served_by_the
     on_bench(story)
 
 
+def waits(bench: Bench) -> list[tuple[str, str]]:
+    return [
+        (w["on"], w["what"]) for w in bench.rollout.waits.published([]) if w["what"] != "tokens"
+    ]
+
+
+def test_a_version_that_no_engine_has_is_waited_for_by_name_until_one_has_it() -> None:
+    async def story(bench: Bench) -> None:
+        await bench.generate(0)
+        t = Trajectory(0, 1, 0, version=5, seed=1)
+        t.begin([1, 2, 3])
+        ahead = asyncio.create_task(bench.router.generate(lambda: Turn(t, 3 + NEW - t.length)))
+        await bench.clock.sleep(30.0)
+        assert waits(bench) == [("engine/g0", "an engine at version 5")]
+        del bench.engines["engine/g0"]
+        await bench.clock.sleep(2 * LOOK_S)
+        assert waits(bench) == [("an engine", "an engine at version 5")]
+        late = await bench.add("engine/g1")
+        await late.swap({}, 5, "fifth")
+        assert await ahead == LENGTH
+        await bench.clock.sleep(2 * LOOK_S)
+        assert waits(bench) == []
+
+    on_bench(story)
+
+
+def test_to_wait_for_room_is_no_news() -> None:
+    async def story(bench: Bench) -> None:
+        everything = asyncio.gather(*(bench.generate(m, new=10 * LONG) for m in range(3 * SLOTS)))
+        await bench.clock.sleep(30.0)
+        assert bench.router.waiting == 2 * SLOTS and waits(bench) == []
+        await everything
+
+    on_bench(story)
+
+
 def test_two_shards_divide_what_moves_and_it_comes_to_rest() -> None:
     async def story(bench: Bench) -> None:
         other = bench.shard("rollout/1")
