@@ -23,6 +23,7 @@ import xxhash
 from common.chunks import ChunkStore, Scratch, digest_of
 from common.errors import BadMessage, DeadlineExceeded, MeshError, NotFound, PeerLost, to_wire
 from common.errors import from_wire as error_from_wire
+from common.settings import advertised_host
 from common.wire import pack_error, unpack_error
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class BulkServer:
         )
         self._listener.setblocking(False)
         bound = self._listener.getsockname()
-        shown = advertise.removeprefix("tcp://").rpartition(":")[0] or advertise or bound[0]
+        shown = advertised_host(advertise) or bound[0]
         self.address = f"tcp://{shown}:{bound[1]}#{chunks.directory}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)

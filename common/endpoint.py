@@ -4,13 +4,14 @@ so that they answer while the event loop stands still.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from common.errors import ConfigError
 from common.host import Host
-from common.settings import metrics_ports
+from common.settings import advertised_host, metrics_ports
 
 TURN_S = 0.5  # how often the thread looks whether it should end
 CLIENT_S = 5.0  # a client that neither sends nor reads for so long is hung up on
@@ -31,14 +32,15 @@ def health(why_not: Callable[[], str]) -> Page:
 
 class Endpoint:
     """Serves `pages` by path until it is closed. `where`: as `mesh.metrics` of a job file;
-    ConfigError when no port of its range is free.
+    ConfigError when no port of its range is free. Others are told `advertise` (as `mesh.advertise`)
+    unless it serves this host alone.
     """
 
     def __init__(self, where: str, advertise: str, host: Host, pages: Mapping[str, Page]) -> None:
         self._server = _bound(where, pages)
         self._server.timeout = TURN_S
-        shown = advertise.removeprefix("tcp://").rpartition(":")[0] or advertise
-        shown = shown or where.rpartition(":")[0]
+        interface, _ = metrics_ports(where)
+        shown = interface if _loopback(interface) else advertised_host(advertise) or interface
         self.address = f"http://{shown}:{self._server.server_port}"
         self._closing = False
         self._thread = host.every(0.0, self._turn, "endpoint")
@@ -83,6 +85,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Probes come every few seconds: nothing of them belongs in a log."""
+
+
+def _loopback(interface: str) -> bool:
+    try:
+        return ipaddress.ip_address(interface.strip("[]")).is_loopback
+    except ValueError:
+        return interface == "localhost"
 
 
 def _bound(where: str, pages: Mapping[str, Page]) -> _Server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,14 @@ def metrics_ports(where: str) -> tuple[str, range]:
     return interface, found
 
 
+def advertised_host(advertise: str) -> str:
+    """The host in `mesh.advertise`, which is HOST or tcp://HOST, with or without a port; empty when
+    that is.
+    """
+    found = re.fullmatch(r"(?:\w+://)?(\[.*\]|[^:]+)(?::.*)?", advertise)
+    return found.group(1) if found else advertise
+
+
 @dataclass(frozen=True)
 class MeshSettings:
     redis_url: str
@@ -74,4 +83,10 @@ class MeshSettings:
             raise ConfigError(f"unusable settings: {error}", where=path) from None
 
     def to_file(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1))
+        """Whole or not at all, and for this user's eyes: the URL of a Redis may hold a password."""
+        place = Path(path)
+        fresh = place.with_name(place.name + ".new")
+        fresh.unlink(missing_ok=True)
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(json.dumps(dataclasses.asdict(self), indent=1))
+        fresh.replace(place)

@@ -18,6 +18,7 @@ from common.errors import DeadlineExceeded, NotFound, Refused, StateUnavailable
 from common.process import usage_of
 from common.state import events, gangs, jobs, leader, registry
 from common.state.client import State
+from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
 from meshrl import bundle, places
 from meshrl.places import MeshPlace, find_mesh, write_json
@@ -50,7 +51,7 @@ def _ask(place: MeshPlace, question: Callable[[State], Awaitable[T]], deadline_s
     except StateUnavailable as error:
         raise StateUnavailable(
             "the mesh's Redis does not answer",
-            where=place.redis_url,
+            where=without_password(place.redis_url),
             fix="`meshrl up` starts a mesh; `meshrl resume RUN` starts the mesh of a run again",
         ) from error
 
@@ -104,7 +105,7 @@ def status(mesh: Path | None, as_json: bool) -> None:
     if as_json:
         content = {
             "mesh": str(place.root),
-            "redis": place.redis_url,
+            "redis": without_password(place.redis_url),
             "leader": leading,
             "jobs": [{k: v for k, v in asdict(row).items() if k != "document"} for row in rows],
             "processes": [asdict(entry) for entry in entries],

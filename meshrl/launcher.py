@@ -187,7 +187,8 @@ class Launcher(Hooks):
         alive = [e for e in await registry.entries(self.state) if e.alive]
         if embedded.configured_url() and alive and alive[0].run_root != str(self.place.root):
             raise Refused(
-                f"another mesh ({alive[0].run_root}) lives in {embedded.configured_url()}",
+                f"another mesh ({alive[0].run_root}) lives in "
+                f"{embedded.without_password(embedded.configured_url())}",
                 fix="Stop it with `meshrl down`, or use another Redis",
             )
         for entry in alive:  # of an earlier launcher here; its processes have just been ended

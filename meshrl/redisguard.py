@@ -76,7 +76,8 @@ async def wait_until_ready(url: str, clock: Clock, child: Child | None, log: Pat
             await client.aclose()
     said = " / ".join(tail(log, 3)) if log else ""
     fix = f"Its log {log} ends: {said}" if log else "See what $MESHRL_REDIS_URL names"
-    raise StateUnavailable("Redis does not start", where=url, fix=fix)
+    where = embedded.without_password(url)
+    raise StateUnavailable("Redis does not start", where=where, fix=fix)
 
 
 async def watch(url: str, clock: Clock, child: list[Child]) -> None:

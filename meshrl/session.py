@@ -79,7 +79,8 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
         if row.phase == "finished":
             raise Refused("the job is finished; nothing is left to do")
         if row.run_dir != str(run_dir):
-            raise Refused(f"another job named {job} is in {embedded.configured_url()}")
+            shown = embedded.without_password(embedded.configured_url())
+            raise Refused(f"another job named {job} is in {shown}")
         if row.ended:
             await jobs.reopen(launcher.state, job, uuid.uuid4().hex)
         return

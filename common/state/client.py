@@ -28,6 +28,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from common.errors import Fenced, StateUnavailable, from_wire
+from common.state.embedded import without_password
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds
@@ -190,12 +191,12 @@ class State:
                 raise error
             return StateUnavailable(
                 f"Redis refuses writes: {error}",
-                where=self.url,
+                where=without_password(self.url),
                 fix="See whether its disk or memory is full, and that it is a primary.",
             )
         return StateUnavailable(
             f"Redis does not answer: {error or type(error).__name__}",
-            where=self.url,
+            where=without_password(self.url),
             fix="See whether it runs (`meshrl status`) and what $MESHRL_REDIS_URL names.",
         )
 

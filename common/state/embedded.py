@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,12 @@ SOCKET_PATH_MAX = 100  # bytes; the kernel takes 107, and a name is appended whi
 def configured_url() -> str:
     """$MESHRL_REDIS_URL, which wins over any server of ours; empty when it is not set."""
     return os.environ.get("MESHRL_REDIS_URL", "")
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be shown to anybody."""
+    hidden = re.sub(r"^(\w+://[^:/?#]*):[^/?#]*@", r"\1:***@", url)
+    return re.sub(r"([?&]password=)[^&#]*", r"\1***", hidden)
 
 
 def find_server() -> str:

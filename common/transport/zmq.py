@@ -10,6 +10,7 @@ that its peer's process has ended.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from common.errors import ConfigError, Overloaded
+from common.settings import advertised_host
 from common.transport.base import Deliver, Frames, Gone, Lost, Peer
 from common.wire import DEFAULT_LIMITS, Frame, Limits
 
@@ -319,7 +321,6 @@ class ZmqTransport:
 def _advertised(bound: str, advertise: str) -> str:
     if not advertise:
         return bound
-    if "://" in advertise and not advertise.endswith("*"):
+    if re.fullmatch(r"\w+://.+:\d+", advertise):
         return advertise
-    host = advertise.removeprefix("tcp://").removesuffix(":*")
-    return f"tcp://{host}:{bound.rsplit(':', 1)[1]}"
+    return f"tcp://{advertised_host(advertise)}:{bound.rsplit(':', 1)[1]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from common.endpoint import Endpoint, health
 from common.errors import ConfigError
 from common.host import SystemHost
 from common.settings import metrics_ports
+from common.transport.zmq import ZmqTransport
 
 ROOT = Path(__file__).parents[3]
 LABELS = {"service": "monitored/0", "kind": "monitored", "job": "j"}
@@ -120,10 +122,31 @@ def test_processes_of_a_host_share_a_range_of_ports() -> None:
             Endpoint(f"127.0.0.1:{low}", "", SystemHost(), {})
 
 
-def test_others_are_told_the_advertised_host() -> None:
-    one = Endpoint("127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {})
-    assert one.address.startswith("http://worker-7:")
+@pytest.mark.parametrize("advertise", ["tcp://worker-7:*", "tcp://worker-7", "worker-7:7000"])
+def test_others_are_told_the_advertised_host(advertise: str) -> None:
+    one = Endpoint("0.0.0.0:*", advertise, SystemHost(), {})
+    assert re.fullmatch(r"http://worker-7:\d+", one.address)
     one.close()
+
+
+def test_pages_for_this_host_alone_are_where_they_are_whatever_is_advertised() -> None:
+    one = Endpoint("127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {"/": health(str)})
+    with urllib.request.urlopen(one.address + "/", timeout=5.0) as answer:
+        assert answer.read() == b"ok\n"
+    one.close()
+
+
+@pytest.mark.parametrize("advertise", ["127.0.0.1", "tcp://127.0.0.1", "tcp://127.0.0.1:*"])
+async def test_a_host_is_advertised_with_the_port_that_was_bound(advertise: str) -> None:
+    transport = ZmqTransport("tcp://127.0.0.1:*", advertise)
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", transport.address)
+    await transport.close()
+
+
+async def test_a_whole_endpoint_is_advertised_as_it_is() -> None:
+    transport = ZmqTransport("tcp://127.0.0.1:*", "tcp://[fe80::7]:7000")
+    assert transport.address == "tcp://[fe80::7]:7000"
+    await transport.close()
 
 
 @pytest.mark.parametrize("where", ["9400", "here:", "here:a-b", "here:9-8", "here:70000"])

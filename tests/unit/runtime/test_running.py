@@ -44,7 +44,10 @@ def test_settings_come_from_the_file_that_the_environment_names(
 ) -> None:
     path = tmp_path / "settings.json"
     settings = MeshSettings(redis_url="redis://localhost", run_root="/runs", stall_s=5.0)
+    path.write_text("{}")
+    path.chmod(0o644)
     settings.to_file(path)
+    assert path.stat().st_mode & 0o777 == 0o600, "the URL may hold a password"
     monkeypatch.setenv(SETTINGS_ENV, str(path))
     assert MeshSettings.from_env() == settings
     path.write_text(json.dumps({**dataclasses.asdict(settings), "colour": "blue"}))

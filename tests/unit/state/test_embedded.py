@@ -8,10 +8,32 @@ import pytest
 
 from common.errors import StateUnavailable
 from common.state import embedded
+from common.state.client import State
 
 
 def options(argv: list[str]) -> dict[str, str]:
     return dict(zip(argv[1::2], argv[2::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        ("redis://:s3cret@host:6379/0", "redis://:***@host:6379/0"),
+        ("rediss://me:s3:cr@et@host/0?db=1", "rediss://me:***@host/0?db=1"),
+        ("unix:///run/r.sock?db=1&password=s3cret", "unix:///run/r.sock?db=1&password=***"),
+        ("redis://me@host/0", "redis://me@host/0"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert embedded.without_password(url) == shown
+
+
+async def test_an_error_of_an_unreachable_server_does_not_tell_its_password() -> None:
+    with pytest.raises(StateUnavailable, match=r"\*\*\*@127") as raised:
+        await State.open("redis://:s3cret@127.0.0.1:1/0", connect_s=0.5)
+    assert "s3cret" not in str(raised.value)
 
 
 def test_every_command_is_on_disk_before_its_reply(tmp_path: Path) -> None:
