@@ -65,17 +65,20 @@ class Best:
 
 
 def best(run_dir: Path) -> Best | None:
-    """By the run's record; None: no evaluation has compared versions."""
-    events = run_dir / "events.jsonl"
-    lines = events.read_text().splitlines() if events.is_file() else []
-    for line in reversed(lines):
-        if '"evaluation"' not in line:
+    """By the run's record; None: no evaluation has compared versions, or none since a new lineage
+    abandoned the best one.
+    """
+    found: Best | None = None
+    for line in _recorded(run_dir):
+        if b'"evaluation"' not in line and b'"lineage"' not in line:
             continue
         event = json.loads(line)
-        if event["kind"] == "evaluation" and event["fields"].get("best"):
-            told = event["fields"]
-            return Best(int(told["step"]), str(told["manifest"]), float(told["value"]))
-    return None
+        kind, told = event["kind"], event["fields"]
+        if kind == "evaluation" and told.get("best"):
+            found = Best(int(told["step"]), str(told["manifest"]), float(told["value"]))
+        elif kind == "lineage" and found is not None and found.version > int(told["version"]):
+            found = None
+    return found
 
 
 def is_first(path: Path) -> bool:

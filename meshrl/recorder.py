@@ -56,9 +56,8 @@ class Recorder:
         self.rows: list[dict[str, Any]] = read_lines(self.run_dir / "metrics.jsonl")
         known = read_events(self.run_dir)
         self._last_event = known[-1].id if known else "0"
-        done = evaluated(known, self.job)
-        self._unshown: list[events.Event] | None = done  # until this session's trackers have it
-        self._evaluations = {e.fields["tag"]: e.fields for e in done}
+        self._evaluated = evaluated(known, self.job)
+        self._unshown = True  # what is recorded, until this session's trackers have it
         self.trackers = Trackers.of(self.run_dir, self.launcher.host, self.launcher.clock)
 
     @property
@@ -101,9 +100,9 @@ class Recorder:
             await self.trackers.close()
 
     async def _read(self) -> Snapshot:
-        if self._unshown is not None:
-            earlier, self._unshown = self._unshown, None
-            self.trackers.offer(self.rows, earlier)
+        if self._unshown:
+            self._unshown = False
+            self.trackers.offer(self.rows, self._evaluated)
         state = self.launcher.state
         row = await jobs.job(state, self.job)
         new_events = await events.read_all(state, self._last_event)
@@ -124,7 +123,7 @@ class Recorder:
             rows=self.rows,
             entries=entries,
             gangs=known,
-            evaluations=list(self._evaluations.values()),
+            evaluations=list({e.fields["tag"]: e.fields for e in self._evaluated}.values()),
             events=new_events,
         )
         return snapshot(reading, self._history)
@@ -157,9 +156,8 @@ class Recorder:
         mine = [e for e in new if e.fields.get("job") in (None, "", self.job)]
         if mine:
             append_lines(self.run_dir / "events.jsonl", [asdict(event) for event in mine])
-            done = evaluated(mine, self.job)
-            self._evaluations |= {e.fields["tag"]: e.fields for e in done}
-            self.trackers.offer([], done)
+            self._evaluated = evaluated([*self._evaluated, *mine], self.job)
+            self.trackers.offer([], evaluated(mine, self.job))
         if new:
             self._last_event = new[-1].id
 
@@ -174,8 +172,22 @@ class Recorder:
 
 
 def evaluated(known: list[events.Event], job: str) -> list[events.Event]:
-    """The evaluations among events: they outlive Redis there."""
-    return [e for e in known if e.kind == "evaluation" and e.fields["job"] == job]
+    """The evaluations among events, where they outlive Redis; not those of versions that a new
+    lineage has abandoned, and no other one is the best then if one of those was.
+    """
+    found: list[events.Event] = []
+    for event in known:
+        if event.fields.get("job") != job:
+            continue
+        if event.kind == "evaluation":
+            found.append(event)
+        elif event.kind == "lineage":
+            version = int(event.fields["version"])
+            best = next((e for e in reversed(found) if e.fields.get("best")), None)
+            found = [e for e in found if int(e.fields["step"]) <= version]
+            if best not in found:
+                found = [replace(e, fields=e.fields | {"best": False}) for e in found]
+    return found
 
 
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:

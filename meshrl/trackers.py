@@ -147,7 +147,7 @@ class Tracker:
 
     def _rewind(self, record: Record) -> None:
         step = int(record["step"])
-        kept = [r for r in self._waiting if r["kind"] != "row" or r["step"] <= step]
+        kept = [r for r in self._waiting if r["kind"] == "rewind" or r["step"] <= step]
         self._waiting = deque([*kept, record])
         self.progress.step = min(self.progress.step, step)
 
@@ -245,8 +245,10 @@ class Trackers:
             for row in rows
         ]
         for event in evaluations:
-            fields = {k: v for k, v in event.fields.items() if k != "step"}
+            fields = {k: v for k, v in event.fields.items() if k not in ("step", "lineage")}
             step, tag = int(event.fields["step"]), event.fields["tag"]
+            if lineage := int(event.fields.get("lineage", 0)):
+                tag += f"@{lineage}"  # it may have been shown in an abandoned one
             values = scalars(fields, "evaluation/")
             wall = event.ms / 1000
             records.append(

@@ -16,6 +16,6 @@ local best = a.value ~= nil and current and (before == nil or a.value > before)
 if best then
   redis.call('HSET', key, 'best_version', a.step, 'best_manifest', job[2], 'best_value', a.value)
 end
-event('evaluation', {job = a.job, tag = a.tag, step = a.step, best = best,
+event('evaluation', {job = a.job, tag = a.tag, lineage = a.lineage, step = a.step, best = best,
   manifest = current and job[2] or '', value = a.value}, a.result)
 return cjson.encode({recorded = true})

@@ -67,9 +67,9 @@ def rows(first: int, last: int) -> list[dict[str, Any]]:
     ]
 
 
-def evaluation(tag: str, step: int) -> Event:
+def evaluation(tag: str, step: int, lineage: int = 0) -> Event:
     fields = {"job": "j", "tag": tag, "step": step, "sampled": 0.5, "manifest": "abc"}
-    return Event("1-0", 1_000_000_500, "evaluation", fields)
+    return Event("1-0", 1_000_000_500, "evaluation", fields | {"lineage": lineage})
 
 
 LIMITS = Limits(queue=160, show_s=1.0, close_s=2.0, retry_s=0.05, failures=3)
@@ -152,6 +152,19 @@ async def test_steps_of_an_abandoned_lineage_are_taken_back(program: Program) ->
     kinds = [json.loads(line)["kind"] for line in program.shown.read_text().splitlines()]
     assert kinds == ["row"] * 5 + ["rewind", "row"]
     assert program.steps()[-2:] == [3, 4] and program.tracker.progress.step == 4
+
+
+@pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
+async def test_a_version_that_is_evaluated_in_another_lineage_is_shown_again(
+    program: Program,
+) -> None:
+    program.all.offer(rows(1, 5), [evaluation("step-4", 4)])
+    await until(lambda: bool(program.tracker.progress.evaluations))
+    program.all.rewind(3)
+    program.all.offer(rows(4, 4), [evaluation("step-4", 4, lineage=1)])
+    await program.all.close()
+    assert program.steps() == [1, 2, 3, 4, 5, 4, 3, 4, 4]
+    assert program.tracker.progress.evaluations == ["step-4", "step-4@1"]
 
 
 @pytest.mark.parametrize("program", [HANGING], indirect=True)

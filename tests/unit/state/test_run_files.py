@@ -26,6 +26,22 @@ def test_a_lineage_is_above_all_that_events_and_checkpoints_tell_of(tmp_path: Pa
     assert last_lineage(tmp_path) == 5
 
 
+def test_the_best_version_is_one_that_the_lineage_has(tmp_path: Path) -> None:
+    def judged(step: int, best: bool = True) -> tuple[str, dict[str, object]]:
+        return "evaluation", {"best": best, "step": step, "manifest": f"m{step}", "value": 0.5}
+
+    back = ("lineage", {"lineage": 1, "version": 8})
+    for told, expected in (
+        ([judged(4), judged(10)], "m10"),
+        ([judged(4), judged(10), back], None),  # retention has let go of the one before
+        ([judged(8), judged(10, best=False), back], "m8"),
+        ([judged(10), back, judged(10)], "m10"),
+    ):
+        record(tmp_path, *told)
+        found = best(tmp_path)
+        assert (None if found is None else found.manifest) == expected
+
+
 def test_an_event_that_was_cut_off_is_none(tmp_path: Path) -> None:
     name = "step-000-000004-abcdef01"
     checkpoint(tmp_path, name)
