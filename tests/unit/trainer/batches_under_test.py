@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,11 +20,6 @@ STEPS = 4
 BINS = 5  # of each step: no multiple of two or three ranks
 VOCABULARY = 37
 OPTIMIZER = OptimizerConfig(muon_lr=0.003, adamw_lr=0.001, weight_decay=0.01)
-VARIANTS = {
-    "plain": (AlgorithmConfig(), LoraConfig()),
-    "critic": (AlgorithmConfig(name="ppo"), LoraConfig()),
-    "adapters": (AlgorithmConfig(), LoraConfig(rank=2)),
-}
 MODEL = {
     "model_type": "qwen2",
     "vocab_size": VOCABULARY,
@@ -36,8 +35,36 @@ MODEL = {
 }
 
 
-def fresh_model() -> Decoder:
-    model = Decoder(ModelConfig.from_hf(MODEL))
+MIXTURE = MODEL | {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "mlp_only_layers": [1],
+    "router_aux_loss_coef": 0.01,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    adapters: LoraConfig = field(default_factory=LoraConfig)
+    model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
+    dtype: torch.dtype = torch.float32
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "critic": Variant(AlgorithmConfig(name="ppo")),
+    "adapters": Variant(adapters=LoraConfig(rank=2)),
+    "mixture": Variant(model=MIXTURE),
+    "bfloat16": Variant(dtype=torch.bfloat16),
+}
+
+
+def fresh_model(variant: str = "plain") -> Decoder:
+    model = Decoder(ModelConfig.from_hf(VARIANTS[variant].model))
     generator = torch.Generator()
     generator.manual_seed(7)
     model.initialise(generator)
@@ -45,10 +72,10 @@ def fresh_model() -> Decoder:
 
 
 def fresh_learner(variant: str) -> Learner:
-    algorithm, adapters = VARIANTS[variant]
-    learner = Learner(fresh_model(), OPTIMIZER, algorithm)
-    if adapters.rank:
-        learner.adapt(adapters, seed=3)
+    chosen = VARIANTS[variant]
+    learner = Learner(fresh_model(variant), OPTIMIZER, chosen.algorithm, dtype=chosen.dtype)
+    if chosen.adapters.rank:
+        learner.adapt(chosen.adapters, seed=3)
     return learner
 
 

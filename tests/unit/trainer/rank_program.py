@@ -1,17 +1,22 @@
-"""One rank of a gang without a mesh: `python rank_program.py RANK RANKS DIRECTORY`.
+"""The ranks of a gang, without a mesh: `python rank_program.py RANKS DIRECTORY`.
 
-It trains the batches of `batches_under_test` for a few steps, in each variant. Some rounds are
+They are forks of one process, because importing PyTorch costs more than all that they do. Each
+trains the batches of `batches_under_test` for a few steps, in each variant. Some rounds are
 computed as a hybrid would, by a plain learner; halfway the whole state moves to new ranks. Rank 0
 writes weights and the optimizer's state.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which FSDP imports in each process, for two CPU-seconds
 from batches_under_test import (
     OPTIMIZER,
     STEPS,
@@ -28,11 +33,19 @@ from services.trainer.ranks import Rank, ShardedLearner, filler
 
 
 def make(variant: str, mesh: DeviceMesh) -> ShardedLearner:
-    algorithm, adapters = VARIANTS[variant]
-    return ShardedLearner(fresh_model(), OPTIMIZER, algorithm, mesh=mesh, adapters=adapters, seed=3)
+    chosen = VARIANTS[variant]
+    return ShardedLearner(
+        fresh_model(variant),
+        OPTIMIZER,
+        chosen.algorithm,
+        dtype=chosen.dtype,
+        mesh=mesh,
+        adapters=chosen.adapters,
+        seed=3,
+    )
 
 
-def main(number: int, ranks: int, directory: Path) -> None:
+def train_all(number: int, ranks: int, directory: Path) -> None:
     torch.set_num_threads(1)
     for variant in VARIANTS:
         rank = Rank(partial(make, variant), number, ranks, "cpu")
@@ -76,5 +89,31 @@ def train(rank: Rank, step: int, variant: str) -> float:
     return rank.apply(len(rounds), 100.0, 1.0)
 
 
+def fork(number: int, ranks: int, directory: Path) -> int:
+    """The process of a rank."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        train_all(number, ranks, directory)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def main(ranks: int, directory: Path) -> int:
+    """Ends the other ranks when one of them fails; its exit status."""
+    running = {fork(number, ranks, directory) for number in range(ranks)}
+    failed = 0
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        failed = failed or status
+        for other in running if failed else ():
+            os.kill(other, signal.SIGKILL)
+    return int(failed != 0)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))

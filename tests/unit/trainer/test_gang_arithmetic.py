@@ -21,24 +21,21 @@ RANKS = 3  # which neither the bins of a step nor the rows of most parameters ar
 
 
 async def run_ranks(directory: Path) -> None:
-    host = SystemHost()
-    path = os.pathsep.join([str(HERE), str(HERE.parents[2])])
-    children = [
-        host.spawn(
-            [sys.executable, str(PROGRAM), str(i), str(RANKS), str(directory)],
-            name=f"rank{i}",
-            env={"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            log=directory / f"rank{i}.log",
-        )
-        for i in range(RANKS)
-    ]
+    log = directory / "ranks.log"
+    child = SystemHost().spawn(
+        [sys.executable, str(PROGRAM), str(RANKS), str(directory)],
+        name="ranks",
+        env={
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[2])]),
+        },
+        log=log,
+        own_session=True,
+    )
     try:
-        codes = [await child.wait(200.0) for child in children]
+        assert await child.wait(200.0) == 0, log.read_text()[-4000:]
     finally:
-        for child in children:
-            child.kill()
-    logs = "\n".join((directory / f"rank{i}.log").read_text()[-2000:] for i in range(RANKS))
-    assert codes == [0] * RANKS, logs
+        child.kill()
 
 
 def one_process(variant: str) -> tuple[Learner, list[float]]:

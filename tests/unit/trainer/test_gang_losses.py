@@ -115,7 +115,7 @@ class Gang:
 
     def __init__(self, mesh: Mesh, other: OtherRank, directory: Path) -> None:
         def make(group: Any) -> ShardedLearner:
-            return ShardedLearner(fresh_model(), OPTIMIZER, VARIANTS["plain"][0], mesh=group)
+            return ShardedLearner(fresh_model(), OPTIMIZER, VARIANTS["plain"].algorithm, mesh=group)
 
         self.other, self.directory = other, directory
         self.rank = FirstRank(make, 0, 2, "cpu")
