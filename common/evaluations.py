@@ -11,6 +11,7 @@ from common.config import EvaluationConfig, EvaluationDataset, JobConfig
 HELD_OUT = "held_out"  # the set of dataset.held_out
 SAMPLED, GREEDY = f"{HELD_OUT}.sampled", f"{HELD_OUT}.greedy"
 BEFORE, AFTER = "before", "after"
+MISSING = 0.05  # share of a set's samples without a say above which versions are not compared by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,13 @@ def due(config: JobConfig, version: int) -> Plan | None:
         return None
     modes = ("sampled", "greedy") if plan.best == GREEDY else ("sampled",)
     return Plan(f"step-{version}", version, modes)
+
+
+def comparable(missing: int, samples: int) -> bool:
+    """Whether a figure of so many samples, `missing` of which failed or are of several versions,
+    may make its version the best one: what a few are left to say is not what all would have said.
+    """
+    return samples > 0 and missing <= MISSING * samples
 
 
 def figures(config: EvaluationConfig, held_out: bool) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from common.evaluations import HELD_OUT, Plan, estimates
+from common.evaluations import HELD_OUT, Plan, comparable, estimates
 from common.patience import patiently
 from common.state import jobs
 from services.rollout.job import EVALUATION_GROUP, ShardJob
@@ -33,6 +33,10 @@ class Drawn:
     def every(self) -> list[float]:
         return [reward for problem in self.rewards for reward in problem]
 
+    @property
+    def comparable(self) -> bool:
+        return comparable(self.failed + self.mixed, len(self.lengths))
+
 
 class Evaluation:
     """One plan, carried out; groups are off the books and numbered by version and set."""
@@ -42,6 +46,7 @@ class Evaluation:
         self._shard, self._plan, self._lineage = shard, plan, lineage
         self._sets = 0
         self._drawn: list[Drawn] = []
+        self._said: dict[str, tuple[float, Drawn]] = {}  # figures, and what they are of
 
     async def run(self) -> dict[str, Any]:
         """The result, recorded under the plan's tag: figures by name, and how they came about."""
@@ -53,20 +58,39 @@ class Evaluation:
             drawn = await self._draw(problems, 1, TEMPERATURES[mode])
             if drawn.every:
                 result[mode] = float(np.mean(drawn.every))
-        figures = {f"{HELD_OUT}.{m}": result[m] for m in plan.modes if m in result}
+                self._said[f"{HELD_OUT}.{mode}"] = result[mode], drawn
         for dataset in settings.datasets:
             rows = shard.job.rows_of(dataset.path)[: dataset.problems]
             drawn = await self._draw(rows, dataset.samples, dataset.temperature)
-            figures |= estimates(dataset, drawn.rewards)
+            for name, figure in estimates(dataset, drawn.rewards).items():
+                self._said[name] = figure, drawn
         lengths = [length for drawn in self._drawn for length in drawn.lengths]
         result |= {
-            "figures": figures,
+            "figures": {name: figure for name, (figure, _) in self._said.items()},
             "failed": sum(drawn.failed for drawn in self._drawn),
             "mixed": sum(drawn.mixed for drawn in self._drawn),
             "length_mean": float(np.mean(lengths)) if lengths else 0.0,
         }
-        await self._record(result, figures.get(settings.best))
+        value = self._value(settings.best)
+        await patiently(shard.mesh.clock, lambda: self._record(result, value))
         return result
+
+    def _value(self, best: str) -> float | None:
+        """The figure that makes a version the best one; None: it is not to be compared."""
+        if best not in self._said:
+            return None
+        figure, drawn = self._said[best]
+        if drawn.comparable:
+            return figure
+        self._shard.mesh.telemetry.log.warning(
+            "not compared with the best version: too many samples have no say",
+            figure=best,
+            tag=self._plan.tag,
+            samples=len(drawn.lengths),
+            failed=drawn.failed,
+            mixed=drawn.mixed,
+        )
+        return None
 
     async def _draw(
         self, rows: Sequence[dict[str, Any]], samples: int, temperature: float
@@ -84,9 +108,7 @@ class Evaluation:
             ]
             for i in range(len(rows))
         ]
-        await asyncio.gather(
-            *(shard.run(t, row) for ts, row in zip(every, rows, strict=True) for t in ts)
-        )
+        await _all(shard.run(t, row) for ts, row in zip(every, rows, strict=True) for t in ts)
         drawn = Drawn([[] for _ in rows])
         for rewards, ts in zip(drawn.rewards, every, strict=True):
             for t in ts:
@@ -121,7 +143,18 @@ async def evaluate(shard: ShardJob, plan: Plan, lineage: int) -> None:
         shard.mesh.clock, lambda: jobs.evaluations(shard.mesh.state, shard.job.id)
     )
     if plan.tag not in {e["tag"] for e in recorded}:
-        await patiently(shard.mesh.clock, lambda: Evaluation(shard, plan, lineage).run())
+        await Evaluation(shard, plan, lineage).run()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of it; after an error of one nothing of the others goes on."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _of_another_version(t: Trajectory, version: int) -> bool:
