@@ -71,6 +71,22 @@ def _rank(data: JobData, a: argparse.Namespace) -> Rank:
 
 async def train(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | None) -> None:
     """The core's life; an error in the job itself ends the job with its text."""
+    try:
+        core = _core(mesh, data, gang, epoch, rank)
+    except ConfigError as error:
+        await mesh.join(None)  # only who holds a lease ends a job
+        await _fail(mesh, data, error)
+        raise
+    await mesh.join(core, stats=core.stats)
+    try:
+        await core.begin()
+        await core.train()
+    except ConfigError as error:
+        await _fail(mesh, data, error)
+        raise
+
+
+def _core(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | None) -> TrainerCore:
     check(data)
     arithmetic: Learner | GangCompute
     if rank is None:
@@ -79,14 +95,11 @@ async def train(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | N
         meetings = Path(mesh.settings.run_root) / "mesh" / "gangs"
         within_s = data.config.training.rank_deadline_s
         arithmetic = GangCompute(mesh, data.id, rank, meetings, within_s)
-    core = TrainerCore(mesh, data, gang, epoch, arithmetic)
-    await mesh.join(core, stats=core.stats)
-    try:
-        await core.begin()
-        await core.train()
-    except ConfigError as error:
-        await jobs.set_phase(mesh.state, data.id, "failed", mesh.token, mesh.name, error=str(error))
-        raise
+    return TrainerCore(mesh, data, gang, epoch, arithmetic)
+
+
+async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:
+    await jobs.set_phase(mesh.state, data.id, "failed", mesh.token, mesh.name, error=str(error))
 
 
 async def obey(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank) -> None:

@@ -36,7 +36,8 @@ def join_group(meeting: Path, rank: int, ranks: int, device: str, deadline_s: fl
 
     From then on a collective that one of them does not join fails after `deadline_s`.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a gang lives on one host
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # a gang lives on one host
     meeting.parent.mkdir(parents=True, exist_ok=True)
     within = timedelta(seconds=deadline_s)
     store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]
