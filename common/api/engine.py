@@ -77,17 +77,6 @@ class Submitted:
 
 
 @message
-class Score:
-    tokens: Array  # int32 [n]
-
-
-@message
-class Scored:
-    logprobs: Array  # float32 [n - 1], at temperature 1, of each token after the first
-    version: int  # of the weights
-
-
-@message
 class Rest:
     """Whether the engine pauses, and whether it also gives back weights and cache."""
 
@@ -153,7 +142,6 @@ class Engine(Role):
     attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)
-    score = Call(Score, Scored, deadline_s=60.0)
     rest = Call(Rest, Rested, deadline_s=90.0, idempotent=True)
     move = Call(Move, Moved, deadline_s=75.0)
     export = Stream(Export, CacheFrame, idle_s=5.0, credits=16)

@@ -29,8 +29,6 @@ from common.api.engine import (
     Moved,
     Rest,
     Rested,
-    Score,
-    Scored,
     Submit,
     Submitted,
     Tokens,
@@ -304,13 +302,6 @@ class EngineService(Actor):
         self.command(run)
         async with self.mesh.clock.timeout(deadline_s, what):
             return await done
-
-    @call(Engine.score)
-    async def score(self, request: Score) -> Scored:
-        return await self._between_steps(
-            lambda: Scored(self.engine.score(request.tokens), self.engine.version),
-            "the engine to score",
-        )
 
     @call(Engine.rest)
     async def rest(self, request: Rest) -> Rested:

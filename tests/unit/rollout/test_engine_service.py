@@ -1,22 +1,12 @@
-"""An engine over the wire: scoring, pausing and sleeping, with requests in work."""
+"""An engine over the wire: pausing and sleeping, with requests in work."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from common.api.engine import Engine, Rest, Score
+from common.api.engine import Engine, Rest
 from services.rollout.engines.base import Request
 from tests.unit.rollout.test_router import Bench, on_bench
-
-
-def test_a_sequence_is_scored_under_the_version_that_is_loaded() -> None:
-    async def story(bench: Bench) -> None:
-        scored = await bench.rollout.ref("engine/g0").call(
-            Engine.score, Score(np.array([1, 2, 3], np.int32))
-        )
-        assert scored.logprobs.shape == (2,) and scored.version == 0
-
-    on_bench(story)
 
 
 def test_a_request_that_the_engine_cannot_serve_ends_as_aborted() -> None:
