@@ -132,6 +132,24 @@ def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the
 
 
 @pytest.mark.timeout(300)
+def test_a_job_whose_teacher_cannot_be_read_fails_by_its_file(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    other = teacher(tmp_path / "teacher")
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    one = run(
+        mesh__workers=3,
+        algorithm__name="distill",
+        models__teacher__path=other,
+        budget__steps=2,
+        **QUICK,
+    )
+    assert one.finish() != 0
+    assert "the frozen models cannot be served: the model cannot be read" in one.said
+
+
+@pytest.mark.timeout(300)
 def test_a_job_learns_given_answers_without_an_engine(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:
