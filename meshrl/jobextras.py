@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from common.config import JobConfig
 from common.errors import ConfigError
-from common.model.config import ModelConfig
 from common.model.projections import check_adapters
 from common.settings import OFF, metrics_ports
-from meshrl import trackers
+from meshrl import jobmodels, trackers
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
 
@@ -27,7 +24,9 @@ def check(config: JobConfig, fail: Fail) -> None:
         checks["mesh.metrics"] = lambda: metrics_ports(metrics)
     if config.lora.rank:
         checks["lora"] = lambda: check_adapters(
-            _model(config), config.lora.rank, config.lora.targets
+            jobmodels.shape(config.model.path, config.model.config),
+            config.lora.rank,
+            config.lora.targets,
         )
     for key, look in checks.items():
         try:
@@ -37,9 +36,3 @@ def check(config: JobConfig, fail: Fail) -> None:
             raise fail(place, error.message, error.fix) from error
     if config.lora.alpha <= 0:
         raise fail("lora.alpha", f"lora.alpha = {config.lora.alpha} must be above 0", "")
-
-
-def _model(config: JobConfig) -> ModelConfig:
-    path = config.model.path
-    raw = json.loads((Path(path) / "config.json").read_text()) if path else config.model.config
-    return ModelConfig.from_hf(raw)

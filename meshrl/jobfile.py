@@ -157,6 +157,7 @@ class _Checker:
         jobmodels.check(config, document, self.fail)
         jobalgorithm.check(config, self.fail)
         self._files(config)
+        jobmodels.shapes(config, self.fail)
         jobextras.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 from common.config import INITIAL, JobConfig, JudgeConfig
 from common.errors import ConfigError
 from common.evaluations import HELD_OUT, figures
+from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
 from meshrl import jobalgorithm, rows
 
@@ -88,6 +90,35 @@ def models(config: JobConfig, document: dict[str, Any], fail: Fail) -> None:
             own, theirs = Tokenizer.load(tokenizer).vocabulary, Tokenizer.load(place).vocabulary
             if not own.items() <= theirs.items():
                 raise fail(key, f"{place} has another tokenizer than the model")
+
+
+def shapes(config: JobConfig, fail: Fail) -> None:
+    """Every model is described as one that the decoder implements."""
+    own = config.model.path
+    paths = {"model.path" if own else "model.config": own}
+    paths |= {f"models.{role}.path": m.path for role, m in config.models.declared.items()}
+    for key, path in paths.items():
+        if path == INITIAL:
+            continue
+        try:
+            shape(path, config.model.config)
+        except ConfigError as error:
+            where = f" ({error.where})" if error.where else ""
+            raise fail(key, f"{key}: {error.message}{where}", error.fix) from error
+
+
+def shape(path: str, described: dict[str, Any]) -> ModelConfig:
+    """What the config.json in a directory says, or `described` without one; ConfigError when that
+    is no decoder of ours.
+    """
+    try:
+        raw = json.loads((Path(path) / "config.json").read_text("utf-8")) if path else described
+        return ModelConfig.from_hf(raw)
+    except (OSError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"the model's description cannot be read: {type(error).__name__}: {error}",
+            where=f"{path}/config.json" if path else "",
+        ) from error
 
 
 def judge_of(config: JobConfig, fail: Fail) -> None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-JOB = """\
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+CONFIG = ", ".join(f"{key} = {json.dumps(value)}" for key, value in SHAPE.items())
+JOB = f"""\
 # a job of two rows
 name = "tiny"
 
 [model]
 tokenizer = "tokenizer.json"
-config = { model_type = "llama", hidden_size = 8 }
+config = {{ {CONFIG} }}
 
 [dataset]
 train = "train.jsonl"
@@ -24,6 +34,12 @@ use = "rewards:score"
 [algorithm]
 group_size = 4
 """
+
+
+@pytest.fixture
+def shape() -> str:
+    """A config.json."""
+    return json.dumps(SHAPE)
 
 
 @pytest.fixture

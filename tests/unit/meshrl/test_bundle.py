@@ -41,11 +41,14 @@ def test_packing_twice_gives_one_bundle_and_a_change_gives_another(
     )
 
 
-def test_a_model_directory_travels_with_its_tokenizer(job: Path, tmp_path: Path) -> None:
+def test_a_model_directory_travels_with_its_tokenizer(
+    job: Path, tmp_path: Path, shape: str
+) -> None:
     model = tmp_path / "hub"
     model.mkdir()
     for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
         (model / name).write_text(name)
+    (model / "config.json").write_text(shape)
     config, base = load(job, [f"model.path={model}", "model.tokenizer=''"])
     directory, document = pack(config, base, tmp_path / "run")
     assert sorted(p.name for p in (directory / "model").iterdir()) == [

@@ -22,10 +22,10 @@ def test_the_formats_stop_tokens_join_the_jobs(chat_job: Path) -> None:
     assert config.rollout.stop == ["a", "<|im_end|>", "<|endoftext|>"]
 
 
-def test_auto_is_resolved_by_the_models_published_name(chat_job: Path) -> None:
+def test_auto_is_resolved_by_the_models_published_name(chat_job: Path, shape: str) -> None:
     model = chat_job.parent / "models/Qwen/Qwen3-8B"
     model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text(shape)
     (chat_job.parent / "tokenizer.json").rename(model / "tokenizer.json")
     config, _ = load(
         chat_job, ["environment.chat=auto", f"model.path={model}", "model.tokenizer=''"]

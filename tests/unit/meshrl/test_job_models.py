@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,21 @@ from common.model.tokenizer import character_tokenizer
 from meshrl import bundle, jobfile
 
 
-def model(directory: Path, characters: str) -> Path:
+def model(directory: Path, characters: str, shape: str) -> Path:
     """What the checks look at of a Hugging Face directory."""
     directory.mkdir()
-    (directory / "config.json").write_text("{}")
+    (directory / "config.json").write_text(shape)
     (directory / "model.safetensors").write_bytes(b"weights")
     character_tokenizer(characters, directory / "tokenizer.json")
     return directory
 
 
 @pytest.fixture
-def place(job: Path) -> Path:
+def place(job: Path, shape: str) -> Path:
     """The job of two rows with a teacher, a stranger and another dataset beside it."""
     character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
-    model(job.parent / "teacher", "0123456789+=abc")
-    model(job.parent / "stranger", "abc0123456789+=")
+    model(job.parent / "teacher", "0123456789+=abc", shape)
+    model(job.parent / "stranger", "abc0123456789+=", shape)
     (job.parent / "more.jsonl").write_text('{"prompt": "2+3="}\n{"prompt": "2+4="}\n')
     (job.parent / "given.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
     (job.parent / "ask.txt").write_text("Is {answer} right?\nyes or no\n")
@@ -133,3 +134,23 @@ def test_a_row_without_an_answer_is_named(place: Path, answer: dict[str, Any]) -
 
 def test_a_job_without_them_has_none() -> None:
     assert JobConfig().models.declared == {} and not JobConfig().supervised
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"model_type": "abacus"}, "unknown model architecture 'abacus'.*use one of"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not implemented"),
+        ({"vocab_size": "many"}, "cannot be read: ValueError.*many"),
+    ],
+)
+@pytest.mark.parametrize("key", ["model.config", "model.path", "models.teacher.path"])
+def test_a_model_that_the_decoder_does_not_implement_is_told_before_anything_starts(
+    place: Path, shape: str, key: str, change: dict[str, Any], why: str
+) -> None:
+    described = json.loads(shape) | change
+    (place.parent / "teacher/config.json").write_text(json.dumps(described))
+    table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in described.items())
+    value = f"{{ {table} }}" if key == "model.config" else "teacher"
+    with pytest.raises(ConfigError, match=rf"--set {re.escape(key)}=.*: {key}: .*{why}"):
+        jobfile.load(place, [f"{key}={value}"])
