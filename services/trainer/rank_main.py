@@ -45,9 +45,10 @@ async def main(a: argparse.Namespace) -> None:
         if data.config.mesh.device == "cpu":
             await mesh.host.run_blocking(compile_kernels, deadline_s=COMPILE_S)
         if a.rank:
-            await obey(mesh, data, a.gang, a.epoch, _rank(data, a))
+            await obey(mesh, data, a.gang, a.epoch, make_rank(data, a.rank, a.ranks))
         elif a.core:
-            await train(mesh, data, a.gang, a.epoch, _rank(data, a) if a.ranks > 1 else None)
+            rank = make_rank(data, 0, a.ranks) if a.ranks > 1 else None
+            await train(mesh, data, a.gang, a.epoch, rank)
         else:
             await help_out(mesh, data, a.gang, a.epoch)
     finally:
@@ -61,12 +62,14 @@ def _place(a: argparse.Namespace) -> tuple[str, str]:
     return ("trainer", f"trainer/{a.job}") if a.core else ("hybrid", f"hybrid/{a.gang}")
 
 
-def _rank(data: JobData, a: argparse.Namespace) -> Rank:
+def make_rank(data: JobData, rank: int, ranks: int) -> Rank:
+    """A rank of a core of several, in no group yet."""
+
     def make(group: DeviceMesh) -> ShardedLearner:
         adapted = partial(ShardedLearner, adapters=data.config.lora, seed=data.config.seed)
         return fresh(data, partial(adapted, mesh=group))
 
-    return Rank(make, a.rank, a.ranks, data.config.mesh.device)
+    return Rank(make, rank, ranks, data.config.mesh.device)
 
 
 async def train(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | None) -> None:

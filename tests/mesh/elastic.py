@@ -111,6 +111,9 @@ class ElasticMesh:
     def kill(self, name: str) -> None:
         self.children[name].kill()
 
+    def has_ended(self, name: str) -> bool:
+        return self.children[name].poll() is not None
+
     def stands_still(self, name: str) -> bool:
         usage = self.children[name].usage()
         return usage is not None and usage.state == "T"
@@ -147,8 +150,11 @@ class ElasticMesh:
 class Training:
     """A job of STEPS steps, whose step n trains the same groups in every run."""
 
-    def __init__(self, elastic: ElasticMesh, job: str, ranks: int = 1) -> None:
-        self.elastic, self.job, self.ranks = elastic, job, ranks
+    def __init__(
+        self, elastic: ElasticMesh, job: str, ranks: int = 1, others: str = RANK_MAIN
+    ) -> None:
+        """`others`: the module that ranks beside the first run."""
+        self.elastic, self.job, self.ranks, self._others = elastic, job, ranks, others
         self._admitted: list[groups.Admitted] = []
         self._released = 0
 
@@ -182,7 +188,8 @@ class Training:
         await self._rank_main(f"trainer/{self.job}", "--core", *self._of_ranks(0))
 
     async def start_rank(self, rank: int) -> None:
-        await self._rank_main(f"rank/{self.job}/{rank}", "--core", *self._of_ranks(rank))
+        arguments = ["--core", *self._of_ranks(rank)]
+        await self._rank_main(f"rank/{self.job}/{rank}", *arguments, module=self._others)
 
     async def start_hybrid(self, gang: str, module: str = RANK_MAIN) -> None:
         await self._rank_main(f"hybrid/{gang}", gang=gang, module=module)
