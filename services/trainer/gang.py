@@ -32,6 +32,7 @@ from common.api.ranks import (
 from common.errors import ConfigError, MeshError, RankLost, RemoteFailure
 from common.interface import Call
 from common.mesh import Mesh
+from common.onethread import looked_at
 from common.patience import patiently
 from services.trainer import checkpoint
 from services.trainer.batching import Bin
@@ -164,7 +165,7 @@ class GangCompute:
         self._claimed.add(index)
         lending = self._lend(self._current(), index, gradient)
         task = asyncio.create_task(self._or_lost(lending))
-        task.add_done_callback(_looked_at)
+        task.add_done_callback(looked_at)
         self._keeping.add(task)  # until `apply`; a hybrid does not wait for it
 
     async def _lend(self, generation: int, index: int, gradient: NDArray[np.float32]) -> None:
@@ -331,9 +332,3 @@ def _is_wrong(error: Exception) -> bool:
     that.
     """
     return isinstance(error, RemoteFailure) or not isinstance(error, MeshError)
-
-
-def _looked_at(task: asyncio.Task[None]) -> None:
-    """Its error is raised to whoever waits for it, or is that of the group."""
-    if not task.cancelled():
-        task.exception()
