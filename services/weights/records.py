@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
@@ -49,7 +49,7 @@ class Records:
     async def save(self, job: str) -> None:
         """Makes the job's record durable as it is now; StorageFull leaves the one before."""
         async with self._writing:
-            content = json.dumps(asdict(self.of(job)), indent=1).encode()
+            content = _content(self.of(job))
             await self._host.run_blocking(self._write, self._path(job), content, deadline_s=IO_S)
 
     async def forget(self, job: str) -> None:
@@ -72,10 +72,16 @@ class Records:
         return [_parsed(path) for path in sorted(self._directory.glob("*.json"))]
 
 
+def _content(record: Record) -> bytes:
+    versions = {m: [number.lineage, number.version] for m, number in record.versions.items()}
+    written = {"job": record.job, "run_dir": record.run_dir, "versions": versions}
+    return json.dumps(written).encode()
+
+
 def _parsed(path: Path) -> Record:
     try:
         found = json.loads(path.read_bytes())
-        versions = {digest: Number(**number) for digest, number in found["versions"].items()}
+        versions = {digest: Number(*number) for digest, number in found["versions"].items()}
         return Record(found["job"], found["run_dir"], versions)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadMessage(
