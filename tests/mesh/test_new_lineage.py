@@ -12,7 +12,7 @@ import pytest
 from tests.mesh.running import Run
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("mesh")]
-STEPS, EVERY, STALENESS = 9, 4, 1
+STEPS, EVERY, STALENESS = 8, 4, 1
 
 
 def trainer_stopped_at(mesh: Run, version: int, lineage: str) -> int:
@@ -35,6 +35,7 @@ def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -
         training__checkpoint_every=EVERY,
         rollout__pace="2/64/100000",  # trajectories are under way when the trainer is killed
     )
+    mesh.until("a first step", lambda: mesh.version >= 1)
     trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="0")
     name = mesh.redis.hget("{digits}:job", "checkpoint")
     checkpoint = mesh.directory / f"checkpoints/{name}.json"
