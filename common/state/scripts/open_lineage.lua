@@ -1,9 +1,9 @@
 -- uses: groups phase
 -- A replay that did not give the committed digests: the steps after the checkpoint are abandoned,
 -- their groups are ready once more, and numbering goes on from the checkpoint in a new lineage.
--- Versions above the checkpoint's are numbered again, so whatever a group has of those was sampled by
--- other weights than the ones that will have these numbers: `foreign_above` says so from now on. What
--- was evaluated of them, or was the best of them, is of no version any more.
+-- Versions above the checkpoint's are numbered again, so whatever a group has of those was sampled
+-- by other weights than the ones that will have these numbers: `foreign_above` says so from now on.
+-- What was evaluated of them, or was the best of them, is of no version any more.
 local seen = replayed()
 if seen then return seen end
 if not holds(a.trainer, a.token) then return fenced(a.trainer) end
