@@ -1,6 +1,7 @@
 -- One result per tag: who evaluates again after a crash changes nothing. The current version is
 -- the best one so far if the figure that the job is judged by says so; retention keeps its
--- weights. What was measured in a lineage that another has taken the place of is of no version that there is.
+-- weights. What was measured in a lineage that another has taken the place of is of no version
+-- that there is.
 if not holds(a.name, a.token) then return fenced(a.name) end
 if tonumber(redis.call('HGET', KEYS[1] .. ':job', 'lineage')) ~= a.lineage then
   return cjson.encode({recorded = false})

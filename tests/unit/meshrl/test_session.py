@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SMALL = {
     "budget.steps": 30,
+    "training.checkpoint_every": 1,  # there is one as soon as a step is seen
     "warm_start.steps": 2,
     "algorithm.groups_per_step": 2,
     "algorithm.group_size": 4,
