@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -26,6 +27,7 @@ def test_staleness_stays_bounded_and_nothing_is_trained_twice(
         rollout__pace="2/64/100000",  # trajectories are under way when the run is stopped
     )
     mesh.until("three steps", lambda: mesh.version >= 3)
+    os.kill(mesh.pid("trainer/digits"), signal.SIGKILL)  # it is not to finish while the run ends
     mesh.end()
     if redis_lost:
         shutil.rmtree(mesh.directory / "mesh/redis")
