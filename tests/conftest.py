@@ -5,14 +5,18 @@ With MESHRL_REQUIRE_ALL=1 (continuous integration) a missing backend fails the r
 
 from __future__ import annotations
 
-import importlib.util
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, which reads it once
+
+import importlib.util
 import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from common.state import embedded
 from tests.sglang.interpreter import python
@@ -31,6 +35,10 @@ BACKENDS: dict[str, Callable[[], bool]] = {
 }
 # Not to be installed, or by another target (`make test-sglang`): their absence never fails a run.
 HARDWARE = {"cuda", "nvcc", "root", "sglang", "verifiers"}
+
+# How long an example takes tells of the machine; tests have limits of their own.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 ABSENT = pytest.StashKey[Counter[str]]()
 

@@ -94,11 +94,21 @@ class Run:
     @property
     def redis(self) -> redis.Redis:
         if self._client is None:
-            settings = self.directory / "mesh/settings.json"
-            written = self.until("settings", lambda: settings.is_file() and settings.read_text())
-            url = json.loads(written)["redis_url"]
-            self._client = redis.Redis.from_url(url, decode_responses=True)
+            self._client = self.until("an answer of Redis", self._connected)
         return self._client
+
+    def _connected(self) -> redis.Redis | None:
+        """None until it answers: the settings may be those of the run before."""
+        settings = self.directory / "mesh/settings.json"
+        if not settings.is_file():
+            return None
+        url = json.loads(settings.read_text())["redis_url"]
+        client = redis.Redis.from_url(url, decode_responses=True)
+        try:
+            client.ping()
+        except redis.exceptions.RedisError:  # it loads its data, or is not there yet
+            return None
+        return client
 
     @property
     def version(self) -> int:

@@ -22,7 +22,7 @@ from common.model.lora import is_adapter
 from meshrl.exporting import export
 from tests.mesh.running import Run
 
-STEPS = 24
+STEPS = 12
 
 
 def get(address: str, page: str) -> str:

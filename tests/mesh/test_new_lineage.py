@@ -33,7 +33,7 @@ def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -
         budget__steps=STEPS,
         algorithm__max_staleness=STALENESS,
         training__checkpoint_every=EVERY,
-        rollout__pace="2/64/100000",  # trajectories are under way when the trainer is killed
+        rollout__pace="10/64/100000",  # trajectories are under way when the trainer is killed
     )
     mesh.until("a first step", lambda: mesh.version >= 1)
     trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="0")

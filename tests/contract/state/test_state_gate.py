@@ -251,7 +251,6 @@ def hold(connect: Callable[[], Coroutine[Any, Any, State]], examples: int) -> No
         settings=settings(
             max_examples=examples,
             stateful_step_count=40,
-            deadline=None,
             derandomize=True,
             phases=[Phase.generate],  # forty steps can be read; shrinking them takes minutes
             suppress_health_check=list(HealthCheck),

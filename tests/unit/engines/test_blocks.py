@@ -24,7 +24,7 @@ def shared(known: np.ndarray, asked: np.ndarray) -> int:
     return common if in_tail else common // BLOCK * BLOCK
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(known=st.lists(tokens_of, max_size=6), asked=tokens_of)
 def test_the_longest_known_prefix_is_found(known: list[np.ndarray], asked: np.ndarray) -> None:
     pool = BlockPool(200)
@@ -138,4 +138,4 @@ class Memory(RuleBasedStateMachine):
 
 
 TestMemory = Memory.TestCase
-TestMemory.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMemory.settings = settings(max_examples=60, stateful_step_count=30)

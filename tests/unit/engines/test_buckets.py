@@ -29,7 +29,6 @@ def cheapest(lengths: list[int]) -> int:
 
 
 @given(lengths=lengths_of)
-@settings(deadline=None)
 def test_every_row_is_in_one_bucket_that_holds_it(lengths: list[int]) -> None:
     groups = BUCKETS.split(np.array(lengths))
     rows = [int(row) for _, chosen in groups for row in chosen]
@@ -40,7 +39,7 @@ def test_every_row_is_in_one_bucket_that_holds_it(lengths: list[int]) -> None:
 
 
 @given(lengths=lengths_of)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_no_other_cut_costs_less(lengths: list[int]) -> None:
     found = sum(bucket.cost for bucket, _ in BUCKETS.split(np.array(lengths)))
     assert found <= cheapest(lengths)

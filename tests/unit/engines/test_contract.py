@@ -211,7 +211,6 @@ actions = st.lists(
 
 @settings(
     max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a name does not wear out
 )
 @given(script=actions)

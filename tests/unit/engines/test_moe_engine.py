@@ -163,7 +163,6 @@ actions = st.lists(
 
 @settings(
     max_examples=12,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # a path does not wear out
 )
 @given(script=actions)

@@ -52,7 +52,7 @@ def test_one_chunk_and_many(dtype, tolerance, at_once):
     check(17, 3 * NARROWEST + 7, 24, dtype, tolerance, temperature=0.7, at_once=at_once)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(1, 6),
     st.integers(NARROWEST - 1, 2 * NARROWEST + 1),

@@ -23,7 +23,7 @@ from tests.unit.kernels.operators_under_test import (
     dtypes,
 )
 
-some = settings(max_examples=12, deadline=None, derandomize=True)
+some = settings(max_examples=12, derandomize=True)
 implementations = pytest.mark.parametrize(
     "implementation",
     [

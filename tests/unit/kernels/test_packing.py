@@ -27,13 +27,13 @@ def is_a_plan(rounds, lengths, budget, ranks):
         assert sum(lengths[i] for i in bin) <= budget or len(bin) == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths_of_a_step, st.integers(1, 4096), some_ranks, costs)
 def test_every_sequence_is_in_one_bin_within_the_budget_or_alone(lengths, budget, ranks, cost):
     is_a_plan(pack_rounds(lengths, budget, ranks, cost), lengths, budget, ranks)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths_of_a_step, st.integers(1, 2048), some_ranks, costs, st.data())
 def test_sequences_that_come_bit_by_bit_are_all_packed_too(lengths, budget, ranks, cost, data):
     packer, rounds, left = RoundPacker(budget, ranks, cost), [], list(lengths)
@@ -51,7 +51,7 @@ def test_the_same_lengths_always_pack_the_same_way(lengths, ranks, cost):
     assert pack_rounds(lengths, 640, ranks, cost) == pack_rounds(tuple(lengths), 640, ranks, cost)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
     st.sampled_from([BinCost(), BinCost(1, 0.1, 5), BinCost(0, 1, 3)]),

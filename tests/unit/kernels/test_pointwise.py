@@ -78,21 +78,21 @@ def check_heads(rows, counts, width, normed):
 
 
 @native
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 70), st.integers(1, 150))
 def test_swiglu(rows, size):
     check(lambda operators, x: operators.swiglu(x), drawn(rows, 2 * size, spread=4.0))
 
 
 @native
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 140), st.integers(1, 150))
 def test_norms(rows, size):
     check(lambda o, x, weight: o.normed(x, weight, EPS), drawn(rows, size), drawn(size, seed=1))
 
 
 @native
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 70),
     st.sampled_from([(1, 1), (3, 1), (4, 2)]),

@@ -79,7 +79,7 @@ def test_bfloat16_on_a_cpu_is_rounded_only_at_the_ends():
     check(LENGTHS, 3, 1, 32, torch.bfloat16, 0.03)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 150), min_size=1, max_size=12),
     st.sampled_from([(torch.float32, 2e-5), (torch.float64, 1e-12)]),

@@ -202,7 +202,7 @@ actions = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(script=actions)
 def test_ledger_and_trajectories_never_differ(script: list[Any]) -> None:
     """Twelve trajectories over three engines: each token in flight is the next of its request."""

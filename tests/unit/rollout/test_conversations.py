@@ -90,9 +90,7 @@ answers = st.lists(
 )
 # Any ids: halves of characters, special tokens in odd places, turns cut short or never closed.
 turns = st.lists(st.integers(0, 328), min_size=1, max_size=24)
-relaxed = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+relaxed = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @relaxed

@@ -66,7 +66,6 @@ def malformed(incarnation: str) -> list[list[bytes]]:
         derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-        deadline=None,
     )
     @given(headers(incarnation), st.lists(bodies, max_size=4))
     def collect(header: bytes, rest: list[bytes]) -> None:

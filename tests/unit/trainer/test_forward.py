@@ -81,7 +81,7 @@ def one_pass(model, bin):
     return out
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(2, 120), min_size=1, max_size=6))
 def test_a_bin_gives_what_its_sequences_give_alone(lengths):
     made, model = sequences(lengths), decoder()
