@@ -21,8 +21,8 @@ from meshrl.audit import audit
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).parent / "jobs/digits.toml"
-UP_S = 45.0
-END_S = 100.0
+UP_S = 90.0
+END_S = 180.0
 
 T = TypeVar("T")
 
@@ -132,8 +132,13 @@ class Run:
     # -- files -----------------------------------------------------------------------------------
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        lines = (self.directory / "events.jsonl").read_text().splitlines()
+        text = (self.directory / "events.jsonl").read_text()
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be half there
         return [e["fields"] for e in map(json.loads, lines) if e["kind"] == kind]
+
+    def recorded(self, kind: str) -> list[dict[str, Any]]:
+        """As `events`; none while there is no record."""
+        return self.events(kind) if (self.directory / "events.jsonl").exists() else []
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.directory / "summary.json").read_text())

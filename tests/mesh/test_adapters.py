@@ -22,7 +22,7 @@ from common.model.lora import is_adapter
 from meshrl.exporting import export
 from tests.mesh.running import Run
 
-STEPS = 12
+STEPS = 16
 
 
 def get(address: str, page: str) -> str:
@@ -38,7 +38,6 @@ def kept(run: Run) -> list[Manifest]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.xdist_group("mesh")
 def test_adapters_are_trained_published_monitored_and_exported(run: Callable[..., Run]) -> None:
     one = run(
         **{"lora__rank": 4, "optimizer__adamw_lr": 0.01, "budget__steps": STEPS},
@@ -54,10 +53,9 @@ def test_adapters_are_trained_published_monitored_and_exported(run: Callable[...
         assert f'meshrl_live{{job="{one.entry(name)["stats"].get("job", "")}"' in get(
             address, "/metrics"
         )
-    assert export(one.directory, None, False, one.directory / "early") == 0
-
     pid = one.pid("trainer/digits")
     os.kill(pid, signal.SIGKILL)
+    assert export(one.directory, None, False, one.directory / "early") == 0
     one.pid("trainer/digits", other_than=pid)
     assert one.finish() == 0, one.said
 

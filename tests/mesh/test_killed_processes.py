@@ -18,7 +18,7 @@ from common.ledger import Kind, trajectory_id
 from services.rollout.trajectory import Restored, Trajectory
 from tests.mesh.running import Run
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("mesh")]
+pytestmark = pytest.mark.timeout(150)
 
 
 def written(directory: Path) -> dict[int, Trajectory]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.mesh.running import Run
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.xdist_group("mesh")]
+pytestmark = pytest.mark.timeout(150)
 STEPS, EVERY, STALENESS = 8, 4, 1
 
 

@@ -114,9 +114,11 @@ def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the
         reward__judge__template="?{answer}=",
         reward__judge__yes="1",
         reward__judge__no="2",
-        optimizer__muon_lr=0.02,
-        optimizer__adamw_lr=0.02,
-        budget__steps=24,
+        optimizer__muon_lr=0.1,
+        optimizer__adamw_lr=0.1,
+        optimizer__clip_norm=10.0,
+        algorithm__max_staleness=0,
+        budget__steps=16,
         **QUICK | {"algorithm__groups_per_step": 8},
     )
     one.until("version 1", lambda: one.version >= 1, within_s=90.0)
@@ -126,8 +128,8 @@ def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the
     assert one.finish() == 0, one.said + one.logs()
     assert all(0 < row["reward"] < 1 for row in metrics(one)), "a probability"
     gaps = [row["teacher_kl"] for row in metrics(one)]
-    assert len(gaps) == 24
-    assert sum(gaps[-8:]) / 8 < sum(gaps[:8]) / 8 - 0.1, "it comes nearer to the teacher"
+    assert len(gaps) == 16
+    assert sum(gaps[-4:]) < sum(gaps[:4]) - 4, "it comes nearer to the teacher"
     assert one.audit()["lost"] == 0
 
 

@@ -53,11 +53,11 @@ def test_the_same_lengths_always_pack_the_same_way(lengths, ranks, cost):
 
 @settings(max_examples=30)
 @given(
-    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
     st.sampled_from([BinCost(), BinCost(1, 0.1, 5), BinCost(0, 1, 3)]),
 )
 def test_small_plans_are_within_a_third_of_the_best_there_is(lengths, cost):
-    """Against every way to give six sequences to at most three rounds of two bins: Graham's bound
+    """Against every way to give five sequences to at most three rounds of two bins: Graham's bound
     for longest processing time first is a third, without budgets."""
     ours = makespan(pack_rounds(lengths, 40, 2, cost), lengths, cost)
     best = min(

@@ -19,7 +19,7 @@ from meshrl.commands import diagnosis
 from meshrl.launcher import Launcher, Shape
 from meshrl.places import MeshPlace
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("mesh")]
+pytestmark = pytest.mark.timeout(240)
 PATIENCE_S = 60.0
 
 

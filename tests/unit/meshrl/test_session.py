@@ -44,7 +44,6 @@ def finish(program: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.xdist_group("mesh")
 def test_a_run_is_stopped_resumed_without_its_redis_and_audited(tmp_path: Path) -> None:
     settings = [f"--set={key}={value}" for key, value in {**SMALL, "cache": '""'}.items()]
     job = str(ROOT / "examples/calculator.toml")
