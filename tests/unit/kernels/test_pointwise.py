@@ -13,7 +13,7 @@ from kernels.pointwise import Fused
 EPS = 1e-6
 FUSED = Fused(PLAIN)
 CLOSE = 4e-6  # of the largest number of a result: some dozens of float32's roundings
-native = pytest.mark.skipif(library("pointwise").path is None, reason="no compiler")
+native = pytest.mark.needs("compiler")
 
 
 class Refusing:
