@@ -1,4 +1,4 @@
-"""Real meshes for tests, one at a time."""
+"""Real meshes for tests."""
 
 from __future__ import annotations
 

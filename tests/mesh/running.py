@@ -132,13 +132,11 @@ class Run:
     # -- files -----------------------------------------------------------------------------------
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        text = (self.directory / "events.jsonl").read_text()
+        """None while there is no record."""
+        path = self.directory / "events.jsonl"
+        text = path.read_text() if path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be half there
         return [e["fields"] for e in map(json.loads, lines) if e["kind"] == kind]
-
-    def recorded(self, kind: str) -> list[dict[str, Any]]:
-        """As `events`; none while there is no record."""
-        return self.events(kind) if (self.directory / "events.jsonl").exists() else []
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.directory / "summary.json").read_text())

@@ -8,7 +8,7 @@ import pytest
 
 from tests.mesh.running import Run
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(

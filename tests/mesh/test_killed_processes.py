@@ -18,7 +18,7 @@ from common.ledger import Kind, trajectory_id
 from services.rollout.trajectory import Restored, Trajectory
 from tests.mesh.running import Run
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 
 def written(directory: Path) -> dict[int, Trajectory]:

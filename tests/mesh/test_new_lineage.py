@@ -11,7 +11,7 @@ import pytest
 
 from tests.mesh.running import Run
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 STEPS, EVERY, STALENESS = 8, 4, 1
 
 

@@ -29,7 +29,7 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
         training__checkpoint_every=2,
         rollout__pace="5/64/100000",  # trajectories are under way whenever it is cut off
     )
-    mesh.until("three steps in the record", lambda: len(mesh.recorded("step")) >= 3)
+    mesh.until("three steps in the record", lambda: len(mesh.events("step")) >= 3)
     crash(mesh)
 
     mesh.resume()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.mesh.running import Run
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 SILENT_S = 6.5  # longer than a lease, shorter than what Redis is restarted for
 AT_WORK = ("rollout/0", "trainer/digits", "weights", "worker/g0", "worker/g1", "planner/0")
 

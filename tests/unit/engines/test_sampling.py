@@ -60,14 +60,14 @@ def test_sampling_keeps_what_the_filters_keep_and_nothing_else(
 ) -> None:
     engine = make(slots=64)
     heard = Listener(engine).run(
-        *(request(i, CONTEXT, max_new=1, unmodified=True, **how) for i in range(250))
+        *(request(i, CONTEXT, max_new=1, unmodified=True, **how) for i in range(1500))
     )
     probability = model_probabilities(CONTEXT, how.get("temperature", 1.0))
     kept = kept_by(how, probability)
     mass = sum(probability[w] for w in kept)
     seen = {h.tokens[0] for h in heard.values()}
     assert seen <= kept
-    assert {w for w in kept if probability[w] / mass > 0.08} <= seen  # one is missed once in 1e9
+    assert {w for w in kept if probability[w] / mass > 0.02} <= seen
     plain = np.log(model_probabilities(CONTEXT))
     for h in heard.values():
         token = h.tokens[0]

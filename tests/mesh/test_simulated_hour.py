@@ -1,6 +1,4 @@
-"""Seven minutes of a mesh under virtual time: planner, rollout and weights work, a leader is
-stopped.
-"""
+"""An hour of a mesh in seconds: planner, rollout and weights work, a leader is stopped."""
 
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,14 @@ from common.state.accounting import account
 from common.virtual import VirtualClock, run_virtual
 from tests.mesh.simulation import JOB, World
 
-END_S = 420.0
-STOP_AT_S = 180.0
+HOUR_S = 3600.0
+STOP_AT_S = 1200.0
 LEASE_S = 6.0
 
 
-@pytest.mark.timeout(300)
-def test_a_stopped_leader_is_succeeded_and_loses_nothing(
-    tmp_path: Path, record_property: Any
-) -> None:
-    async def work(clock: VirtualClock, random: Random) -> dict[str, Any]:
+@pytest.mark.timeout(600)
+def test_an_hour_with_a_stopped_leader_loses_nothing(tmp_path: Path, record_property: Any) -> None:
+    async def hour(clock: VirtualClock, random: Random) -> dict[str, Any]:
         world = World(clock, random, tmp_path)
         await world.start(workers=3)
         await clock.sleep(STOP_AT_S)
@@ -40,7 +36,7 @@ def test_a_stopped_leader_is_succeeded_and_loses_nothing(
             await gangs.set_desired(
                 world.state, token, "g0", "idle", "", False, "a stopped leader's", "late"
             )
-        await clock.sleep(END_S - clock.monotonic())
+        await clock.sleep(HOUR_S - clock.monotonic())
         for process in world.processes:
             process.check()
         return {
@@ -55,10 +51,10 @@ def test_a_stopped_leader_is_succeeded_and_loses_nothing(
             "old_leader": owner,
         }
 
-    seen = run_virtual(work, seed=1, limit_s=2 * END_S)
+    seen = run_virtual(hour, seed=1, limit_s=2 * HOUR_S)
     record_property("takeover_s", seen["takeover_s"])
     assert seen["new_leader"] != seen["old_leader"]
-    assert seen["steps"] > seen["steps_before"] > 4
+    assert seen["steps"] > seen["steps_before"] > 10
     assert all(gang.settled for gang in seen["gangs"])
     moved = [e for e in seen["events"] if e.kind == "move"]
     assert moved and moved[0].fields["policy"] == "stage_time"
