@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -43,12 +43,14 @@ class Host(Protocol):
         nice: int = 0,
         rlimits: Mapping[str, int] = {},
         pipe: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> Child:
         """Starts a process, from the main thread.
 
         `argv` of `[sys.executable, "-m", module, ...]` runs the module; anything else is executed.
         `log` takes stdout and stderr (None: ours); `rlimits` by name without RLIMIT_ ("AS");
-        `pipe` opens a channel of frames, whose other end is `common.child.Channel.from_env()`.
+        `pipe` opens a channel of frames, whose other end is `common.child.Channel.from_env()`;
+        `pass_fds` stay open in it under their numbers.
         """
 
     def adopt(self, pid: int, start_time: int, *, name: str) -> Child | None:
@@ -176,12 +178,13 @@ class SystemHost:
         nice: int = 0,
         rlimits: Mapping[str, int] = {},
         pipe: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> SystemChild:
         if die_with_parent and threading.current_thread() is not threading.main_thread():
             # PDEATHSIG fires at the end of the spawning thread, not of the process.
             raise Refused("a child that dies with us is spawned by the main thread", where=name)
         options: list[str] = []
-        passed: list[int] = []
+        passed: list[int] = list(pass_fds)
         if die_with_parent:
             options += [f"parent={os.getpid()}", f"death={self._death_read}"]
             passed.append(self._death_read)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -149,6 +149,7 @@ class SimulatedHost:
         nice: int = 0,
         rlimits: Mapping[str, int] = {},
         pipe: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> SimulatedChild:
         module, arguments = (argv[2], argv[3:]) if argv[1:2] == ["-m"] else (argv[0], argv[1:])
         program = self._programs.get(module)

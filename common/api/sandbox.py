@@ -14,6 +14,10 @@ from common.wire import message
 OK = "ok"
 TIMEOUT = "timeout"  # over its deadline, in CPU time or in time not spent waiting for a core
 CRASHED = "crashed"  # its process ended, twice
+OUT_OF_MEMORY = "out_of_memory"
+OUTPUT_LIMIT = "output_limit"
+REFUSED = "refused"  # it asked for what a jail does not give: network, processes, files, privileges
+EVICTED = "evicted"  # its session made room for others, or had been idle for too long
 BAD_VALUE = "bad_value"  # a reward that is no finite number, or a value that is no plain JSON
 RAISED = "raised"
 

@@ -1,0 +1,28 @@
+"""Which job gets the next jail: fair shares of a bounded number, so that no job starves another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+RESERVED = 4  # one slot in so many is kept free of a job that has taken all others
+
+
+def most_of_one(slots: int, jobs: int) -> int:
+    """Jails that one job may have at a time: all of them only while it is alone.
+
+    A job whose every call runs to its deadline would otherwise make the others wait for that.
+    """
+    if jobs <= 1 or slots < 2:
+        return slots
+    return slots - max(1, slots // RESERVED)
+
+
+def chosen(waiting: Sequence[str], running: Mapping[str, int], slots: int, jobs: int) -> str:
+    """The job whose call starts next, or empty: of those that wait, in the order of their last
+    turn, the one with the fewest jails.
+    """
+    if sum(running.values()) >= slots:
+        return ""
+    most = most_of_one(slots, jobs)
+    allowed = [job for job in waiting if running.get(job, 0) < most]
+    return min(allowed, key=lambda job: running.get(job, 0), default="")

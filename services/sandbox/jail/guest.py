@@ -1,0 +1,192 @@
+"""What a jail runs: a program, a shell command, cells of a session, calls of a function, or tests.
+
+Everything here but `checking` shares its interpreter with code that the model wrote, so the sandbox
+believes nothing that it says beyond "this is what the code answered".
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import io
+import linecache
+import os
+import sys
+import traceback
+import types
+from typing import Any, NoReturn
+
+from . import checking, frames, plain, remote
+
+# Exit statuses that name why a program ended; the sandbox tells the model in words.
+OUT_OF_MEMORY, REFUSED = 72, 77
+REFUSALS = {
+    errno.EPERM,
+    errno.EACCES,
+    errno.EAGAIN,
+    errno.EFBIG,
+    errno.ENOSPC,
+    errno.EMFILE,
+    errno.EROFS,
+    errno.EDQUOT,
+}
+SOURCE_NAME = "main.py"
+
+
+def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
+    """Runs `program` and ends the process; never returns."""
+    mode = program["mode"]
+    try:
+        if mode == "shell":
+            shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+            os.execv(shell, [shell, "-c", program["source"]])
+        sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
+        for name, fd in (("stdout", 1), ("stderr", 2)):
+            raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+            text = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace")
+            setattr(sys, name, text)
+            setattr(sys, f"__{name}__", text)
+        sys.argv = [SOURCE_NAME]
+        if mode == "cells":
+            _cells(cells)
+        elif mode == "calls":
+            _calls(program, cells)
+        elif mode == "objects":
+            remote.serve(peer, lambda: _module(program["source"], "solution"))
+        elif mode == "tests":
+            checking.run(program, cells, peer)
+        else:
+            _module(program["source"], "__main__")
+        _end(0)
+    except frames.Closed:
+        _end(0)
+    except SystemExit as request:
+        _end(_exit_code(request))
+    except BaseException as error:
+        show(error)
+        _end(_status(error))
+
+
+def _module(source: str, name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__file__ = SOURCE_NAME
+    sys.modules[name] = module
+    exec(_compiled(source, SOURCE_NAME), module.__dict__)
+    return module
+
+
+def _compiled(source: str, name: str) -> types.CodeType:
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    return compile(source, name, "exec", dont_inherit=True)
+
+
+def show(error: BaseException) -> None:
+    """The traceback, without the frames of this file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    try:
+        traceback.print_exception(type(error), error, trace)
+    except BaseException:  # its text is the program's own, and may raise or need more memory
+        os.write(2, f"{type(error).__name__}\n".encode())
+
+
+def _status(error: BaseException) -> int:
+    if isinstance(error, MemoryError):
+        return OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno in REFUSALS:
+        return REFUSED
+    if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
+        return REFUSED
+    return 1
+
+
+def _exit_code(request: SystemExit) -> int:
+    if request.code is None or isinstance(request.code, int):
+        return (request.code or 0) & 0xFF
+    print(request.code, file=sys.stderr)
+    return 1
+
+
+def _end(code: int) -> NoReturn:
+    """As an interpreter ends: threads that are no daemons, exit handlers, buffers."""
+    try:
+        if code == 0 and "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        import atexit
+
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:  # the program has closed or replaced it
+            continue
+    os._exit(code)
+
+
+# ---- sessions -----------------------------------------------------------------------------------
+
+
+def _cells(fd: int) -> None:
+    """One cell after the other in one namespace, as in a notebook: a last expression is shown."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    number = 0
+    while True:
+        cell = frames.receive(fd)
+        number += 1
+        failed, status = False, 0
+        try:
+            _cell(cell["source"], f"cell {number}", module.__dict__)
+        except SystemExit as request:
+            failed, status = True, _exit_code(request)
+        except BaseException as error:
+            show(error)
+            failed, status = True, _status(error)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                continue
+        frames.send(fd, {"cell": cell["number"], "failed": failed, "exit": status})
+
+
+def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:
+    tree = ast.parse(source, name)
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    shown = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec", dont_inherit=True), namespace)
+    if isinstance(shown, ast.Expr):
+        value = eval(
+            compile(ast.Expression(shown.value), name, "eval", dont_inherit=True), namespace
+        )
+        if value is not None:
+            namespace["_"] = value
+            print(repr(value))
+
+
+# ---- calls --------------------------------------------------------------------------------------
+
+
+def _calls(program: dict[str, Any], fd: int) -> None:
+    """Calls one function of the program with what comes, and says what it returned."""
+    module = _module(program["source"], "solution")
+    function: Any = module
+    for part in program["function"].split("."):
+        if isinstance(function, type):
+            function = function()
+        function = getattr(function, part)
+    frames.send(fd, {"ready": True})
+    while True:
+        asked = frames.receive(fd)
+        answer: dict[str, Any] = {"call": asked["call"]}
+        try:
+            answer["value"] = plain.jsonable(function(*asked["args"], **asked["kwargs"]))
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        except BaseException as error:
+            answer["raised"] = type(error).__name__
+            show(error)
+        frames.send(fd, answer)

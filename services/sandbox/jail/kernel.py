@@ -1,0 +1,86 @@
+"""System calls that Python has no function for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+CLONE_NEWTIME = 0x00000080
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE, MS_BIND = 2, 4, 8, 0x4000, 0x40000, 0x1000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+CAP_VERSION_3 = 0x20080522
+LAST_CAPABILITY = 63  # of what a kernel may have; those that it has not are EINVAL
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def called(name: str, *arguments: object) -> int:
+    """The result of a function of the C library; OSError names it."""
+    result: int = getattr(libc, name)(*arguments)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    called("unshare", ctypes.c_int(flags))
+
+
+def setns(fd: int, kind: int) -> None:
+    called("setns", ctypes.c_int(fd), ctypes.c_int(kind))
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    called(
+        "mount",
+        source.encode(),
+        target.encode(),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        options.encode() or None,
+    )
+
+
+def prctl(option: int, *values: int) -> None:
+    padded = (*values, 0, 0, 0, 0)[:4]
+    called("prctl", ctypes.c_int(option), *(ctypes.c_ulong(value) for value in padded))
+
+
+def drop_capabilities() -> None:
+    """None is left, and none can be had again: not by a program with capabilities of its own."""
+    for capability in range(LAST_CAPABILITY + 1):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:  # this kernel ends before, or we have no say in it
+            break
+    header = struct.pack("Ii", CAP_VERSION_3, 0)
+    called("capset", header, bytes(24))
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def map_own_ids(user: int, group: int) -> None:
+    """In a new user namespace: the ids that we had outside."""
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
+        write(f"/proc/self/{name}", text)
+
+
+def write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -1,0 +1,83 @@
+"""A warm interpreter that forks a keeper, and that the guest, for each jail.
+
+It runs inside of the outer jail that bubblewrap has made: no network, a read-only root, its own
+processes. One packet in on the control socket for each jail: its limits as JSON, its descriptors
+beside them. Nothing comes back on it: a jail answers on its own descriptors. Each jail has process,
+mount and user namespaces of its own; what this process holds in memory, every jail can read, so it
+holds nothing but modules.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from . import frames, kernel, keeper
+
+PACKET = 1 << 16  # bytes of a request
+DESCRIPTORS = 16  # that come with one, at most
+
+# What most programs import first; in every jail it is there at once.
+WARM = (
+    "abc array ast base64 bisect cmath collections contextlib copy csv dataclasses datetime decimal "
+    "enum fractions functools hashlib heapq io itertools json linecache math numbers operator "
+    "random re statistics string struct subprocess sys tempfile textwrap threading time traceback "
+    "types typing unittest uuid"
+)
+
+
+def serve(control: socket.socket, tier: str) -> None:
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if tier == "bwrap" else -1
+    while True:
+        packet, fds, _, _ = socket.recv_fds(control, PACKET, DESCRIPTORS)
+        if not packet:
+            return
+        request = json.loads(packet)
+        named = dict(zip(request["descriptors"], fds))
+        try:
+            if own >= 0:  # one's own again first: a namespace is unshared once, or not at all
+                kernel.setns(own, kernel.CLONE_NEWPID)
+                kernel.unshare(kernel.CLONE_NEWPID)
+            if os.fork() == 0:
+                control.close()
+                keeper.keep(named, request, tier)
+        except OSError as error:
+            refuse(named["keeper"], error)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def refuse(fd: int, error: OSError) -> None:
+    """The sandbox is told why there is no jail, and takes it for its own failure."""
+    try:
+        frames.send(fd, {"failed": f"no jail: {error}"})
+    except frames.Closed:
+        return
+
+
+def warm(packages: Any) -> None:
+    for name in [*WARM.split(), *packages]:
+        try:
+            __import__(name)
+        except ImportError as error:
+            print(f"zygote: {error}", file=sys.stderr)
+    gc.collect()
+    gc.freeze()  # collections in a jail do not touch, and so copy, what is shared
+
+
+def main() -> None:
+    """`main` of `python -m`-less start: arguments are CONTROL_FD, TIER and a JSON list of modules
+    to import beside the usual ones.
+    """
+    control = socket.socket(fileno=int(sys.argv[1]))
+    warm(json.loads(sys.argv[3]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control.send(b"warm")
+    serve(control, sys.argv[2])

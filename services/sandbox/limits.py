@@ -1,0 +1,32 @@
+"""What one call of code that the model wrote may use."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class JailLimits:
+    wall_s: float = 10.0  # less what it waited for a core
+    cpu_s: float = 10.0
+    memory_bytes: int = 512 * MIB  # of all its processes with a control group, else of each
+    processes: int = 32  # threads included
+    open_files: int = 128
+    scratch_bytes: int = 64 * MIB  # of files in its scratch directory, which is in memory
+    files: int = 4096
+    output_bytes: int = 64 * 1024  # standard output and error together
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def capped(self, wall_s: float = 0.0, cpu_s: float = 0.0, memory_bytes: int = 0) -> JailLimits:
+        """The same, or less where a value is given."""
+        return replace(
+            self,
+            wall_s=min(self.wall_s, wall_s or self.wall_s),
+            cpu_s=min(self.cpu_s, cpu_s or self.cpu_s),
+            memory_bytes=min(self.memory_bytes, memory_bytes or self.memory_bytes),
+        )

@@ -1,0 +1,194 @@
+"""Descriptors between the event loop and a jail: frames, and output that is read up to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from typing import Any
+
+from common.clock import Clock
+from common.errors import BadMessage, DeadlineExceeded, PeerLost
+from services.sandbox.jail import frames
+
+READ_BYTES = 1 << 16
+FRAME_BYTES = 1 << 20  # of what a jail answers; it may be the model that writes it
+
+
+class _Reader:
+    """Calls `_arrived` when bytes have come or the end was reached."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self._fd, self.ended = fd, False
+        self._waiter: asyncio.Future[None] | None = None
+        asyncio.get_running_loop().add_reader(fd, self._read)
+
+    def _read(self) -> None:
+        try:
+            part = os.read(self._fd, READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if part:
+            self._took(part)
+        else:
+            self._stop()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _took(self, part: bytes) -> None:
+        raise NotImplementedError
+
+    def _stop(self) -> None:
+        if not self.ended:
+            self.ended = True
+            asyncio.get_running_loop().remove_reader(self._fd)
+
+    async def arrival(self) -> None:
+        """Until something has happened since the last look."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def close(self) -> None:
+        self._stop()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Output:
+    """What a jail writes to its standard output and error, counted together against one limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.over = asyncio.get_running_loop().create_future()  # resolves past the limit
+        self.left = limit
+        self.streams: list[Stream] = []
+
+    def opened(self) -> int:
+        """Another stream; returns the descriptor to write to, which the caller closes."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        self.streams.append(Stream(reading, self))
+        return writing
+
+    async def drained(self, clock: Clock, deadline_s: float) -> None:
+        """Until all streams have ended, or the deadline."""
+        with contextlib.suppress(DeadlineExceeded):
+            async with clock.timeout(deadline_s, "the end of a jail's output"):
+                for stream in self.streams:
+                    while not stream.ended:
+                        await stream.arrival()
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.close()
+        self.over.cancel()
+
+
+class Stream(_Reader):
+    def __init__(self, fd: int, output: Output) -> None:
+        self._output, self._parts = output, bytearray()
+        super().__init__(fd)
+
+    def _took(self, part: bytes) -> None:
+        kept = part[: self._output.left]
+        self._parts += kept
+        self._output.left -= len(kept)
+        if len(kept) < len(part) and not self._output.over.done():
+            self._output.over.set_result(None)
+
+    def taken(self) -> bytes:
+        """What has come since the last call."""
+        while not self.ended:
+            before = len(self._parts)
+            self._read()
+            if len(self._parts) == before:
+                break
+        found = bytes(self._parts)
+        self._parts.clear()
+        return found
+
+
+class Pipe(_Reader):
+    """Our end of a socket pair that carries `frames`; the other end is handed to a jail."""
+
+    def __init__(self, limit: int = FRAME_BYTES) -> None:
+        self._limit = limit
+        ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._buffer = bytearray()
+        super().__init__(ours.detach())
+
+    @property
+    def theirs(self) -> int:
+        return self._theirs.fileno()
+
+    def handed(self) -> None:
+        """The jail has its end: ours of it is closed, so that the jail's end is seen."""
+        self._theirs.close()
+
+    def _took(self, part: bytes) -> None:
+        self._buffer += part
+        if len(self._buffer) > frames.LENGTH + self._limit:
+            self._stop()
+
+    def send_now(self, value: Any) -> bool:
+        """Sends a frame that fits into the socket's buffer; False if the jail is gone."""
+        try:
+            record = frames.pack(value)
+            return os.write(self._fd, record) == len(record)
+        except OSError:
+            return False
+
+    async def send(self, clock: Clock, value: Any, deadline_s: float) -> None:
+        record = memoryview(frames.pack(value))
+        loop = asyncio.get_running_loop()
+        async with clock.timeout(deadline_s, "a jail to take a frame"):
+            while record:
+                try:
+                    record = record[os.write(self._fd, record) :]
+                except BlockingIOError:
+                    free = loop.create_future()
+                    loop.add_writer(self._fd, _wake, free)
+                    try:
+                        await free
+                    finally:
+                        loop.remove_writer(self._fd)
+                except OSError as error:
+                    raise PeerLost(f"a jail has closed its channel: {error}") from None
+
+    async def receive(self, clock: Clock, deadline_s: float) -> Any:
+        """The next frame; PeerLost at the end, BadMessage when it is none, DeadlineExceeded."""
+        async with clock.timeout(deadline_s, "a jail's answer"):
+            while True:
+                frame = self._frame()
+                if frame is not None:
+                    return frame
+                if self.ended:
+                    raise PeerLost("the jail has ended")
+                await self.arrival()
+
+    def _frame(self) -> Any:
+        if len(self._buffer) < frames.LENGTH:
+            return None
+        length = int.from_bytes(self._buffer[: frames.LENGTH], "little")
+        if length > self._limit:
+            raise BadMessage(f"a frame of {length} bytes from a jail")
+        if len(self._buffer) < frames.LENGTH + length:
+            return None
+        body = bytes(self._buffer[frames.LENGTH : frames.LENGTH + length])
+        del self._buffer[: frames.LENGTH + length]
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise BadMessage(f"a frame from a jail that is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise BadMessage("a frame from a jail that is no object")
+        return value
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
