@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, get_type_hints
 
+from common import builtin
 from common.errors import ConfigError
 
 
@@ -68,7 +69,10 @@ class EnvironmentConfig:
     verifiers_options: dict[str, Any] = field(default_factory=dict)  # its `[env]` table
     python: str = ""  # the interpreter that has `verifiers`
     processes: int = 1  # environment processes of a rollout shard
-    tools: dict[str, str] = field(default_factory=dict)  # tool name -> module:function
+    # tool name -> module:function, a built-in one's name, or mcp:SERVER/TOOL
+    tools: dict[str, str] = field(default_factory=dict)
+    mcp: dict[str, list[str]] = field(default_factory=dict)  # MCP server name -> its command
+    once: list[str] = field(default_factory=list)  # tools that must not run a second time
     tool_deadline_s: float = 5.0
     step_deadline_s: float = 30.0
 
@@ -88,10 +92,44 @@ class JudgeConfig:
 
 
 @dataclass(frozen=True)
+class RewardPartConfig:
+    use: str  # module:function, or a built-in reward's name
+    weight: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)  # of a built-in one
+
+
+@dataclass(frozen=True)
 class RewardConfig:
-    use: str = ""  # module:function
+    use: str = ""  # module:function, or math | code_tests | regex | exact | choice
+    options: dict[str, Any] = field(default_factory=dict)  # of a built-in one
+    parts: list[RewardPartConfig] = field(default_factory=list)  # a weighted sum, in place of `use`
     deadline_s: float = 10.0
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+
+    @property
+    def declared(self) -> list[RewardPartConfig]:
+        """What the reward is the sum of; nothing: the environment's score, or a judge's verdict."""
+        if self.parts or not self.use:
+            return self.parts
+        return [RewardPartConfig(self.use, 1.0, self.options)]
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    tier: str = "bwrap"  # isolation that code of the model needs: cgroup | bwrap | landlock
+    processes: int = 1  # sandbox processes of the mesh
+    python: str = ""  # interpreter of the model's code; empty: ours, with the standard library
+    imports: list[str] = field(default_factory=list)  # modules that it finds imported already
+    wall_s: float = 10.0  # of one call, less what it waited for a core
+    cpu_s: float = 10.0
+    memory_mb: int = 512
+    max_processes: int = 32  # of a call, threads included
+    open_files: int = 128
+    scratch_mb: int = 64  # of files that a call may write
+    files: int = 4096  # that it may make
+    output_kb: int = 64  # that it may print
+    sessions: int = 32  # of a sandbox process at a time
+    session_idle_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -261,6 +299,7 @@ class JobConfig:
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -277,6 +316,12 @@ class JobConfig:
         """Scored members below which a group is dropped."""
         chosen, size = self.algorithm.min_group, self.algorithm.group_size
         return chosen if chosen >= 0 else max(min(2, size), size - 2)
+
+    @property
+    def jailed(self) -> list[str]:
+        """Its tools and rewards that run code which the model wrote."""
+        rewards = [part.use for part in self.reward.declared]
+        return builtin.jailed([*self.environment.tools.values(), *rewards])
 
     @property
     def supervised(self) -> bool:

@@ -32,7 +32,7 @@ def bracket(config: JobConfig, tag: str, version: int) -> Plan | None:
 
 def measurable(config: JobConfig) -> bool:
     """Whether there is something to evaluate on, and a reward to evaluate by."""
-    rewarded = config.reward.use or config.reward.judge.use
+    rewarded = config.reward.declared or config.reward.judge.use
     rewarded = rewarded or config.environment.use or config.environment.verifiers
     return bool(rewarded and (config.dataset.held_out or config.evaluation.datasets))
 

@@ -155,6 +155,9 @@ def up(
     ranks: Annotated[
         int, typer.Option(metavar="N", help="Workers that train together: a job's training.ranks.")
     ] = 1,
+    sandboxes: Annotated[
+        int, typer.Option(metavar="N", help="Sandbox processes, for tools and rewards.")
+    ] = 1,
 ) -> None:
     """Starts a mesh in the background, for jobs that are submitted to it.
 
@@ -170,7 +173,7 @@ def up(
     """
     from meshrl import updown
 
-    updown.up(root, workers, shards, device, bind, advertise, metrics, ranks)
+    updown.up(root, workers, shards, device, bind, advertise, metrics, ranks, sandboxes)
 
 
 @app.command(rich_help_panel="Meshes")

@@ -20,7 +20,7 @@ from common.state import events, gangs, jobs, leader, registry
 from common.state.client import State
 from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
-from meshrl import bundle, places
+from meshrl import bundle, isolation, places
 from meshrl.places import MeshPlace, find_mesh, write_json
 from meshrl.stalled import Stall, diagnose, redis_silent
 
@@ -64,6 +64,7 @@ async def server_ms(state: State) -> float:
 
 def submit(config: JobConfig, base: Path, force: bool, mesh: Path | None) -> None:
     place = find_mesh(mesh)
+    isolation.require(config)
     run_dir = places.run_directory(config, force)
 
     async def taken(state: State) -> set[str]:

@@ -22,8 +22,6 @@ from kernels import build
 
 OK, NOTE, BAD = "ok", "note", "bad"
 MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3
-LANDLOCK_VERSION_FLAG = 1
-SYS_LANDLOCK_CREATE_RULESET = 444  # the same number on every architecture
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def show() -> int:
 
 
 def examine() -> Iterator[Line]:
-    """One line for each thing a mesh wants; no check starts anything or takes more than 10 s."""
+    """One line for each thing a mesh wants. Nothing that a check starts outlives it."""
     checks: list[Callable[[], Line]] = [
         _python,
         _torch,
@@ -58,7 +56,6 @@ def examine() -> Iterator[Line]:
         _engine,
         _training,
         _sglang,
-        _bubblewrap,
         _isolation,
         _memory,
         _gpu,
@@ -159,25 +156,15 @@ def _sglang() -> Line:
     return Line(NOTE, "sglang", "not installed", fix)
 
 
-def _bubblewrap() -> Line:
-    if path := shutil.which("bwrap"):
-        return Line(OK, "bwrap", path)
-    fix = "apt-get install bubblewrap; needed only for code that the model writes"
-    return Line(NOTE, "bwrap", "not found", fix)
-
-
 def _isolation() -> Line:
-    """The tier that trusted tools and rewards run under; jails are for code the model wrote."""
-    version = _landlock_version()
-    kernel = f"; this kernel has Landlock ABI {version}" if version > 0 else ""
-    return Line(OK, "isolation", f"rlimits, killable worker processes{kernel}")
+    """The tier that code of the model runs in here; it is found by running some."""
+    from meshrl import isolation
 
-
-def _landlock_version() -> int:
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.syscall(SYS_LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_VERSION_FLAG))
+    found = isolation.found()
+    if found.fix:
+        fix = f"{found.fix}; only for jobs that let the model's code run"
+        return Line(NOTE, "isolation", found.meaning, fix)
+    return Line(OK, "isolation", found.meaning)
 
 
 def _memory() -> Line:

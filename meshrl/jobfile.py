@@ -18,10 +18,10 @@ from common.errors import ConfigError
 from common.model.chat import Chat, format_of
 from common.model.tokenizer import Tokenizer
 from common.pace import profile
-from meshrl import jobalgorithm, jobextras, jobmodels, references, rows
+from meshrl import jobalgorithm, jobextras, jobmodels, jobsandbox, references, rows
 from meshrl.toml_lines import key_lines, line_of
 
-REFERENCES = ("environment.use", "reward.use", "warm_start.demonstrations")
+REFERENCES = ("environment.use", "warm_start.demonstrations")
 CHOICES = {
     "mesh.device": ("cpu", "cuda"),
     "training.dtype": ("float32", "bfloat16"),
@@ -159,6 +159,7 @@ class _Checker:
         self._files(config)
         jobmodels.shapes(config, self.fail)
         jobextras.check(config, self.fail)
+        jobsandbox.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
         return self._chat(config)
@@ -213,6 +214,7 @@ class _Checker:
                 config.reward, judge=replace(judge, template=jobmodels.filled(judge, base))
             ),
             evaluation=replace(evaluation, datasets=held),
+            sandbox=replace(config.sandbox, python=jobsandbox.absolute(config.sandbox, base)),
         )
 
     def _values(self, config: JobConfig) -> None:
@@ -343,7 +345,8 @@ class _Checker:
         )
 
     def _references(self, config: JobConfig, base: Path) -> None:
-        rewarded = config.reward.use or config.reward.judge.use or config.environment.use
+        reward = config.reward
+        rewarded = reward.declared or reward.judge.use or config.environment.use
         if not (
             rewarded
             or config.environment.verifiers
@@ -362,8 +365,7 @@ def all_references(config: JobConfig) -> Iterator[tuple[str, str]]:
     for key in REFERENCES:
         if reference := at(config, key):
             yield key, reference
-    for tool, reference in config.environment.tools.items():
-        yield f"environment.tools.{tool}", reference
+    yield from jobsandbox.references(config)
 
 
 def at(config: Any, key: str) -> Any:

@@ -129,7 +129,7 @@ def judge_of(config: JobConfig, fail: Fail) -> None:
                 "models.reward", "nobody asks models.reward", 'Set reward.judge.use = "model"'
             )
         return
-    if config.reward.use:
+    if config.reward.declared:
         raise fail("reward.judge.use", "reward.use and reward.judge.use exclude each other")
     if "{answer}" not in judge.template:
         raise fail("reward.judge.template", "reward.judge.template has no {answer}")

@@ -46,6 +46,7 @@ class Shape:
     advertise: str = ""
     metrics: str = "127.0.0.1:*"
     ranks: int = 1  # workers of the first gang
+    sandboxes: int = 1
 
 
 class Launcher(Hooks):
@@ -254,7 +255,12 @@ class Launcher(Hooks):
     def _services(self) -> list[plan.Service]:
         shape = self.shape
         return plan.services(
-            shape.workers, shape.shards, shape.device, self.settings.host, shape.ranks
+            shape.workers,
+            shape.shards,
+            shape.device,
+            self.settings.host,
+            shape.ranks,
+            shape.sandboxes,
         )
 
     async def _note(self, kind: str, fields: dict[str, Any]) -> None:
@@ -324,8 +330,11 @@ def main() -> None:
     parser.add_argument("--advertise", default="")
     parser.add_argument("--metrics", default=Shape.metrics)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--sandboxes", type=int, default=1)
     a = parser.parse_args()
-    shape = Shape(a.workers, a.shards, a.device, a.bind, a.advertise, a.metrics, a.ranks)
+    shape = Shape(
+        a.workers, a.shards, a.device, a.bind, a.advertise, a.metrics, a.ranks, a.sandboxes
+    )
     try:
         code = asyncio.run(serve(a.root, shape))
     except MeshError as error:

@@ -19,7 +19,9 @@ class Service:
     purpose: str
 
 
-def services(workers: int, shards: int, device: str, host: str, ranks: int = 1) -> list[Service]:
+def services(
+    workers: int, shards: int, device: str, host: str, ranks: int = 1, sandboxes: int = 1
+) -> list[Service]:
     """The services of a mesh in the order they start; they stop in the reverse order. The first
     `ranks` workers make one gang.
     """
@@ -47,10 +49,20 @@ def services(workers: int, shards: int, device: str, host: str, ranks: int = 1) 
         )
         for i in range(shards)
     ]
+    sandbox_services = [
+        service(
+            f"sandbox/{i}",
+            "services.sandbox",
+            "tools and rewards, killable; the model's code in jails",
+            "--name",
+            f"sandbox/{i}",
+        )
+        for i in range(sandboxes)
+    ]
     return [
         *planners,
         service("weights", "services.weights", "weight versions and finished groups"),
-        service("sandbox/0", "services.sandbox", "tools and rewards, killable"),
+        *sandbox_services,
         service(
             f"node/{host}",
             "services.node",
@@ -67,7 +79,8 @@ def services(workers: int, shards: int, device: str, host: str, ranks: int = 1) 
 
 def _services_of(config: JobConfig) -> list[Service]:
     mesh, ranks = config.mesh, config.training.ranks
-    return services(mesh.workers, config.rollout.shards, mesh.device, "*", ranks)
+    sandboxes = config.sandbox.processes
+    return services(mesh.workers, config.rollout.shards, mesh.device, "*", ranks, sandboxes)
 
 
 def described(config: JobConfig) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from common.checkpoints import best, committed, is_first, last_lineage
 from common.config import JobConfig
 from common.errors import NotFound, Refused
 from common.state import embedded, jobs, steps
-from meshrl import bundle, places, report
+from meshrl import bundle, isolation, places, report
 from meshrl.launcher import Launcher, Shape, interruptible, shape_of
 from meshrl.places import MeshPlace, read_json, write_json
 from meshrl.recorder import LOOK_S, Recorder, job_of
@@ -23,6 +23,7 @@ STOPPED = 130  # exit status after Ctrl-C, as shells have it
 
 def run(config: JobConfig, base: Path, force: bool) -> int:
     """Runs a job from its start; the exit status."""
+    isolation.require(config)
     run_dir = places.run_directory(config, force)
     _, document = bundle.pack(config, base, run_dir)
     write_json(run_dir / "job.json", {"job": config.name, "document": document})
@@ -35,6 +36,7 @@ def run(config: JobConfig, base: Path, force: bool) -> int:
         mesh.advertise,
         mesh.metrics,
         config.training.ranks,
+        config.sandbox.processes,
     )
     return asyncio.run(_session(run_dir, shape))
 

@@ -30,6 +30,7 @@ def up(
     advertise: str,
     metrics: str,
     ranks: int,
+    sandboxes: int,
 ) -> None:
     if metrics != OFF:
         metrics_ports(metrics)
@@ -44,7 +45,7 @@ def up(
                 *(sys.executable, "-m", "meshrl.launcher", "--root", str(place.root)),
                 *("--workers", str(workers), "--shards", str(shards)),
                 *("--device", device, "--bind", bind, "--advertise", advertise),
-                *("--metrics", metrics, "--ranks", str(ranks)),
+                *("--metrics", metrics, "--ranks", str(ranks), "--sandboxes", str(sandboxes)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=output,

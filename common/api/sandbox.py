@@ -1,40 +1,69 @@
-"""What the sandbox offers: a job's tools and reward, run where they can hang, crash and print.
+"""What the sandbox offers: a job's tools and rewards, run where they can hang, crash and print.
 
-A call that fails is an outcome with a type, never an error of its batch and never a value. A job
+A call that fails is an outcome with a type, never an error of its batch and never a reward. A job
 that the sandbox does not know (it has restarted) is NotFound for the batch: load it, ask again.
 """
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
-from common.interface import Call, Interface
+from common.interface import Call, Cast, Interface
 from common.wire import message
 
 OK = "ok"
 TIMEOUT = "timeout"  # over its deadline, in CPU time or in time not spent waiting for a core
-CRASHED = "crashed"  # its process ended, twice
 OUT_OF_MEMORY = "out_of_memory"
 OUTPUT_LIMIT = "output_limit"
 REFUSED = "refused"  # it asked for what a jail does not give: network, processes, files, privileges
+CRASHED = "crashed"  # its process ended
 EVICTED = "evicted"  # its session made room for others, or had been idle for too long
 BAD_VALUE = "bad_value"  # a reward that is no finite number, or a value that is no plain JSON
 RAISED = "raised"
 
 
 @message
+class RewardPart:
+    use: str  # "module:function", f(row, turns) -> float, or a built-in reward's name
+    weight: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@message
+class Jailing:
+    """What code that the model wrote may use; see `SandboxConfig`."""
+
+    tier: str = "bwrap"  # that it needs
+    python: str = ""
+    imports: list[str] = field(default_factory=list)
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    memory_bytes: int = 512 << 20
+    processes: int = 32
+    open_files: int = 128
+    scratch_bytes: int = 64 << 20
+    files: int = 4096
+    output_bytes: int = 64 << 10
+    sessions: int = 32
+    session_idle_s: float = 600.0
+
+
+@message
 class LoadJob:
     job: str
     bundle_dir: str  # first on the workers' import path
-    tools: dict[str, str]  # name -> "module:function", f(input) -> plain value
-    reward: str  # "module:function", f(row, turns) -> float; empty: none
+    tools: dict[str, str]  # name -> "module:function", f(input) -> plain value; or a built-in's
+    rewards: list[RewardPart] = field(default_factory=list)  # whose weighted sum is the reward
+    mcp: dict[str, list[str]] = field(default_factory=dict)  # server -> its command
+    jailing: Jailing = field(default_factory=Jailing)
 
 
 @message
 class Loaded:
     job: str
     workers: int
-    tier: str  # how the code is contained: "rlimits"
+    tier: str  # how code of the model is contained; empty: the job runs none
 
 
 @message
@@ -44,6 +73,8 @@ class ToolCall:
     tool: str
     input: Any
     deadline_s: float
+    session: str = ""  # whose state a tool with sessions works on
+    once: bool = False  # if its process is lost, it is not run again
 
 
 @message
@@ -66,10 +97,20 @@ class ScoreBatch:
 
 
 @message
+class EndSessions:
+    job: str
+    sessions: list[str]
+
+
+@message
 class Outcome:
+    """Of tools that run the model's code, `value` is {"status", "output"} whatever the status is,
+    and "exit" where that is not 0: the model reads it.
+    """
+
     id: int
-    status: str  # one of the five above
-    value: Any  # of a reward: a finite float; None unless ok
+    status: str  # one of the above
+    value: Any  # of a reward: a finite float, None unless ok
     error: str  # one line: what, and where in the job's code
 
 
@@ -79,6 +120,7 @@ class Outcomes:
 
 
 class Sandbox(Interface):
-    load = Call(LoadJob, Loaded, deadline_s=60.0, idempotent=True)
+    load = Call(LoadJob, Loaded, deadline_s=120.0, idempotent=True)
     run = Call(RunTools, Outcomes, deadline_s=60.0)
     score = Call(ScoreBatch, Outcomes, deadline_s=120.0, idempotent=True)
+    end_sessions = Cast(EndSessions)

@@ -17,12 +17,13 @@ from typing import Any
 
 import msgpack
 
+from common import builtin, mcp_client
 from common.child import Channel
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from services.rollout.framing import checked, encodable
 from services.rollout.sessions import ChatSession, Session, TextSession
-from services.rollout.tools import Tool
+from services.rollout.tools import BuiltIn, Tool
 
 Answer = tuple[str, Any]
 
@@ -36,7 +37,7 @@ class Environments:
         tokenizer: Tokenizer,
         prompt: str,
         chat: Chat | None = None,
-        tools: dict[str, Tool] | None = None,
+        tools: dict[str, BuiltIn] | None = None,
     ) -> None:
         self._factory = factory or SingleTurn.factory(prompt)
         self._tokenizer = tokenizer
@@ -133,6 +134,27 @@ class SingleTurn:
         return None
 
 
+def offered(
+    uses: dict[str, str], servers: dict[str, list[str]], modules: str
+) -> dict[str, BuiltIn]:
+    """The tools that the model is told of."""
+    found: dict[str, BuiltIn] = {}
+    served: dict[str, dict[str, Any]] = {}
+    for name, use in uses.items():
+        if builtin.is_mcp(use):
+            server, _, tool = use.removeprefix(builtin.MCP).partition("/")
+            if server not in served:
+                served[server] = mcp_client.listed(servers[server], modules)
+            if tool not in served[server]:
+                raise ValueError(f"the MCP server {server} has no tool {tool!r}")
+            found[name] = BuiltIn(name, *served[server][tool])
+        elif builtin.is_builtin(use):
+            found[name] = BuiltIn.of(name, builtin.TOOLS[use])
+        else:
+            found[name] = Tool(name, resolve(use, modules))
+    return found
+
+
 def resolve(reference: str, directory: str) -> Callable[..., Any]:
     """The object that `module:function` names, with `directory` first on the path."""
     if directory not in sys.path:
@@ -151,16 +173,14 @@ def main() -> None:
     parser.add_argument("--chat", default="", help="chat format; empty: text as it is")
     parser.add_argument("--chat-options", type=json.loads, default={})
     parser.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
+    parser.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
     arguments = parser.parse_args()
     channel = Channel.from_env()
     tokenizer = Tokenizer.load(arguments.tokenizer)
     chat, tools = None, {}
     if arguments.chat:
         chat = Chat.load(arguments.chat, arguments.chat_options, tokenizer)
-        tools = {
-            name: Tool(name, resolve(reference, arguments.modules))
-            for name, reference in arguments.tools.items()
-        }
+        tools = offered(arguments.tools, arguments.mcp, arguments.modules)
     factory = resolve(arguments.use, arguments.modules) if arguments.use else None
     served = Environments(factory, tokenizer, arguments.prompt, chat, tools)
     serve(channel, served)

@@ -36,7 +36,7 @@ def command(job: JobData) -> list[str]:
     argv += ["--prompt", job.config.dataset.prompt]
     if config.chat:
         argv += ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
-        argv += ["--tools", json.dumps(config.tools)]
+        argv += ["--tools", json.dumps(config.tools), "--mcp", json.dumps(config.mcp)]
     return argv
 
 

@@ -297,6 +297,7 @@ class ShardJob:
             self.active.pop(t.id, None)
             self.router.release(t)
             self.environments.close_one(t.id)
+            await self.outside.ended(str(t.id))
             self.hungry.set()
         if t.recorded:
             end = [t.id, ending.reason, ending.reward, ending.error]
@@ -311,7 +312,7 @@ class ShardJob:
         environment = self.config.environment
         if self.judge is not None:
             return await self.judge.verdict(row, t.turns())
-        if self.config.reward.use or not (environment.use or environment.verifiers):
+        if self.config.reward.declared or not (environment.use or environment.verifiers):
             return await self.outside.reward(row, t.turns())
         if score is None:
             raise ToolFailed(
@@ -350,7 +351,8 @@ class ShardJob:
                 if len(t.open_round.calls()) >= CALLS:
                     raise ToolFailed(f"the environment asked for over {CALLS} tool calls in a turn")
                 name, argument = value
-                await self._answered(t, name, argument, await self.outside.tool(name, argument))
+                answer = await self.outside.tool(name, argument, str(t.id))
+                await self._answered(t, name, argument, answer)
                 action, value = await self._told(t, replay)
             if action == "done":
                 return "done", value

@@ -16,7 +16,7 @@ from common.errors import BadMessage
 from common.model.chat import Call, Chat, Conversation, Message
 from common.model.tokenizer import Tokenizer
 from services.rollout.framing import encodable, packed
-from services.rollout.tools import BadCall, Tool
+from services.rollout.tools import BadCall, BuiltIn
 
 Action = list[Any]
 
@@ -94,7 +94,7 @@ class ChatSession:
     """
 
     def __init__(
-        self, environment: Any, chat: Chat, tools: dict[str, Tool], tokenizer: Tokenizer
+        self, environment: Any, chat: Chat, tools: dict[str, BuiltIn], tokenizer: Tokenizer
     ) -> None:
         self._environment, self._chat, self._tools = environment, chat, tools
         self._tokenizer = tokenizer

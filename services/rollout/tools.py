@@ -9,6 +9,8 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from common import builtin
+
 NAMES: dict[Any, str] = {
     str: "string",
     int: "integer",
@@ -26,7 +28,47 @@ class BadCall(Exception):
     """A call that the model wrote and the tool would not understand; its text is for the model."""
 
 
-class Tool:
+class BuiltIn:
+    """A tool that MeshRL brings along, or an MCP server's: what is known of it without its code."""
+
+    def __init__(
+        self, name: str, description: str, parameters: dict[str, Any], single: str = ""
+    ) -> None:
+        self.name, self.description, self.parameters = name, description, parameters
+        self._single = single  # the argument that is passed alone; empty: all of them, as a table
+
+    @classmethod
+    def of(cls, name: str, tool: builtin.Tool) -> BuiltIn:
+        parameters = {
+            "type": "object",
+            "properties": {tool.argument: {"type": "string"}},
+            "required": [tool.argument],
+        }
+        return cls(name, tool.description, parameters, tool.argument)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """In the form that chat templates take."""
+        return specified(self.name, self.description, self.parameters)
+
+    def input(self, arguments: dict[str, Any]) -> Any:
+        """What the tool is called with; BadCall when the arguments are not what it takes."""
+        return checked(self.parameters, arguments, self._single)
+
+
+def specified(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def checked(parameters: dict[str, Any], arguments: dict[str, Any], single: str) -> Any:
+    if problem := mismatch(parameters, arguments):
+        raise BadCall(problem)
+    arguments = whole(parameters, arguments)
+    return arguments[single] if single else arguments
+
+
+class Tool(BuiltIn):
     """A tool of the job's author, `f(input)`, as what a model calls with named arguments.
 
     A TypedDict as the type of `input`, or an attribute `parameters` of the function, which is a
@@ -35,41 +77,24 @@ class Tool:
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name = name
         parameter = next(iter(inspect.signature(function).parameters))
         hints = typing.get_type_hints(function)
         kind = hints.get(parameter, Any)
-        self._single = ""
         declared = getattr(function, "parameters", None)
+        single = ""
         if isinstance(declared, dict):
-            self.parameters = declared
+            parameters = declared
         elif typing.is_typeddict(kind):
-            self.parameters = schema(kind)
+            parameters = schema(kind)
         else:
-            self._single = parameter
-            self.parameters = {
+            single = parameter
+            parameters = {
                 "type": "object",
                 "properties": {parameter: schema(kind)},
                 "required": [parameter],
             }
-        self.description = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """In the form that chat templates take."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-        }
-        return {"type": "function", "function": function}
-
-    def input(self, arguments: dict[str, Any]) -> Any:
-        """What the function is called with; BadCall when the arguments are not what it takes."""
-        if problem := mismatch(self.parameters, arguments):
-            raise BadCall(problem)
-        arguments = whole(self.parameters, arguments)
-        return arguments[self._single] if self._single else arguments
+        said = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
+        super().__init__(name, said, parameters, single)
 
 
 def schema(kind: Any) -> dict[str, Any]:

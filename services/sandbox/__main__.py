@@ -12,12 +12,12 @@ from services.sandbox.actor import SandboxActor
 from services.sandbox.pool import RLIMITS, Limits
 
 
-async def main(name: str, warm: int, most: int, memory_mb: int) -> None:
+async def main(name: str, warm: int, most: int, memory_mb: int, jails: int) -> None:
     settings = MeshSettings.from_env()
     mesh = await Mesh.open(name, "sandbox", settings)
     logs = Path(settings.run_root) / "mesh" / "logs"
     limits = Limits(warm=warm, most=most, rlimits={**RLIMITS, "AS": memory_mb << 20})
-    actor = SandboxActor(mesh.host, mesh.clock, logs, limits)
+    actor = SandboxActor(mesh.host, mesh.clock, logs, limits, name=name, slots=jails)
     await mesh.join(actor, stats=actor.stats)
     mesh.ready = True
     try:
@@ -37,5 +37,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--memory-mb", type=int, default=RLIMITS["AS"] >> 20, help="address space of each process"
     )
+    parser.add_argument(
+        "--jails", type=int, default=4 * cores, help="jails that run at a time, of all jobs"
+    )
     a = parser.parse_args()
-    run(lambda: main(a.name, a.warm, a.most, a.memory_mb))
+    run(lambda: main(a.name, a.warm, a.most, a.memory_mb, a.jails))

@@ -1,4 +1,4 @@
-"""The sandbox as an actor: jobs loaded into pools, batches in, outcomes out in the same order."""
+"""The sandbox as an actor: jobs are loaded, batches come in, outcomes go out in the same order."""
 
 from __future__ import annotations
 
@@ -7,93 +7,177 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.actor import Actor, call
+from common import builtin
+from common.actor import Actor, call, cast
 from common.api.sandbox import (
+    EndSessions,
     Loaded,
     LoadJob,
     Outcome,
     Outcomes,
-    RewardCall,
     RunTools,
     Sandbox,
     ScoreBatch,
-    ToolCall,
 )
 from common.clock import Clock
-from common.errors import NotFound
+from common.errors import NotFound, Refused
 from common.host import Host
-from services.sandbox.pool import Answer, Limits, Pool
+from services.sandbox import groups, tiers
+from services.sandbox.answer import Answer
+from services.sandbox.jailed import Jailed, interpreter_of
+from services.sandbox.jails import Interpreter, Launcher
+from services.sandbox.jobs import LoadedJob, trusted
+from services.sandbox.pool import Limits, Pool
+from services.sandbox.slots import Slots
 
 JOBS_MOST = 8  # loaded at once; the one that was idle for longest makes room
-TIER = "rlimits"  # how code is contained: killable processes with resource limits
+SWEEP_S = 5.0  # between two looks for sessions that are idle
 
 
 class SandboxActor(Actor):
     interface = Sandbox
 
-    def __init__(self, host: Host, clock: Clock, logs: Path | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        host: Host,
+        clock: Clock,
+        logs: Path | None,
+        limits: Limits,
+        *,
+        name: str = "sandbox/0",
+        slots: int = 8,
+    ) -> None:
         self._host, self._clock, self._logs, self._limits = host, clock, logs, limits
-        self._pools: dict[str, Pool] = {}  # in the order of their last use
+        self._name = name
+        self._slots = Slots(clock, slots)
+        self._jobs: dict[str, LoadedJob] = {}  # in the order of their last use
+        self._launchers: dict[Interpreter, Launcher] = {}
         self._loading = asyncio.Lock()
         self._outcomes: Counter[str] = Counter()
+        self._found: tiers.Found | None = None
+        self._homes: groups.Homes | None = None
+        self._sweeping: asyncio.Task[None] | None = None
 
     def stats(self) -> dict[str, Any]:
+        jobs = self._jobs.values()
         return {
-            "jobs": len(self._pools),
-            "workers": sum(pool.size for pool in self._pools.values()),
-            "replaced": sum(pool.replaced for pool in self._pools.values()),
+            "jobs": len(self._jobs),
+            "workers": sum(job.pool.size for job in jobs if job.pool),
+            "replaced": sum(job.pool.replaced for job in jobs if job.pool),
+            "jails": sum(launcher.started for launcher in self._launchers.values()),
+            "busy": self._slots.busy,
+            "waiting": self._slots.waiting,
+            "sessions": sum(job.jailed.sessions.size for job in jobs if job.jailed),
             **{f"outcomes_{status}": count for status, count in self._outcomes.items()},
         }
 
+    async def start(self) -> None:
+        self._sweeping = asyncio.create_task(self._sweep_forever(), name="idle sessions")
+
     async def stop(self) -> None:
-        await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
-        self._pools.clear()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        await asyncio.gather(*(job.stop() for job in self._jobs.values()))
+        self._jobs.clear()
+        await asyncio.gather(*(launcher.stop() for launcher in self._launchers.values()))
+        self._launchers.clear()
 
     @call(Sandbox.load)
     async def load(self, m: LoadJob) -> Loaded:
-        """Idempotent; other code under the same name replaces the job's pool."""
+        """Idempotent; other code under the same name replaces the job's workers and jails."""
         async with self._loading:
-            pool = self._pools.get(m.job)
-            if pool is None or pool.code != m:
-                log = self._logs / f"sandbox-{m.job}.log" if self._logs else None
-                fresh = Pool(self._host, self._clock, m, log, self._limits)
-                await fresh.start()
-                self._pools[m.job] = fresh
-                if pool is not None:
-                    await pool.stop()
+            job = self._jobs.get(m.job)
+            if job is None or job.loaded != m:
+                fresh = await self._loaded(m)
+                self._jobs[m.job] = fresh
+                if job is not None:
+                    await job.stop()
                 await self._make_room()
-            return Loaded(job=m.job, workers=self._pools[m.job].size, tier=TIER)
+            pool = self._jobs[m.job].pool
+            tier = self._found.meaning if self._found and self._jobs[m.job].jailed else ""
+            return Loaded(job=m.job, workers=pool.size if pool else 0, tier=tier)
+
+    async def _loaded(self, m: LoadJob) -> LoadedJob:
+        jailed = await self._jailed(m)
+        functions = trusted(m)
+        if not functions:
+            return LoadedJob(m, None, jailed)
+        log = self._logs / f"sandbox-{m.job}.log" if self._logs else None
+        pool = Pool(
+            self._host, self._clock, m.job, m.bundle_dir, functions, log, self._limits, m.mcp
+        )
+        await pool.start()
+        return LoadedJob(m, pool, jailed)
+
+    async def _jailed(self, m: LoadJob) -> Jailed | None:
+        """Jails for what runs the model's code; Refused below the tier that the job demands."""
+        uses = builtin.jailed([*m.tools.values(), *(part.use for part in m.rewards)])
+        if not uses:
+            return None
+        demanded = m.jailing.tier
+        log = self._logs / "jails.log" if self._logs else None
+        if self._found is None:
+            self._found = await tiers.find(self._host, self._clock, log)
+            self._homes = groups.find() if self._found.tier == "cgroup" else None
+            if self._homes is not None:
+                groups.sweep(self._homes)
+        if not tiers.suffices(self._found.tier, demanded):
+            raise Refused(
+                f"{', '.join(uses)} of job {m.job} run code that the model wrote, which takes "
+                f"{tiers.MEANING[demanded]}; this host has {self._found.meaning}",
+                where=self._name,
+                fix=self._found.fix,
+            )
+        interpreter = interpreter_of(m.jailing)
+        launcher = self._launchers.get(interpreter)
+        if launcher is None:
+            tier = "landlock" if self._found.tier == "landlock" else "bwrap"
+            launcher = Launcher(self._host, self._clock, tier, interpreter, self._homes, log)
+            await launcher.start()
+            self._launchers[interpreter] = launcher
+        return Jailed(launcher, self._clock, self._slots, m)
 
     @call(Sandbox.run)
     async def run(self, m: RunTools) -> Outcomes:
-        async def of_job(job: str, calls: list[ToolCall]) -> list[Answer]:
-            return await self._pool(job).tools([(c.tool, c.input, c.deadline_s) for c in calls])
-
         by_job = _by_job(m.calls)
-        parts = await asyncio.gather(*(of_job(job, calls) for job, calls in by_job.items()))
+        parts = await asyncio.gather(*(self._job(job).run(calls) for job, calls in by_job.items()))
         return self._outcomes_of(m.calls, by_job, parts)
 
     @call(Sandbox.score)
     async def score(self, m: ScoreBatch) -> Outcomes:
-        async def of_job(job: str, calls: list[RewardCall]) -> list[Answer]:
-            return await self._pool(job).rewards([(c.row, c.turns, c.deadline_s) for c in calls])
-
         by_job = _by_job(m.calls)
-        parts = await asyncio.gather(*(of_job(job, calls) for job, calls in by_job.items()))
+        parts = await asyncio.gather(
+            *(self._job(job).score(calls) for job, calls in by_job.items())
+        )
         return self._outcomes_of(m.calls, by_job, parts)
 
-    def _pool(self, job: str) -> Pool:
-        pool = self._pools.pop(job, None)
-        if pool is None:
+    @cast(Sandbox.end_sessions)
+    async def end_sessions(self, m: EndSessions) -> None:
+        job = self._jobs.get(m.job)
+        if job is not None and job.jailed is not None:
+            for session in m.sessions:
+                job.jailed.sessions.end(session)
+
+    def _job(self, name: str) -> LoadedJob:
+        job = self._jobs.pop(name, None)
+        if job is None:
             raise NotFound(
-                f"job {job} is not loaded", where="sandbox/0", fix="call Sandbox.load, then again"
+                f"job {name} is not loaded", where=self._name, fix="call Sandbox.load, then again"
             )
-        self._pools[job] = pool
-        return pool
+        self._jobs[name] = job
+        self._slots.jobs = len(self._jobs)
+        return job
 
     async def _make_room(self) -> None:
-        while len(self._pools) > JOBS_MOST:
-            await self._pools.pop(next(iter(self._pools))).stop()
+        while len(self._jobs) > JOBS_MOST:
+            await self._jobs.pop(next(iter(self._jobs))).stop()
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._clock.sleep(SWEEP_S)
+            for job in self._jobs.values():
+                if job.jailed is not None:
+                    job.jailed.sessions.sweep()
 
     def _outcomes_of(
         self,
@@ -117,3 +201,4 @@ def _by_job(calls: list[Any]) -> dict[str, list[Any]]:
     for asked in calls:
         found.setdefault(asked.job, []).append(asked)
     return found
+

@@ -127,11 +127,11 @@ class Group:
                 place.rmdir()
 
 
-def sweep(homes: Homes, alive: set[int]) -> None:
-    """Removes groups whose sandbox, the number in their names, is not among the living."""
+def sweep(homes: Homes) -> None:
+    """Removes groups whose sandbox, whose process number is in their names, has ended."""
     for home in homes.places:
         for place in home.glob(f"{PREFIX}*"):
             owner = place.name.removeprefix(PREFIX).partition("-")[0]
-            if owner.isdigit() and int(owner) not in alive:
+            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
                 with contextlib.suppress(OSError):
                     place.rmdir()

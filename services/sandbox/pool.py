@@ -13,13 +13,14 @@ from typing import Any
 
 import msgpack
 
-from common.api.sandbox import CRASHED, TIMEOUT, LoadJob
+from common.api.sandbox import CRASHED, RAISED, TIMEOUT
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, MeshError, Overloaded, PeerLost, ToolFailed
 from common.host import Host
 from common.process import Child, Usage
+from services.sandbox.answer import Answer
 from services.sandbox.slicing import Durations, charged_s, grows, slice_size
-from services.sandbox.worker import LOADED, OK, REWARD, TOOL
+from services.sandbox.worker import LOADED, OK, shown_name
 
 LOAD_S = 30.0  # for the import of the job's modules
 BASELINE_S = 0.05  # into a call its CPU time is first read: most have ended by then
@@ -44,13 +45,17 @@ class Limits:
     most: int = 4  # workers, when calls wait
     rlimits: dict[str, int] = field(default_factory=lambda: dict(RLIMITS))
     nice: int = 0
+    recycle: int = 5000  # calls that a process serves; what libraries have kept goes with it
 
 
 @dataclass(frozen=True)
-class Answer:
-    status: str
-    value: Any
-    error: str
+class Work:
+    """A call of one of a pool's functions."""
+
+    name: str
+    arguments: list[Any]
+    deadline_s: float
+    once: bool = False  # it is not run again when its process is lost
 
 
 @dataclass
@@ -58,6 +63,7 @@ class _Waiting:
     name: str
     arguments: list[Any]
     deadline_s: float
+    once: bool
     answer: asyncio.Future[Answer]
     attempts: int = 0
 
@@ -67,21 +73,30 @@ class _WorkerEnded(Exception):
 
 
 class Pool:
-    """Runs calls of one job in processes of its own, a few of them warm."""
+    """Runs functions of one job in processes of its own, a few of them warm.
+
+    `functions` are references, `module:function`, looked for in `directory` first.
+    """
 
     def __init__(
-        self, host: Host, clock: Clock, code: LoadJob, log: Path | None, limits: Limits
+        self,
+        host: Host,
+        clock: Clock,
+        job: str,
+        directory: str,
+        functions: dict[str, str],
+        log: Path | None,
+        limits: Limits,
+        servers: dict[str, list[str]] | None = None,
     ) -> None:
-        self.code = code
+        self._servers = servers or {}
+        self._job, self._directory, self._functions = job, directory, functions
         self._host, self._clock, self._log, self._limits = host, clock, log, limits
         self._queue: deque[_Waiting] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()
         self._busy_since: dict[int, float] = {}
         self._durations = Durations()
         self._workers: list[asyncio.Task[None]] = []
-        self._functions = {TOOL + name: use for name, use in code.tools.items()}
-        if code.reward:
-            self._functions[REWARD] = code.reward
         self.replaced = 0  # processes that ended or were killed
 
     @property
@@ -108,35 +123,27 @@ class Pool:
             worker.cancel()
         await asyncio.gather(*self._workers, return_exceptions=True)
         self._workers.clear()
-        self._fail_waiting(PeerLost(f"the sandbox unloads job {self.code.job}"))
+        self._fail_waiting(PeerLost(f"the sandbox unloads job {self._job}"))
 
-    async def tools(self, calls: Sequence[tuple[str, Any, float]]) -> list[Answer]:
-        """Answers to (tool, input, deadline in seconds), in order."""
-        return await self._run([(TOOL + name, [value], limit) for name, value, limit in calls])
-
-    async def rewards(
-        self, calls: Sequence[tuple[dict[str, Any], list[dict[str, Any]], float]]
-    ) -> list[Answer]:
-        """Answers to (row, turns, deadline in seconds), in order."""
-        return await self._run([(REWARD, [row, turns], limit) for row, turns, limit in calls])
-
-    async def _run(self, calls: list[tuple[str, list[Any], float]]) -> list[Answer]:
+    async def run(self, calls: Sequence[Work]) -> list[Answer]:
+        """What they came to, in order."""
         if len(self._queue) + len(calls) > WAITING_MOST:
-            raise Overloaded(f"{len(self._queue)} calls of job {self.code.job} wait already")
+            raise Overloaded(f"{len(self._queue)} calls of job {self._job} wait already")
         loop = asyncio.get_running_loop()
-        waiting = [_Waiting(*call, loop.create_future()) for call in calls]
+        waiting = [
+            _Waiting(call.name, call.arguments, call.deadline_s, call.once, loop.create_future())
+            for call in calls
+        ]
         for call in waiting:
             if call.name in self._functions:
                 self._queue.append(call)
             else:
-                known = ", ".join(sorted(self._functions)) or "nothing"
-                call.answer.set_result(
-                    Answer(
-                        "raised", None, f"job {self.code.job} has no {call.name}; it has {known}"
-                    )
-                )
+                known = ", ".join(sorted(map(shown_name, self._functions))) or "nothing"
+                wanted = shown_name(call.name)
+                error = f"job {self._job} has no {wanted}; it has {known}"
+                call.answer.set_result(Answer(RAISED, None, error))
         self._wake()
-        async with self._clock.timeout(WAIT_S, f"{len(calls)} calls of job {self.code.job}"):
+        async with self._clock.timeout(WAIT_S, f"{len(calls)} calls of job {self._job}"):
             return await asyncio.gather(*(call.answer for call in waiting))
 
     # ------------------------------------------------------------ workers
@@ -157,7 +164,7 @@ class Pool:
             self._keep(None)
 
     def _keep(self, child: Child | None) -> None:
-        name = f"sandbox worker of {self.code.job}"
+        name = f"sandbox worker of {self._job}"
         self._workers.append(asyncio.create_task(self._keep_worker(child), name=name))
 
     async def _keep_worker(self, child: Child | None) -> None:
@@ -166,9 +173,12 @@ class Pool:
             while True:
                 if child is None:
                     child = await self._restarted()
+                served = 0
                 with contextlib.suppress(_WorkerEnded):
-                    while True:
-                        await self._serve(child, await self._next_slice())
+                    while served < self._limits.recycle:
+                        calls = await self._next_slice()
+                        served += len(calls)
+                        await self._serve(child, calls)
                 self.replaced += 1
                 child.kill()
                 await child.wait(ENDING_S)
@@ -186,13 +196,13 @@ class Pool:
             except (MeshError, OSError) as error:
                 tries += 1
                 if tries % START_TRIES == 0:
-                    self._fail_waiting(ToolFailed(f"job {self.code.job}: {error}"))
+                    self._fail_waiting(ToolFailed(f"job {self._job}: {error}"))
             await self._clock.sleep(min(RETRY_S * tries, LOAD_S))
 
     async def _started(self) -> Child:
         child = self._host.spawn(
             [sys.executable, "-m", "services.sandbox.worker"],
-            name=f"sandbox worker of {self.code.job}",
+            name=f"sandbox worker of {self._job}",
             env=ENVIRONMENT,
             log=self._log,
             own_session=True,
@@ -201,21 +211,21 @@ class Pool:
             pipe=True,
         )
         try:
-            await child.send(msgpack.packb([self.code.bundle_dir, self._functions]))
+            await child.send(msgpack.packb([self._directory, self._functions, self._servers]))
             call_id, status, _, error = _unpacked(await child.recv(LOAD_S))
         except (PeerLost, BadMessage, DeadlineExceeded) as problem:
             child.kill()
             raise ToolFailed(
                 f"importing {', '.join(self._functions.values())} ended the process or took more"
                 f" than {LOAD_S:g} s: {problem}",
-                where=self.code.bundle_dir,
+                where=self._directory,
                 fix="import it with plain Python; its output is in the sandbox's log",
             ) from problem
         if (call_id, status) != (LOADED, OK):
             child.kill()
             raise ToolFailed(
-                f"a tool or reward of job {self.code.job} does not import: {error}",
-                where=self.code.bundle_dir,
+                f"a tool or reward of job {self._job} does not import: {error}",
+                where=self._directory,
             )
         return child
 
@@ -291,7 +301,7 @@ class Pool:
                 charged = charged_s(self._clock.monotonic() - begun, usage, before)
                 left = call.deadline_s - charged
                 if left <= 0 and wait_s <= RECHECK_S:
-                    name = call.name.removeprefix(TOOL)
+                    name = shown_name(call.name)
                     raise DeadlineExceeded(f"{name} took more than {call.deadline_s:g} s") from None
                 # The last look is short, and comes after the loop has read what lay in the socket.
                 wait_s = max(RECHECK_S, left)
@@ -310,11 +320,11 @@ class Pool:
 
     def _retry(self, call: _Waiting, why: str) -> None:
         call.attempts += 1
-        if call.attempts < ATTEMPTS:
+        if call.attempts < ATTEMPTS and not call.once:
             self._put_back([call])
         else:
-            name = call.name.removeprefix(TOOL)
-            self._settle(call, Answer(CRASHED, None, f"{name} failed its process twice: {why}"))
+            name, times = shown_name(call.name), "twice" if call.attempts > 1 else "once"
+            self._settle(call, Answer(CRASHED, None, f"{name} failed its process {times}: {why}"))
 
 
 def _unpacked(frame: bytes) -> tuple[int, str, Any, str]:

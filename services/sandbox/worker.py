@@ -1,6 +1,7 @@
 """A process that runs a job's tools and reward: one call after the other, until it is killed.
 
-First frame in: [bundle_dir, {name: "module:function"}]. Then slices: [[id, name, arguments], ...].
+First frame in: [bundle_dir, {name: use}, {MCP server: command}]; a use is "module:function" or
+"mcp:server/tool". Then slices: [[id, name, arguments], ...].
 Out, for each call as soon as it has ended: [id, status, value, error]; a result that waited for the
 end of its slice would be lost with a neighbour that hangs. Only the standard library and msgpack,
 because a pool refills while callers wait.
@@ -22,8 +23,9 @@ import msgpack
 from common.child import Channel
 
 OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # of common.api.sandbox, which imports numpy
-REWARD = "reward"
+REWARD = "reward:"  # before a reward's number: what it returns is a finite number
 TOOL = "tool:"  # before a tool's name
+MCP = "mcp:"
 LOADED = 0  # the id of the first answer
 CHANNEL_ABOVE = 100  # user code that writes to small descriptors by mistake misses the channel
 OUT_OF_MEMORY = 72  # exit status: a fresh process may have room for the same call
@@ -36,10 +38,17 @@ LOG_BYTES = 4 << 20  # the log of prints starts again past this
 Answer = tuple[int, str, Any, str]
 
 
-def load(bundle_dir: str, functions: dict[str, str]) -> dict[str, Callable[..., Any]]:
+def load(
+    bundle_dir: str, functions: dict[str, str], servers: dict[str, list[str]]
+) -> dict[str, Callable[..., Any]]:
     sys.path.insert(0, bundle_dir)
     found: dict[str, Callable[..., Any]] = {}
     for name, use in functions.items():
+        if use.startswith(MCP):
+            from services.sandbox.mcp_tools import tool_of  # takes the `mcp` package
+
+            found[name] = tool_of(use, servers, bundle_dir)
+            continue
         module, _, attribute = use.partition(":")
         found[name] = getattr(importlib.import_module(module), attribute)
         if not callable(found[name]):
@@ -51,15 +60,19 @@ def run(functions: dict[str, Callable[..., Any]], call: list[Any]) -> Answer:
     call_id, name, arguments = call
     try:
         value = functions[name](*arguments)
-        checked, problem = finite(value) if name == REWARD else plain(value)
+        checked, problem = finite(value) if name.startswith(REWARD) else plain(value)
     except MemoryError:
         # What ate the memory may be an earlier call's leak.
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the job's mistakes too
         return call_id, RAISED, None, described(error)
     if problem:
-        return call_id, BAD_VALUE, None, clean(f"{name.removeprefix(TOOL)} returned {problem}")
+        return call_id, BAD_VALUE, None, clean(f"{shown_name(name)} returned {problem}")
     return call_id, OK, checked, ""
+
+
+def shown_name(name: str) -> str:
+    return "the reward" if name.startswith(REWARD) else name.removeprefix(TOOL)
 
 
 def finite(value: object) -> tuple[float | None, str]:

@@ -1,0 +1,70 @@
+"""The tools and rewards that MeshRL brings along, as a job file names them.
+
+A name without a colon is one of these; `module:function` is the author's own, `mcp:server/tool` a
+server's of the Model Context Protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MCP = "mcp:"
+
+
+@dataclass(frozen=True)
+class Tool:
+    description: str  # what the model is told
+    argument: str  # name of its one argument, a text
+    jailed: bool  # it runs code that the model wrote
+    session: bool = False  # it keeps state from call to call
+
+
+@dataclass(frozen=True)
+class Reward:
+    options: frozenset[str]
+    required: frozenset[str] = frozenset()
+    jailed: bool = False
+
+
+TOOLS = {
+    "python": Tool("Runs a Python program and returns what it prints.", "code", jailed=True),
+    "python_session": Tool(
+        "Runs Python as a notebook cell: variables stay for the next call, and the value of a last "
+        "expression is shown.",
+        "code",
+        jailed=True,
+        session=True,
+    ),
+    "shell": Tool("Runs a command line and returns what it prints.", "command", jailed=True),
+    "calculator": Tool("Works out an arithmetic expression.", "expression", jailed=False),
+}
+
+_TEXT = frozenset({"answer", "strip"})
+REWARDS = {
+    "math": Reward(_TEXT),
+    "exact": Reward(_TEXT | {"ignore_case", "ignore_space"}),
+    "choice": Reward(_TEXT | {"letters"}),
+    "regex": Reward(_TEXT | {"pattern"}, required=frozenset({"pattern"})),
+    "code_tests": Reward(
+        frozenset({"tests", "strip", "prefix", "partial", "case_s", "memory_mb"}), jailed=True
+    ),
+}
+
+
+def is_builtin(use: str) -> bool:
+    """Whether it names something of this module's kind, known or not."""
+    return bool(use) and ":" not in use
+
+
+def is_mcp(use: str) -> bool:
+    return use.startswith(MCP)
+
+
+def jailed(uses: list[str]) -> list[str]:
+    """Those that run code which the model wrote."""
+    found: list[str] = []
+    for use in uses:
+        tool, reward = TOOLS.get(use), REWARDS.get(use)
+        if (tool is not None and tool.jailed) or (reward is not None and reward.jailed):
+            found.append(use)
+    return found

@@ -1,0 +1,51 @@
+"""What isolation this host gives to code that the model wrote, and whether a job may run with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from common.config import JobConfig
+from common.errors import Refused
+
+PROBE_S = 120.0
+ORDER = ("none", "landlock", "bwrap", "cgroup")
+DEMANDS = {
+    "landlock": "Landlock + seccomp",
+    "bwrap": "bwrap + seccomp",
+    "cgroup": "bwrap + seccomp + cgroup",
+}
+
+
+@dataclass(frozen=True)
+class Isolation:
+    tier: str
+    meaning: str
+    fix: str  # how to reach a better one; empty: it is the best
+
+
+def found() -> Isolation:
+    """By trying it, in a process of its own; a second or two."""
+    command = [sys.executable, "-m", "services.sandbox.tiers"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_S, check=True
+        )
+        return Isolation(**json.loads(done.stdout))
+    except (subprocess.SubprocessError, OSError, ValueError, TypeError) as error:
+        return Isolation("none", "none", f"the probe failed: {error}")
+
+
+def require(config: JobConfig) -> None:
+    """Refused where the job lets the model's code run and this host contains it too little."""
+    if not config.jailed:
+        return
+    isolation, demanded = found(), config.sandbox.tier
+    if ORDER.index(isolation.tier) < ORDER.index(demanded):
+        raise Refused(
+            f"{', '.join(sorted(set(config.jailed)))} run code that the model wrote, which takes "
+            f"{DEMANDS[demanded]} (sandbox.tier); this host has {isolation.meaning}",
+            fix=isolation.fix,
+        )

@@ -1,0 +1,35 @@
+"""What the model answered, out of a trajectory's turns. Only the standard library: workers start
+with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+FENCE = "```"
+
+
+def answer_of(turns: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """The model's last turn without the tokens that end it; empty when a trajectory ends otherwise."""
+    if not turns or turns[-1].get("role") != "model":
+        return ""
+    text = str(turns[-1].get("text", ""))
+    ends = options.get("strip", [])
+    ends = [ends] if isinstance(ends, str) else list(ends)
+    stripped = True
+    while stripped:
+        stripped = False
+        for end in ends:
+            if end and text.endswith(end):
+                text, stripped = text[: -len(end)], True
+    return text
+
+
+def code_of(text: str) -> str:
+    """The last block between fences, if there is one; else the whole text."""
+    parts = text.split(FENCE)
+    if len(parts) < 3:
+        return text
+    last = len(parts) - 2 if len(parts) % 2 else len(parts) - 3  # an open fence is no block
+    language, newline, body = parts[last].partition("\n")
+    return body if newline and " " not in language.strip() else parts[last]

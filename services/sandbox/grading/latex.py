@@ -1,0 +1,146 @@
+"""Which part of a text is the answer, and spellings of LaTeX that math-verify does not read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)"
+THINKING_END = "</think>"
+JOINED = re.compile(r"[\s$.]*(?:,|;|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})?[\s$]*")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(\d))")
+SIGNS = {
+    "−": "-",
+    "–": "-",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "°": r"^\circ",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "∪": r"\cup ",
+    "½": r"\frac{1}{2}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+    "€": "",
+    "£": "",
+    "{:}": ":",
+    "{.}": ".",
+    r"\lbrace": r"\{",
+    r"\rbrace": r"\}",
+    r"\varnothing": r"\emptyset",
+    r"\left\langle": "(",
+    r"\right\rangle": ")",
+    r"\langle": "(",
+    r"\rangle": ")",
+    "**": "^",
+}
+SPELLINGS = [
+    (re.compile(r"√\s*(\d+|[a-z]|\([^()]*\))"), r"\\sqrt{\1}"),
+    (re.compile(r"\\(?:underline|color\{[a-z]+\}|textcolor\{[a-z]+\})\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"(?<=\d)(?:\\[,; ]|(?<=\d) |~)(?=\d{3}(?!\d))"), ""),  # 5\,000
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1 \\times 10^{\2}"),  # 3e8
+    (re.compile(r"(?<=\d)\s+x\s+(?=10\s*\^)"), r" \\times "),
+    (
+        re.compile(
+            r"(\\(?:sin|cos|tan|cot|sec|csc))\s*[({]?\s*(\d+(?:\.\d+)?)\s*"
+            r"\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*[)}]?"
+        ),
+        r"\1{\\frac{\2\\pi}{180}}",
+    ),
+    (re.compile(TEXT + r"\{\s*(-?[\d.,]+)\s*[A-Za-z/^0-9 ]*\}$"), r"\1"),  # \text{12 cm}
+    (re.compile(r"\\log_\{?e\}?"), r"\\ln"),
+]
+MIXED_PERCENT = re.compile(r"(?<![\d.])(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}\s*\\?%")
+REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?")
+LETTER = re.compile(r"\(?([A-Ja-j])\)?\**")
+LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])[.):])\s*(?!.*\b(?:or|and)\b)[^,;]*")
+CHOSEN = re.compile(
+    r"(?i:\b(?:answer|option|choice)\b)(?:\s+is)?\s*:?\s*\**\(?([A-J])\)?\**\.?\s*$"
+)
+
+
+def boxes(text: str) -> Iterator[tuple[int, int, str]]:
+    """(start, end, content) of outermost boxes whose braces balance."""
+    at = 0
+    for match in BOX.finditer(text):
+        if match.start() < at:
+            continue
+        end = match.end() if match[2] else _closed(text, match.end())
+        if end:
+            content = match[2] or text[match.end() : end - 1]
+            yield match.start(), end, content
+            at = end
+
+
+def _closed(text: str, at: int) -> int:
+    """Where the brace that was opened before `at` ends; 0 if it does not."""
+    depth = 1
+    while at < len(text) and depth:
+        if text[at] == "\\":
+            at += 1
+        depth += {"{": 1, "}": -1}.get(text[at : at + 1], 0) if text[at - 1] != "\\" else 0
+        at += 1
+    return 0 if depth else at
+
+
+def final(answer: str) -> tuple[str, bool]:
+    """(what counts, whether it was boxed): the last box, or a list of boxes that ends the answer."""
+    answer = answer.rpartition(THINKING_END)[2]
+    found = list(boxes(answer))
+    if not found:
+        return answer, False
+    run = [found[-1]]
+    for box in reversed(found[:-1]):
+        if not JOINED.fullmatch(answer[box[1] : run[0][0]]):
+            break
+        run.insert(0, box)
+    return ", ".join(dict.fromkeys(content.strip() for _, _, content in run)), True
+
+
+def cleaned(text: str) -> str:
+    """The same in spellings that math-verify reads."""
+    text = re.sub(r"^\s*(?:=|\\approx|\\sim)\s*", "", text.strip())
+    inner = list(boxes(text))
+    if len(inner) == 1 and inner[0][:2] == (0, len(text)):
+        return cleaned(inner[0][2])
+    for sign, spelling in SIGNS.items():
+        text = text.replace(sign, spelling)
+    for pattern, spelling in SPELLINGS:
+        text = pattern.sub(spelling, text)
+    text = MIXED_PERCENT.sub(_mixed_percent, text)
+    text = REPEATING.sub(_repeating, text)
+    return text if text.endswith("\\ ") else text.rstrip(". ")
+
+
+def _mixed_percent(match: re.Match[str]) -> str:
+    whole, over, under = int(match[1]), int(match[2]), int(match[3])
+    return rf"\frac{{{whole * under + over}}}{{{under}}}\%"
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """0.1\\overline{6} as a fraction."""
+    whole, head, tail = match[1] or "0", match[2], match[3]
+    over = int(whole + head + tail) - int(whole + head)
+    return rf"\frac{{{over}}}{{{(10 ** len(tail) - 1) * 10 ** len(head)}}}"
+
+
+def plain(text: str) -> str:
+    """Without the commands that set words."""
+    return re.sub(TEXT + r"\s*\{([^{}]*)\}", r"\1", text)
+
+
+def words(text: str) -> str | None:
+    """In small letters, if it is nothing but words."""
+    text = re.sub(r"\s+", " ", plain(text)).strip(" .*$()").lower()
+    return text if re.fullmatch(r"[a-z][a-z ,'-]*", text) else None
+
+
+def letter(text: str, boxed: bool) -> str:
+    """The choice that it names, as `B`, `(B)`, `B. 12`, `The answer is C.`; empty: none."""
+    text = plain(text).strip(" $*")
+    match = LETTER.fullmatch(text.rstrip(".")) or LABELLED.fullmatch(text)
+    if match is None and not boxed:
+        match = CHOSEN.search(text)
+    return next((g.upper() for g in match.groups() if g), "") if match else ""

@@ -1,0 +1,116 @@
+"""A job's calls that run code which the model wrote: each in a fresh jail, or in its session's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common import builtin
+from common.api.sandbox import OK, RAISED, Jailing, LoadJob
+from common.clock import Clock
+from services.sandbox.answer import Answer
+from services.sandbox.grading import code
+from services.sandbox.jails import Interpreter, JailFailed, Launcher, Ran
+from services.sandbox.limits import JailLimits
+from services.sandbox.sessions import Sessions
+from services.sandbox.slots import Slots
+
+MODES = {"python": "program", "shell": "shell"}
+SOURCE_BYTES = 1 << 20
+
+
+class Jailed:
+    """Of one job."""
+
+    def __init__(self, launcher: Launcher, clock: Clock, slots: Slots, loaded: LoadJob) -> None:
+        jailing = loaded.jailing
+        self._launcher, self._slots, self._job = launcher, slots, loaded.job
+        self._limits = limits_of(jailing)
+        self._tools = loaded.tools
+        self.sessions = Sessions(
+            launcher, clock, self._limits, jailing.sessions, jailing.session_idle_s
+        )
+
+    async def tool(self, name: str, argument: Any, deadline_s: float, session: str) -> Answer:
+        """What the model reads, whatever became of its code."""
+        use = self._tools[name]
+        if not isinstance(argument, str) or len(argument) > SOURCE_BYTES:
+            expected = f"{builtin.TOOLS[use].argument} as a text of at most {SOURCE_BYTES} characters"
+            return Answer(RAISED, None, f"{name} takes {expected}")
+        limits = self._limits.capped(wall_s=deadline_s, cpu_s=deadline_s)
+        try:
+            async with self._slots.of(self._job):
+                if builtin.TOOLS[use].session:
+                    ran = await self.sessions.run(session, argument)
+                else:
+                    program = {"mode": MODES[use], "source": argument}
+                    ran = await self._launcher.run(program, limits)
+        except JailFailed as error:
+            return Answer("crashed", None, str(error))
+        return Answer(ran.status, told(ran), ran.error)
+
+    async def reward(
+        self, row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]
+    ) -> Answer:
+        """`code_tests`."""
+        grading = code.Grading(self._launcher, self._slots, self._job, self._limits, options)
+        return await grading.reward(row, turns)
+
+    def close(self) -> None:
+        self.sessions.close()
+
+
+def limits_of(jailing: Jailing) -> JailLimits:
+    return JailLimits(
+        wall_s=jailing.wall_s,
+        cpu_s=jailing.cpu_s,
+        memory_bytes=jailing.memory_bytes,
+        processes=jailing.processes,
+        open_files=jailing.open_files,
+        scratch_bytes=jailing.scratch_bytes,
+        files=jailing.files,
+        output_bytes=jailing.output_bytes,
+    )
+
+
+def interpreter_of(jailing: Jailing) -> Interpreter:
+    """Ours, or the one that the job names: with what is installed for it."""
+    if not jailing.python:
+        own = Interpreter.own()
+        return Interpreter(own.python, own.isolated, own.places, tuple(jailing.imports))
+    python = Path(jailing.python)
+    base = _base_of(python)
+    places = {str(place) for place in (python.parent.parent, base) if place is not None}
+    shown = tuple(sorted(place for place in places if not place.startswith("/usr")))
+    return Interpreter(str(python), False, shown, tuple(jailing.imports))
+
+
+def _base_of(python: Path) -> Path | None:
+    """Where the standard library of a virtual environment's interpreter lies."""
+    settings = python.parent.parent / "pyvenv.cfg"
+    if not settings.is_file():
+        return None
+    for line in settings.read_text().splitlines():
+        key, _, value = line.partition("=")
+        if key.strip() == "home":
+            return Path(value.strip()).resolve().parent
+    return None
+
+
+def told(ran: Ran) -> dict[str, Any]:
+    """How a program ended and what it wrote, as a model reads it."""
+    output = ran.stdout.decode("utf-8", "replace")
+    if ran.stderr:
+        if output and not output.endswith("\n"):
+            output += "\n"
+        output += ran.stderr.decode("utf-8", "replace")
+    if ran.error:
+        if output and not output.endswith("\n"):
+            output += "\n"
+        output += f"[{ran.status}: {ran.error}]"
+    said: dict[str, Any] = {"status": ran.status, "output": output}
+    if ran.status == OK and ran.exit:
+        said["exit"] = ran.exit
+    return said
+
+

@@ -1,0 +1,143 @@
+"""Interpreters that keep their state between the calls of a trajectory, each in a jail of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from common.api.sandbox import CRASHED, EVICTED, OK, OUT_OF_MEMORY, REFUSED
+from common.clock import Clock
+from common.errors import BadMessage, DeadlineExceeded, PeerLost
+from services.sandbox.jail import guest
+from services.sandbox.jails import GRACE_S, SLOWEST, Jail, Launcher, Ran
+from services.sandbox.limits import JailLimits
+
+REMEMBERED = 4096  # evicted sessions whose next call is told so
+SEND_S = 30.0
+LOST = "the session has ended; what it held is gone, and the next call begins a new one"
+
+
+@dataclass
+class _Session:
+    jail: Jail
+    used: float
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    cells: int = 0
+
+
+class Sessions:
+    """Of one job: at most `most` at a time, each ended after `idle_s` without a call."""
+
+    def __init__(
+        self, launcher: Launcher, clock: Clock, limits: JailLimits, most: int, idle_s: float
+    ) -> None:
+        self._launcher, self._clock, self._limits = launcher, clock, limits
+        self._most, self._idle_s = most, idle_s
+        self._open: OrderedDict[str, _Session] = OrderedDict()  # in the order of their last use
+        self._evicted: OrderedDict[str, str] = OrderedDict()  # name -> why
+
+    @property
+    def size(self) -> int:
+        return len(self._open)
+
+    async def run(self, name: str, source: str) -> Ran:
+        """One cell in the session of that name, which is begun if there is none."""
+        if why := self._evicted.pop(name, ""):
+            return Ran(EVICTED, b"", b"", 0, error=f"{why}: {LOST}")
+        self.sweep()
+        session = self._open.get(name)
+        if session is None:
+            self._make_room()
+            if len(self._open) >= self._most:
+                busy = f"{self._most} sessions are busy"
+                return Ran(REFUSED, b"", b"", 0, error=f"{busy}; try again")
+            jail = await self._launcher.open({"mode": "cells"}, self._limits, cells=True)
+            jail.lap(pause=True)
+            session = self._open[name] = _Session(jail, self._clock.monotonic())
+        async with session.lock:
+            session.used = self._clock.monotonic()
+            self._open.move_to_end(name)
+            try:
+                ran = await self._cell(session, source)
+            except BaseException:
+                self.end(name)
+                raise
+            if ran is None:
+                del self._open[name]
+                ran = await session.jail.finish()
+                status = CRASHED if ran.status == OK else ran.status
+                error = f"{ran.error or 'the interpreter has ended'}: {LOST}"
+                return Ran(status, ran.stdout, ran.stderr, ran.exit, ran.cpu_s, ran.wall_s, error)
+            session.used = self._clock.monotonic()
+            return ran
+
+    async def _cell(self, session: _Session, source: str) -> Ran | None:
+        """What a cell came to; None if the jail has ended, or must."""
+        jail = session.jail
+        assert jail.cells is not None
+        session.cells += 1
+        jail.output.left = self._limits.output_bytes
+        jail.stdout, jail.stderr  # noqa: B018  what threads of earlier cells have written since
+        jail.lap()
+        deadline_s = SLOWEST * self._limits.wall_s + GRACE_S
+        try:
+            frame = {"source": source, "number": session.cells}
+            await jail.cells.send(self._clock, frame, SEND_S)
+            answered = asyncio.ensure_future(jail.cells.receive(self._clock, deadline_s))
+            try:
+                await asyncio.wait({answered, jail.output.over}, return_when="FIRST_COMPLETED")
+                if jail.output.over.done():
+                    return None
+                answer = await answered
+            finally:
+                answered.cancel()
+                with contextlib.suppress(asyncio.CancelledError, PeerLost, BadMessage):
+                    await answered
+        except (PeerLost, BadMessage, DeadlineExceeded):
+            return None
+        if answer.get("cell") != session.cells:
+            return None
+        out, err = jail.stdout, jail.stderr
+        if jail.output.over.done():
+            return None
+        jail.lap(pause=True)
+        code = answer.get("exit")
+        status = {guest.OUT_OF_MEMORY: OUT_OF_MEMORY, guest.REFUSED: REFUSED}.get(code, OK)
+        return Ran(status, out, err, code if isinstance(code, int) else 1)
+
+    def _make_room(self) -> None:
+        """Ends the session that has been idle for longest, if all places are taken."""
+        if len(self._open) < self._most:
+            return
+        for name, session in self._open.items():
+            if not session.lock.locked():
+                self._evict(name, f"{self._most} sessions were open, this one unused for longest")
+                return
+
+    def sweep(self) -> None:
+        """Ends sessions that nobody has used for too long."""
+        oldest = self._clock.monotonic() - self._idle_s
+        for name, session in list(self._open.items()):
+            if session.used < oldest and not session.lock.locked():
+                self._evict(name, f"idle for over {self._idle_s:g} s")
+
+    def _evict(self, name: str, why: str) -> None:
+        self.end(name)
+        self._evicted[name] = why
+        while len(self._evicted) > REMEMBERED:
+            self._evicted.popitem(last=False)
+
+    def end(self, name: str) -> None:
+        """Its trajectory has ended, or there is no session of that name."""
+        self._evicted.pop(name, None)
+        session = self._open.pop(name, None)
+        if session is not None:
+            session.jail.close()
+
+    def close(self) -> None:
+        for name in list(self._open):
+            self.end(name)
+
+
