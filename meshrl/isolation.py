@@ -1,4 +1,4 @@
-"""What isolation this host gives to code that the model wrote, and whether a job may run with it."""
+"""What contains code that the model wrote on this host, and whether that suffices for a job."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def found() -> Isolation:
     """By trying it, in a process of its own; a second or two."""
     command = [sys.executable, "-m", "services.sandbox.tiers"]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PROBE_S, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)
         return Isolation(**json.loads(done.stdout))
     except (subprocess.SubprocessError, OSError, ValueError, TypeError) as error:
         return Isolation("none", "none", f"the probe failed: {error}")

@@ -1,4 +1,4 @@
-"""The parts of a job file that the sandbox runs: tools, rewards, and what the model's code may use."""
+"""What of a job file the sandbox runs: tools, rewards, and limits of the model's code."""
 
 from __future__ import annotations
 

@@ -131,9 +131,7 @@ class Outside:
             name for name, use in config.environment.tools.items() if builtin.jailed([use])
         }
         self._with_session = {
-            name
-            for name in self._jailed
-            if builtin.TOOLS[config.environment.tools[name]].session
+            name for name in self._jailed if builtin.TOOLS[config.environment.tools[name]].session
         }
         self._once = set(config.environment.once) | self._with_session
         self._homes: dict[str, str] = {}  # session -> the sandbox that has it

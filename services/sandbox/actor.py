@@ -201,4 +201,3 @@ def _by_job(calls: list[Any]) -> dict[str, list[Any]]:
     for asked in calls:
         found.setdefault(asked.job, []).append(asked)
     return found
-

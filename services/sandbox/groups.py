@@ -1,4 +1,4 @@
-"""Control groups for jails: memory and processes of each as a whole, on cgroup v1, v2 or neither."""
+"""Control groups of jails: memory and processes of each as a whole, on cgroup v1 or v2."""
 
 from __future__ import annotations
 

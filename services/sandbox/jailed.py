@@ -35,7 +35,9 @@ class Jailed:
         """What the model reads, whatever became of its code."""
         use = self._tools[name]
         if not isinstance(argument, str) or len(argument) > SOURCE_BYTES:
-            expected = f"{builtin.TOOLS[use].argument} as a text of at most {SOURCE_BYTES} characters"
+            expected = (
+                f"{builtin.TOOLS[use].argument} as a text of at most {SOURCE_BYTES} characters"
+            )
             return Answer(RAISED, None, f"{name} takes {expected}")
         limits = self._limits.capped(wall_s=deadline_s, cpu_s=deadline_s)
         try:
@@ -112,5 +114,3 @@ def told(ran: Ran) -> dict[str, Any]:
     if ran.status == OK and ran.exit:
         said["exit"] = ran.exit
     return said
-
-

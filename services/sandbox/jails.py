@@ -1,4 +1,4 @@
-"""Jails, forked by a zygote: started, spoken to, watched to their end, and typed by how they ended."""
+"""Jails, forked by a zygote: started, spoken to, and typed by how they ended."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ SLOWEST = 4.0  # times its wall clock limit that a jail may take, waiting for co
 DRAIN_S = 5.0  # for a killed jail's output to end
 SEND_S = 30.0
 TRIES = 3  # of starting a jail, should its zygote have ended
+STREAMS = ("stdin", "stdout", "stderr")
 OVERHEAD_PROCESSES = 1  # the keeper
 OVERHEAD_BYTES = 16 << 20  # of a forked interpreter and its kernel structures, in a control group
 
@@ -258,9 +259,7 @@ class Launcher:
             self._control.close()
             self._control = None
 
-    async def run(
-        self, program: dict[str, Any], limits: JailLimits, stdin: bytes = b""
-    ) -> Ran:
+    async def run(self, program: dict[str, Any], limits: JailLimits, stdin: bytes = b"") -> Ran:
         """A program in a fresh jail, to its end."""
         jail = await self.open(program, limits, stdin)
         return await jail.finish()
@@ -312,7 +311,7 @@ class Launcher:
             given.append(_readable(stdin))
             given.append(output.opened())
             given.append(output.opened())
-            fds = {"keeper": pipes[0].theirs, **dict(zip(("stdin", "stdout", "stderr"), given))}
+            fds = {"keeper": pipes[0].theirs, **dict(zip(STREAMS, given, strict=True))}
             if cells:
                 pipes.append(Pipe())
                 fds["cells"] = pipes[1].theirs
@@ -367,9 +366,7 @@ class Launcher:
         else:
             group = Group(self._homes, f"meshrl-jail-{os.getpid()}-{next(self._numbers)}")
             self._made.append(group)
-        group.limit(
-            limits.memory_bytes + OVERHEAD_BYTES, limits.processes + OVERHEAD_PROCESSES
-        )
+        group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes + OVERHEAD_PROCESSES)
         return group
 
     def given_back(self, group: Group | None, scratch: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from common import builtin
 from common.api.sandbox import OK, RAISED, LoadJob, RewardCall, ToolCall
@@ -27,9 +26,7 @@ def trusted(loaded: LoadJob) -> dict[str, str]:
     """What a job's workers import: all that is not run in jails."""
     uses = {TOOL + name: use for name, use in loaded.tools.items()}
     uses |= {f"{REWARD}{i}": part.use for i, part in enumerate(loaded.rewards)}
-    return {
-        name: TRUSTED.get(use, use) for name, use in uses.items() if not builtin.jailed([use])
-    }
+    return {name: TRUSTED.get(use, use) for name, use in uses.items() if not builtin.jailed([use])}
 
 
 class LoadedJob:

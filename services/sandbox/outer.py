@@ -23,7 +23,10 @@ SYSTEM = ("/usr",)
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 OPTIONAL = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("null", "zero", "full", "random", "urandom")
-START = "import sys; sys.path.insert(0, {0!r}); from jail.zygote import main; sys.path.pop(0); main()"
+START = (
+    "import sys; sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); jail.zygote.main()"
+)
+OUT_OF_MEMORY_SCORE = "500"
 MOST_PROCESSES = 8192  # of all jails together
 
 
@@ -103,6 +106,8 @@ def main() -> None:
     parent = os.getppid()
     gathered = {}
     if os.getuid() == 0:
+        # Written by root it is also the least that a jail can set: they go before anything else.
+        Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
         jail = str(Path(__file__).parent / "jail")
         if outer.tier == "bwrap":
             gathered = gather([*outer.places, jail])

@@ -1,4 +1,4 @@
-"""Interpreters that keep their state between the calls of a trajectory, each in a jail of its own."""
+"""Interpreters that keep their state from call to call of a trajectory, each in its own jail."""
 
 from __future__ import annotations
 
@@ -139,5 +139,3 @@ class Sessions:
     def close(self) -> None:
         for name in list(self._open):
             self.end(name)
-
-

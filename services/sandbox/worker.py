@@ -72,7 +72,7 @@ def run(functions: dict[str, Callable[..., Any]], call: list[Any]) -> Answer:
 
 
 def shown_name(name: str) -> str:
-    return "the reward" if name.startswith(REWARD) else name.removeprefix(TOOL)
+    return "reward" if name.startswith(REWARD) else name.removeprefix(TOOL)
 
 
 def finite(value: object) -> tuple[float | None, str]:

@@ -10,7 +10,7 @@ FENCE = "```"
 
 
 def answer_of(turns: list[dict[str, Any]], options: dict[str, Any]) -> str:
-    """The model's last turn without the tokens that end it; empty when a trajectory ends otherwise."""
+    """The model's last turn without what ends it; empty when a trajectory does not end with one."""
     if not turns or turns[-1].get("role") != "model":
         return ""
     text = str(turns[-1].get("text", ""))

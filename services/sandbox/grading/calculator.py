@@ -22,7 +22,22 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: getattr(math, name)
-    for name in "sqrt exp log log2 log10 sin cos tan asin acos atan floor ceil gcd".split()
+    for name in [
+        "sqrt",
+        "exp",
+        "log",
+        "log2",
+        "log10",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "floor",
+        "ceil",
+        "gcd",
+    ]
 } | {"abs": abs, "round": round, "min": min, "max": max}
 CONSTANTS = {"pi": math.pi, "e": math.e}
 
@@ -63,9 +78,9 @@ def _value(node: ast.AST) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0 and abs(base) > 1:
-        if exponent * math.log10(abs(base)) > DIGITS:
-            raise Unreadable(f"a number of over {DIGITS} digits")
+    whole = isinstance(base, int) and isinstance(exponent, int) and exponent > 0
+    if whole and abs(base) > 1 and exponent * math.log10(abs(base)) > DIGITS:
+        raise Unreadable(f"a number of over {DIGITS} digits")
     value = base**exponent
     if isinstance(value, complex):
         raise Unreadable("not a real number")

@@ -224,5 +224,3 @@ def same(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict) and isinstance(found, dict):
         return wanted.keys() == found.keys() and all(same(found[k], wanted[k]) for k in wanted)
     return type(found) is type(wanted) and bool(found == wanted)
-
-

@@ -86,7 +86,7 @@ def _closed(text: str, at: int) -> int:
 
 
 def final(answer: str) -> tuple[str, bool]:
-    """(what counts, whether it was boxed): the last box, or a list of boxes that ends the answer."""
+    """(what counts, whether it was boxed): the last box, or the list of boxes at the end."""
     answer = answer.rpartition(THINKING_END)[2]
     found = list(boxes(answer))
     if not found:

@@ -40,6 +40,9 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
     except frames.Closed:
         ready = False
     except BaseException as error:
+        if side.failed:  # there is no such name in the solution, or it raises
+            report(ready=False, tests=[])
+            return
         report(broken=f"{type(error).__name__}: {error}"[:TEXT])
         return
     report(ready=ready, tests=[name for name, _ in tests] if ready else [])

@@ -92,7 +92,7 @@ def show(error: BaseException) -> None:
 
 
 def _status(error: BaseException) -> int:
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
         return OUT_OF_MEMORY
     if isinstance(error, OSError) and error.errno in REFUSALS:
         return REFUSED

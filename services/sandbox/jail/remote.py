@@ -2,7 +2,7 @@
 
 Plain data crosses by value, rebuilt from built-in types. Everything else stays where it is and is
 named by a number. The side with the tests may do all that `OPERATIONS` has to the solution's
-objects; the solution may only call what it was handed.
+objects; the solution may only call, or iterate over, what it was handed.
 
 Where a test expects plain data, an object that answers yes to everything must not pass. So a
 verdict (`==`, `<`, `in`, arithmetic) is asked of the solution only about an instance that the test
@@ -40,11 +40,28 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "exit": lambda target: target.__exit__(None, None, None),
     "operator": lambda target, name, *others: _operated(target, name, *others),
 }
-ARITHMETIC = (
-    "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift radd rsub rmul rtruediv"
-).split()
-ORDER = "eq lt le gt ge".split()
-CONVERSIONS = "neg pos abs invert int float index round".split()
+GIVEN = ("call", "iter", "next")  # to a solution: of functions and iterators that it was handed
+ARITHMETIC = [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+]
+ORDER = ["eq", "lt", "le", "gt", "ge"]
+CONVERSIONS = ["neg", "pos", "abs", "invert", "int", "float", "index", "round"]
 
 
 class Failed(Exception):
@@ -57,6 +74,7 @@ class Side:
     def __init__(self, fd: int, trusted: bool) -> None:
         self._fd, self._trusted = fd, trusted
         self._kept: list[Any] = []
+        self.failed = False  # the other side has raised something, or spoken garbage
         self._numbers: dict[int, int] = {}
 
     # -- values
@@ -119,13 +137,25 @@ class Side:
         frames.send(self._fd, {"do": operation, "to": number, "with": sent})
         while True:
             frame = frames.receive(self._fd)
-            if "do" in frame:
-                self._answer(frame)
-                continue
-            self._changed(arguments, frame.get("changed", []))
-            if "raised" in frame:
-                raise self._exception(frame["raised"])
-            return self.unpacked(frame["value"])
+            try:
+                if "do" not in frame:
+                    error, value = self._heard(frame, arguments)
+                    break
+            except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError):
+                self.failed = True
+                raise frames.Closed("an answer that is none") from None
+            self._answer(frame)
+        if error is not None:
+            self.failed = True
+            raise error
+        return value
+
+    def _heard(self, frame: Any, arguments: tuple[Any, ...]) -> tuple[BaseException | None, Any]:
+        """(what the other side has raised, what it has answered)."""
+        self._changed(arguments, frame.get("changed", []))
+        if "raised" in frame:
+            return self._exception(frame["raised"]), None
+        return None, self.unpacked(frame["value"])
 
     def _changed(self, arguments: tuple[Any, ...], changed: list[Any]) -> None:
         """Mutable arguments take on what the call has made of them."""
@@ -160,7 +190,7 @@ class Side:
         arguments: list[Any] = []
         try:
             operation = frame["do"]
-            if self._trusted and operation != "call":  # tests hand out functions, nothing more
+            if self._trusted and operation not in GIVEN:
                 raise PermissionError(f"a solution may not {operation} what belongs to its tests")
             target = self._kept[frame["to"]]
             arguments = [self.unpacked(argument) for argument in frame["with"]]

@@ -17,17 +17,17 @@ import socket
 import sys
 from typing import Any
 
-from . import frames, kernel, keeper
+from . import frames, keeper, kernel
 
 PACKET = 1 << 16  # bytes of a request
 DESCRIPTORS = 16  # that come with one, at most
 
 # What most programs import first; in every jail it is there at once.
 WARM = (
-    "abc array ast base64 bisect cmath collections contextlib copy csv dataclasses datetime decimal "
-    "enum fractions functools hashlib heapq io itertools json linecache math numbers operator "
-    "random re statistics string struct subprocess sys tempfile textwrap threading time traceback "
-    "types typing unittest uuid"
+    "abc array ast base64 bisect cmath collections contextlib copy csv dataclasses datetime "
+    "decimal enum fractions functools hashlib heapq io itertools json linecache math numbers "
+    "operator random re statistics string struct subprocess sys tempfile textwrap threading time "
+    "traceback types typing unittest uuid"
 )
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from common.api.sandbox import LoadJob
 from common.clock import SystemClock
 from common.errors import ToolFailed
 from common.host import SystemHost
 from common.process import start_time
-from services.sandbox.pool import Answer, Limits, Pool
+from services.sandbox.answer import Answer
+from services.sandbox.pool import Limits, Pool, Work
+from services.sandbox.worker import REWARD, TOOL
 
 BEHAVIOURS = """
     import os, re, sys, time, threading
@@ -143,9 +144,10 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     async def build(
         reward: str = "behaviours:reward", tool: str = "behaviours:tool", **limits: Any
     ) -> Pool:
-        code = LoadJob(job="j", bundle_dir=str(tmp_path), tools={"t": tool}, reward=reward)
+        functions = {f"{TOOL}t": tool, f"{REWARD}0": reward}
         log = tmp_path / "sandbox.log"
-        pools.append(Pool(SystemHost(), SystemClock(), code, log, Limits(**limits)))
+        place = ("j", str(tmp_path), functions, log, Limits(**limits))
+        pools.append(Pool(SystemHost(), SystemClock(), *place))
         await pools[-1].start()
         return pools[-1]
 
@@ -154,8 +156,13 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
         await pool.stop()
 
 
-def score(do: str, **row: Any) -> tuple[dict[str, Any], list[dict[str, Any]], float]:
-    return {"do": do, **row}, [{"role": "model", "text": "4"}], 0.3
+def score(do: str, **row: Any) -> Work:
+    arguments = [{"do": do, **row}, [{"role": "model", "text": "4"}]]
+    return Work(f"{REWARD}0", arguments, 0.3)
+
+
+def use(deadline_s: float, do: str, *, name: str = "t", once: bool = False, **value: Any) -> Work:
+    return Work(TOOL + name, [{"do": do, **value}], deadline_s, once)
 
 
 GOOD = Answer("ok", 0.5, "")
@@ -164,9 +171,9 @@ GOOD = Answer("ok", 0.5, "")
 async def with_neighbours(pool: Pool, do: str, **row: Any) -> Answer:
     """The outcome of one call amid a batch that loses nothing else; nor does the next batch."""
     good = score("good")
-    before, odd, *after = await pool.rewards([good, score(do, **row), good, good])
+    before, odd, *after = await pool.run([good, score(do, **row), good, good])
     assert [before, *after] == [GOOD] * 3
-    assert await pool.rewards([good]) == [GOOD]
+    assert await pool.run([good]) == [GOOD]
     return odd
 
 
@@ -209,24 +216,22 @@ async def test_a_tool_that_returns_what_no_wire_carries_is_a_bad_value(
     make: Make, what: str
 ) -> None:
     pool = await make(warm=1, most=1)
-    odd, good = await pool.tools(
-        [("t", {"do": "odd_value", "what": what}, 5.0), ("t", {"do": "good", "value": "4"}, 5.0)]
-    )
+    odd, good = await pool.run([use(5.0, "odd_value", what=what), use(5.0, "good", value="4")])
     assert odd.status == "bad_value" and odd.error.startswith("t returned ")
     assert good == Answer("ok", "4", "")
 
 
 async def test_an_integer_reward_and_a_bool_are_floats(make: Make) -> None:
     pool = await make(warm=1)
-    answers = await pool.rewards([score("good", value=1), score("good", value=True)])
+    answers = await pool.run([score("good", value=1), score("good", value=True)])
     assert [answer.value for answer in answers] == [1.0, 1.0]
     assert all(type(answer.value) is float for answer in answers)
 
 
 async def test_a_tool_that_eats_all_memory_crashes_and_its_process_is_replaced(make: Make) -> None:
     pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
-    eats, good = ("t", {"do": "leaks"}, 10.0), ("t", {"do": "good"}, 10.0)
-    assert [a.status for a in await pool.tools([good, eats, good])] == ["ok", "crashed", "ok"]
+    eats, good = use(10.0, "leaks"), use(10.0, "good")
+    assert [a.status for a in await pool.run([good, eats, good])] == ["ok", "crashed", "ok"]
     assert pool.replaced == 2
 
 
@@ -234,7 +239,7 @@ async def test_a_leak_of_earlier_calls_does_not_fail_the_one_that_meets_the_limi
     make: Make,
 ) -> None:
     pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
-    answers = await pool.tools([("t", {"do": "leaks_a_little"}, 10.0)] * 12)
+    answers = await pool.run([use(10.0, "leaks_a_little")] * 12)
     assert [answer.status for answer in answers] == ["ok"] * 12
     assert pool.replaced >= 2
 
@@ -248,18 +253,37 @@ async def test_a_call_whose_process_was_ended_from_outside_is_run_again(
     assert pool.replaced == 1
 
 
+async def test_a_call_that_must_not_run_twice_comes_back_as_crashed(
+    make: Make, tmp_path: Path
+) -> None:
+    pool = await make(warm=1, most=1)
+    crashed, good = await pool.run([use(5.0, "exits_once", once=True), use(5.0, "good")])
+    assert crashed.status == "crashed" and "once" in crashed.error
+    assert good == GOOD
+    assert (await pool.run([use(5.0, "exits_once", once=True)]))[0].value == 0.75
+
+
+async def test_a_process_that_has_served_enough_calls_is_replaced_and_none_is_lost(
+    make: Make,
+) -> None:
+    pool = await make(warm=1, most=1, recycle=10)
+    answers = await pool.run([use(5.0, "names_its_process")] * 35)
+    assert [a.status for a in answers] == ["ok"] * 35
+    assert len({a.value for a in answers}) >= 2
+
+
 async def test_killing_idle_workers_loses_nothing(make: Make) -> None:
     pool = await make(warm=2, most=2)
     for _ in range(3):
-        pids = {a.value for a in await pool.tools([("t", {"do": "names_its_process"}, 5.0)] * 8)}
+        pids = {a.value for a in await pool.run([use(5.0, "names_its_process")] * 8)}
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        assert await pool.rewards([score("good")] * 8) == [GOOD] * 8
+        assert await pool.run([score("good")] * 8) == [GOOD] * 8
 
 
 async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: Path) -> None:
     pool = await make(warm=1, most=1)
-    assert (await pool.rewards([score("starts_a_daemon")]))[0].status == "timeout"
+    assert (await pool.run([score("starts_a_daemon")]))[0].status == "timeout"
     daemon = int((tmp_path / "flag").read_text())
     for _ in range(200):
         if not start_time(daemon):
@@ -271,31 +295,31 @@ async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: 
 async def test_long_calls_run_beside_each_other_as_the_pool_grows(make: Make) -> None:
     pool = await make(warm=1, most=4)
     slow = score("sleeps")
-    first = asyncio.create_task(pool.rewards([slow]))
+    first = asyncio.create_task(pool.run([slow]))
     await asyncio.sleep(0.1)
-    assert await pool.rewards([score("good")] * 3) == [GOOD] * 3
+    assert await pool.run([score("good")] * 3) == [GOOD] * 3
     assert not first.done() and pool.size == 2
     assert (await first)[0].status == "timeout"
 
 
 async def test_a_caller_that_leaves_takes_its_waiting_calls_along(make: Make) -> None:
     pool = await make(warm=1, most=1)
-    gone = asyncio.create_task(pool.rewards([score("sleeps")] * 5))
+    gone = asyncio.create_task(pool.run([score("sleeps")] * 5))
     await asyncio.sleep(0.05)
     gone.cancel()
-    assert await pool.rewards([score("good")]) == [GOOD]
+    assert await pool.run([score("good")]) == [GOOD]
     assert pool.replaced == 1
 
 
 async def test_an_unknown_tool_says_which_there_are(make: Make) -> None:
     pool = await make()
-    answer = (await pool.tools([("u", 1, 1.0)]))[0]
+    answer = (await pool.run([use(1.0, "good", name="u")]))[0]
     assert answer.status == "raised"
-    assert answer.error == "job j has no tool:u; it has reward, tool:t"
+    assert answer.error == "job j has no u; it has reward, t"
 
 
 @pytest.mark.parametrize(
-    ("use", "says"),
+    ("reference", "says"),
     [
         ("behaviours:missing", "AttributeError: module 'behaviours' has no attribute 'missing'"),
         ("nowhere:f", "ModuleNotFoundError: No module named 'nowhere'"),
@@ -303,7 +327,7 @@ async def test_an_unknown_tool_says_which_there_are(make: Make) -> None:
     ],
 )
 async def test_code_that_does_not_load_fails_with_its_reason(
-    make: Make, use: str, says: str
+    make: Make, reference: str, says: str
 ) -> None:
     with pytest.raises(ToolFailed, match=says):
-        await make(reward=use)
+        await make(reward=reference)

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from common.api.sandbox import LoadJob, RewardCall, RunTools, Sandbox, ScoreBatch, ToolCall
+from common.api.sandbox import (
+    LoadJob,
+    RewardCall,
+    RewardPart,
+    RunTools,
+    Sandbox,
+    ScoreBatch,
+    ToolCall,
+)
 from common.clock import SystemClock
 from common.errors import NotFound, StateUnavailable, ToolFailed
 from common.host import SystemHost
@@ -65,7 +73,7 @@ class Place:
         return self.caller.ref("sandbox/0")
 
     def job(self, tool: str = "calc:tool") -> LoadJob:
-        return LoadJob("j", str(self.directory), {"calculate": tool}, "calc:reward")
+        return LoadJob("j", str(self.directory), {"calculate": tool}, [RewardPart("calc:reward")])
 
     async def close(self) -> None:
         await self.caller.leave()
@@ -93,7 +101,7 @@ async def test_a_job_is_loaded_once_and_its_batches_answered_in_order(place: Pla
         await sandbox.call(Sandbox.run, tools("1+1"), deadline_s=20)
     for _ in range(2):
         loaded = await sandbox.call(Sandbox.load, place.job())
-        assert (loaded.job, loaded.workers, loaded.tier) == ("j", 2, "rlimits")
+        assert (loaded.job, loaded.workers, loaded.tier) == ("j", 2, "")
     ran = await sandbox.call(Sandbox.run, tools("1+1", "1/0", "2*3"))
     assert [(o.id, o.status, o.value) for o in ran.outcomes] == [
         (7, "ok", "2"),

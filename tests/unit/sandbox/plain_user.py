@@ -1,0 +1,52 @@
+"""Runs a command as a plain user who can reach this checkout and its interpreter, wherever they lie.
+
+`python -m tests.unit.sandbox.plain_user COMMAND...`, as root: in a mount namespace of its own it
+shows what the command needs through directories that only root may enter, and becomes the user.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from services.sandbox.jail import kernel
+
+USER = 64_100
+ROOT = Path(__file__).parents[3]
+
+
+def barred(path: Path) -> Path | None:
+    """The first directory on the way to `path` that others may not enter."""
+    for parent in [*reversed(path.parents), path]:
+        if not parent.stat().st_mode & 0o001:
+            return parent
+    return None
+
+
+def main() -> None:
+    needed = {Path(place).resolve() for place in (sys.base_prefix, sys.prefix, ROOT)}
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    hidden: dict[Path, list[Path]] = {}
+    for place in needed:
+        if (bar := barred(place)) is not None:
+            hidden.setdefault(bar, []).append(place)
+    kernel.mount("tmpfs", "/mnt", "tmpfs", 0, "size=64k,mode=755")
+    for number, (bar, places) in enumerate(hidden.items()):
+        kept = Path(f"/mnt/{number}")
+        kept.mkdir()
+        kernel.mount(str(bar), str(kept), "", kernel.MS_BIND | kernel.MS_REC)
+        kernel.mount("tmpfs", str(bar), "tmpfs", 0, "size=64k,mode=755")
+        for place in places:
+            place.mkdir(parents=True, exist_ok=True)
+            inside = kept / place.relative_to(bar)
+            kernel.mount(str(inside), str(place), "", kernel.MS_BIND | kernel.MS_REC)
+    os.setgroups([])
+    os.setresgid(USER, USER, USER)
+    os.setresuid(USER, USER, USER)
+    os.execv(sys.argv[1], sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()
