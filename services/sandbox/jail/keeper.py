@@ -182,7 +182,7 @@ class _Watch:
         self._child, self._channel, self._wake, self._tier = child, channel, wake, tier
         self._limits = limits
         self._begun = self._lap = begun
-        self._lap_cpu = self._lap_queued = 0.0
+        self._lap_cpu = self._lap_queued = self._lap_all = 0.0
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         self._poller.register(wake, select.POLLIN)
@@ -206,7 +206,7 @@ class _Watch:
         """`lap`: a new case begins; `pause`: nothing is asked of the guest until the next lap."""
         self._paused = frame.get("pause", False)
         self._lap, self._lap_cpu = time.monotonic(), self._cpu()
-        self._lap_queued = self._queued()
+        self._lap_queued, self._lap_all = self._queued(), self._cpu_of_all()
 
     def _left(self) -> tuple[float, str]:
         if self._paused:
@@ -214,6 +214,7 @@ class _Watch:
         cpu = self._limits["cpu_s"] - (self._cpu() - self._lap_cpu)
         wall = self._limits["wall_s"] - (time.monotonic() - self._lap)
         if wall <= 0:
+            cpu = min(cpu, self._limits["cpu_s"] - (self._cpu_of_all() - self._lap_all))
             wall += self._queued() - self._lap_queued
         return (cpu, "cpu") if cpu < wall else (wall, "wall")
 
@@ -222,6 +223,21 @@ class _Watch:
             return time.clock_gettime(~self._child << 3 | 2)  # clock_getcpuclockid(3)
         except OSError:
             return self._lap_cpu
+
+    def _cpu_of_all(self) -> float:
+        """Of the guest and all its children: a bomb that waits for itself is not spared."""
+        ticks, own, group = 0, str(os.getpid()), str(os.getpgrp())
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or name == own:
+                continue
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if self._tier == "bwrap" or fields[2] == group:
+                ticks += sum(map(int, fields[11:15]))  # its own, and of children that have ended
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def _queued(self) -> float:
         try:

@@ -74,6 +74,7 @@ class Side:
     def __init__(self, fd: int, trusted: bool) -> None:
         self._fd, self._trusted = fd, trusted
         self._kept: list[Any] = []
+        self._asked = 0
         self.failed = False  # the other side has raised something, or spoken garbage
         self._numbers: dict[int, int] = {}
 
@@ -134,11 +135,15 @@ class Side:
     def ask(self, operation: str, number: int, *arguments: Any) -> Any:
         """What the other side answers; its exceptions are raised here, as built-in ones."""
         sent = [self.packed(argument) for argument in arguments]
-        frames.send(self._fd, {"do": operation, "to": number, "with": sent})
+        self._asked += 1
+        asked = self._asked
+        frames.send(self._fd, {"do": operation, "to": number, "with": sent, "asked": asked})
         while True:
             frame = frames.receive(self._fd)
             try:
                 if "do" not in frame:
+                    if frame["asked"] != asked:
+                        raise ValueError("an answer to something else")
                     error, value = self._heard(frame, arguments)
                     break
             except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError):
@@ -200,6 +205,7 @@ class Side:
         except BaseException as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             answer = {"raised": [names, _text(error), self._keep(error)]}
+        answer["asked"] = frame.get("asked")
         if not self._trusted:
             answer["changed"] = [self.packed(value) for value in _mutable(tuple(arguments))]
         frames.send(self._fd, answer)

@@ -1,4 +1,4 @@
-"""Runs a command as a plain user who can reach this checkout and its interpreter, wherever they lie.
+"""Runs a command as a plain user who can reach this checkout and its interpreter.
 
 `python -m tests.unit.sandbox.plain_user COMMAND...`, as root: in a mount namespace of its own it
 shows what the command needs through directories that only root may enter, and becomes the user.

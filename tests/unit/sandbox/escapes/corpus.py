@@ -45,10 +45,13 @@ except OSError as error:
 def _call(name: str, number: int, *arguments: object) -> Escape:
     """A system call (its number on x86-64) that must not succeed."""
     text = ", ".join(map(str, (number, *arguments)))
-    source = _SYSCALL + f"""
+    source = (
+        _SYSCALL
+        + f"""
 result = syscall({text})
 print("ESCAPED" if result >= 0 else "kept in", result)
 """
+    )
     return Escape("kernel", name, source, ("ok",))
 
 
@@ -117,7 +120,11 @@ FILESYSTEM = [
     Escape("filesystem", "write a device", _writes("/dev/planted")),
     Escape("filesystem", "read passwords", _reads("/etc/shadow")),
     Escape("filesystem", "read the kernel's log", _reads("/dev/kmsg")),
-    Escape("filesystem", "read home", "import os\nprint(os.listdir('/root'), os.listdir('/home'), 'ESCAPED')"),
+    Escape(
+        "filesystem",
+        "read home",
+        "import os\nprint(os.listdir('/root'), os.listdir('/home'), 'ESCAPED')",
+    ),
     Escape(
         "filesystem",
         "make a device",
@@ -282,7 +289,8 @@ for change in (lambda: os.setuid(0), lambda: os.setresuid(0, 0, 0), lambda: os.s
     Escape(
         "processes",
         "trace the keeper",
-        _SYSCALL + "\nresult = syscall(101, 16, 1, 0, 0)\nprint('ESCAPED' if result >= 0 else result)",
+        _SYSCALL
+        + "\nresult = syscall(101, 16, 1, 0, 0)\nprint('ESCAPED' if result >= 0 else result)",
     ),
     Escape(
         "processes",
@@ -362,7 +370,8 @@ while True:
     Escape(
         "memory",
         "locked",
-        _SYSCALL + """
+        _SYSCALL
+        + """
 import mmap
 block = mmap.mmap(-1, 1 << 24)
 address = ctypes.addressof(ctypes.c_char.from_buffer(block))
@@ -386,7 +395,8 @@ down(0)
     Escape(
         "memory",
         "shared segments",
-        _SYSCALL + "\nresult = syscall(29, 0, 1 << 30, 0o1666)\nprint('ESCAPED' if result >= 0 else result)",
+        _SYSCALL
+        + "\nresult = syscall(29, 0, 1 << 30, 0o1666)\nprint('ESCAPED' if result >= 0 else result)",
     ),
 ]
 
@@ -462,7 +472,10 @@ while True:
         ("timeout",),
     ),
     Escape(
-        "signals", "stop itself", "import os\nos.kill(os.getpid(), 19)\nprint('on')", ("timeout", "ok")
+        "signals",
+        "stop itself",
+        "import os\nos.kill(os.getpid(), 19)\nprint('on')",
+        ("timeout", "ok"),
     ),
     Escape("signals", "kill itself", "import os\nos.kill(os.getpid(), 9)", ("crashed",)),
     Escape("signals", "segmentation fault", "import ctypes\nctypes.string_at(0)", ("crashed",)),
@@ -506,7 +519,7 @@ except OSError as error:
     print("kept in", error)
 """,
     ),
-    Escape("proc", "root of the keeper", f"import os\nprint(os.listdir('/proc/1/root'), 'ESCAPED')"),
+    Escape("proc", "root of the keeper", "import os\nprint(os.listdir('/proc/1/root'), 'ESCAPED')"),
     Escape("proc", "settings of the kernel", _writes("/proc/sys/kernel/core_pattern")),
     Escape("proc", "host name", _writes("/proc/sys/kernel/hostname")),
     Escape("proc", "more namespaces", _writes("/proc/sys/user/max_user_namespaces")),
@@ -597,7 +610,9 @@ for name in ("user", "mnt", "pid", "net"):
     Escape(
         "namespaces",
         "mount",
-        _SYSCALL + '\nresult = syscall(165, b"none", b"/tmp", b"tmpfs", 0, None)\nprint("ESCAPED" if result >= 0 else result)',
+        _SYSCALL
+        + '\nresult = syscall(165, b"x", b"/tmp", b"tmpfs", 0, 0)'
+        + "\nprint('ESCAPED' if result >= 0 else result)",
     ),
     Escape(
         "namespaces",
@@ -611,7 +626,8 @@ for place in (b"/tmp", b"/proc", b"/usr", b"/"):
     Escape(
         "namespaces",
         "new mount calls",
-        _SYSCALL + '\nresult = syscall(430, b"tmpfs", 0)\nprint("ESCAPED" if result >= 0 else result)',
+        _SYSCALL
+        + '\nresult = syscall(430, b"tmpfs", 0)\nprint("ESCAPED" if result >= 0 else result)',
     ),
 ]
 
@@ -662,7 +678,10 @@ threading.Thread(target=time.sleep, args=(1e6,)).start()
         ("timeout",),
     ),
     Escape(
-        "time", "exit handler", "import atexit, time\natexit.register(time.sleep, 1e6)", ("timeout",)
+        "time",
+        "exit handler",
+        "import atexit, time\natexit.register(time.sleep, 1e6)",
+        ("timeout",),
     ),
     Escape(
         "time",

@@ -24,9 +24,9 @@ CASES = [
     Poison(
         "files of another",
         (
-            ("a", "open('/tmp/note', 'w').write('secret')"),
-            ("b", "import os; os.path.exists('/tmp/note')"),
-            ("a", "open('/tmp/note').read()"),
+            ("a", "open('note', 'w').write('secret')"),
+            ("b", "import os; os.path.exists('note')"),
+            ("a", "open('note').read()"),
         ),
         lambda said: said[1] == ("ok", "False\n") and said[2] == ("ok", "'secret'\n"),
     ),

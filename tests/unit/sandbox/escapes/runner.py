@@ -27,8 +27,8 @@ from tests.unit.sandbox.escapes import forgeries, poison
 from tests.unit.sandbox.escapes.corpus import CANARY, PROGRAMS, Escape
 
 LIMITS = JailLimits(
-    wall_s=3.0,
-    cpu_s=1.5,
+    wall_s=2.0,
+    cpu_s=1.0,
     memory_bytes=128 * MIB,
     processes=16,
     open_files=64,

@@ -1,0 +1,81 @@
+"""Nothing of the corpus gets out, harms what is outside, or is paid without being right."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.sandbox import groups
+from tests.unit.sandbox.escapes.corpus import PROGRAMS
+from tests.unit.sandbox.escapes.forgeries import FORGERIES
+from tests.unit.sandbox.escapes.poison import CASES
+
+ROOT = Path(__file__).parents[3]
+FAMILIES = [*dict.fromkeys(e.family for e in PROGRAMS), "reward forging", "session poisoning"]
+PLAIN = [sys.executable, "-m", "tests.unit.sandbox.plain_user"]
+WEAKER = ("filesystem", "network", "proc", "processes", "reward forging", "session poisoning")
+HANG_S = 280  # far beyond what any family takes
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("bwrap")]
+
+
+@functools.cache
+def best() -> str:
+    return "cgroup" if groups.find() is not None else "bwrap"
+
+
+@pytest.fixture
+def canary() -> Iterator[Path]:
+    """A file that everybody may read, in a place that jails do not have."""
+    with tempfile.TemporaryDirectory(prefix="canary-") as directory:
+        Path(directory).chmod(0o755)
+        path = Path(directory) / "canary"
+        path.write_text("untouched")
+        path.chmod(0o644)
+        yield path
+
+
+def ran(family: str, tier: str, canary: Path, *, plain: bool) -> None:
+    become = PLAIN if plain and os.getuid() == 0 else []
+    module = "tests.unit.sandbox.escapes.runner"
+    command = [*become, sys.executable, "-m", module, family, tier, str(canary)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["user"] != 0) == bool(become) or os.getuid() != 0
+    assert found["results"]
+    assert [result for result in found["results"] if not result["contained"]] == []
+    assert found["harm"] == []
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_root_everything_is_contained(family: str, canary: Path) -> None:
+    ran(family, best(), canary, plain=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_a_plain_user_without_control_groups_everything_is_contained(
+    family: str, canary: Path
+) -> None:
+    ran(family, "bwrap", canary, plain=True)
+
+
+@pytest.mark.needs("landlock")
+@pytest.mark.parametrize("family", WEAKER)
+def test_without_namespaces_landlock_contains_it(family: str, canary: Path) -> None:
+    ran(family, "landlock", canary, plain=True)
+
+
+def test_the_corpus_is_as_large_as_it_claims() -> None:
+    names = [(escape.family, escape.name) for escape in PROGRAMS]
+    assert len(set(names)) == len(names) >= 60
+    assert len(FORGERIES) >= 20 and len(CASES) >= 8
