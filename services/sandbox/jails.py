@@ -36,6 +36,7 @@ SLOWEST = 4.0  # times its wall clock limit that a jail may take, waiting for co
 DRAIN_S = 5.0  # for a killed jail's output to end
 SEND_S = 30.0
 TRIES = 3  # of starting a jail, should its zygote have ended
+LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
 OVERHEAD_PROCESSES = 1  # the keeper
 OVERHEAD_BYTES = 16 << 20  # of a forked interpreter and its kernel structures, in a control group
@@ -301,7 +302,7 @@ class Launcher:
     async def _opened(self, limits: JailLimits, stdin: bytes, cells: bool, peer: int) -> Jail:
         await self.start()
         assert self._control is not None
-        group = self._group(limits)
+        group = await self._group(limits)
         scratch = ""
         output = Output(limits.output_bytes)
         pipes = [Pipe()]
@@ -355,19 +356,29 @@ class Launcher:
             os.chown(scratch, PLAIN_ID, PLAIN_ID)
         return scratch
 
-    def _group(self, limits: JailLimits) -> Group | None:
+    async def _group(self, limits: JailLimits) -> Group | None:
+        """One that no jail is in. The last processes of a jail leave it a moment after its end."""
         if self._homes is None:
             return None
-        for _ in range(len(self._groups)):
-            group = self._groups.popleft()
-            if group.empty():
+        group = self._empty_group()
+        for _ in range(LEAVING_LOOKS):
+            if group is not None or not self._groups:
                 break
-            self._groups.append(group)  # of a jail that is still ending
-        else:
+            await self.clock.sleep(LEAVING_S)
+            group = self._empty_group()
+        if group is None:
             group = Group(self._homes, f"meshrl-jail-{os.getpid()}-{next(self._numbers)}")
             self._made.append(group)
         group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes + OVERHEAD_PROCESSES)
         return group
+
+    def _empty_group(self) -> Group | None:
+        for _ in range(len(self._groups)):
+            group = self._groups.popleft()
+            if group.empty():
+                return group
+            self._groups.append(group)
+        return None
 
     def given_back(self, group: Group | None, scratch: str) -> None:
         if group is not None:

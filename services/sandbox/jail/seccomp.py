@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import platform
 import struct
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ ALLOW = 0x7FFF0000
 KILL = 0x80000000
 ERRNO = 0x00050000
 LAST_KNOWN = 462  # mseal, of Linux 6.10; younger calls answer ENOSYS, as on an older kernel
-X32 = 0x40000000  # set in the numbers of a second, rarely tested x86 interface
+BLOCK = 10  # calls
 
 # BPF instructions (linux/filter.h): load a word of the call's record, jump, return.
 LOAD, JUMP_EQUAL, JUMP_ABOVE, JUMP_SET, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
@@ -180,8 +181,13 @@ class Unsupported(Exception):
     """No filter for this machine."""
 
 
+@functools.lru_cache(maxsize=4)  # a zygote makes them once, before it forks
 def program(refusals: tuple[Refusal, ...], machine: str = "") -> bytes:
-    """The filter for `machine` (default: this one), as an array of struct sock_filter."""
+    """The filter for `machine` (default: this one), as an array of struct sock_filter.
+
+    Numbers are sorted into blocks that a call above them jumps over: the kernel runs the filter for
+    every call that there is when it is installed, which is once for each jail.
+    """
     architecture, column = _architecture(machine or platform.machine())
     code = [
         _load(ARCHITECTURE_AT),
@@ -191,11 +197,15 @@ def program(refusals: tuple[Refusal, ...], machine: str = "") -> bytes:
         _jump(JUMP_ABOVE, LAST_KNOWN, 0, 1),  # numbers of x32 are above it, too
         _return(ERRNO | errno.ENOSYS),
     ]
-    for refusal in refusals:
-        number = CALLS[refusal.call][column]
-        if number >= 0:
-            body = _body(refusal)
-            code += [_jump(JUMP_EQUAL, number, 0, len(body)), *body]
+    known = {CALLS[refusal.call][column]: refusal for refusal in refusals}
+    numbers = sorted(number for number in known if number >= 0)
+    for start in range(0, len(numbers), BLOCK):
+        block: list[bytes] = []
+        for number in numbers[start : start + BLOCK]:
+            body = _body(known[number])
+            block += [_jump(JUMP_EQUAL, number, 0, len(body)), *body]
+        block.append(_return(ALLOW))
+        code += [_jump(JUMP_ABOVE, numbers[start : start + BLOCK][-1], len(block), 0), *block]
     return b"".join([*code, _return(ALLOW)])
 
 

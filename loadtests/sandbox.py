@@ -1,0 +1,156 @@
+"""Code that the model wrote, in fresh jails, beside a bubblewrap and a bare interpreter per call.
+
+All three run the same program and read its output. Ours is asked through a real sandbox process
+over ZeroMQ; the two peers are started by asyncio, as many at a time as the concurrency says. Rounds
+alternate; rates are medians over rounds, latencies of all calls. `python -m loadtests.sandbox`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+from loadtests.sandboxed import Place, sandboxed
+from services.sandbox.jails import Interpreter
+
+PROGRAM = "print(sum(i * i for i in range(1000)))"
+SAID = str(sum(i * i for i in range(1000)))
+CONCURRENCY = (1, 8, 64)
+PEER_SHARE = 0.4  # of the time that ours gets in a round
+ROUNDS = 6
+TRUSTED = 2000  # calls of the calculator, one after the other
+LEAK_CALLS = 10_000
+JAILS = 8  # of the sandbox at a time
+
+One = Callable[[], Awaitable[None]]
+
+
+def bare() -> list[str]:
+    return [Interpreter.own().python, "-c", PROGRAM]
+
+
+def cold() -> list[str]:
+    """As in our profile, but made anew for each call."""
+    interpreter = Interpreter.own()
+    argv = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
+    argv += ["--new-session", "--clearenv", "--ro-bind", "/usr", "/usr"]
+    for link in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(link):
+            argv += ["--symlink", os.readlink(link), link]
+    for place in interpreter.places:
+        argv += ["--ro-bind", place, place]
+    argv += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--remount-ro", "/"]
+    return [*argv, "--cap-drop", "ALL", interpreter.python, "-c", PROGRAM]
+
+
+async def started(argv: list[str]) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+    )
+    said, _ = await process.communicate()
+    if said.decode().strip() != SAID:
+        raise RuntimeError(f"{argv[0]} said {said!r}")
+
+
+async def jailed(place: Place) -> None:
+    status, value = await place.run("load", "python", PROGRAM)
+    if status != "ok" or value != {"status": "ok", "output": f"{SAID}\n"}:
+        raise RuntimeError(f"the sandbox said {status}: {value}")
+
+
+async def sustained(one: One, concurrency: int, seconds: float) -> tuple[float, list[float]]:
+    """(calls per second, latencies) of `concurrency` callers that ask again as soon as answered."""
+    latencies: list[float] = []
+    until = time.perf_counter() + seconds
+
+    async def caller() -> None:
+        while time.perf_counter() < until:
+            begun = time.perf_counter()
+            await one()
+            latencies.append(time.perf_counter() - begun)
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(concurrency)))
+    return len(latencies) / (time.perf_counter() - begun), latencies
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+async def measure(place: Place, concurrency: int, seconds: float) -> dict[str, float]:
+    kinds: dict[str, tuple[One, float]] = {
+        "fresh": (lambda: jailed(place), 1.0),
+        "cold_bwrap": (lambda: started(cold()), PEER_SHARE),
+        "bare": (lambda: started(bare()), PEER_SHARE),
+    }
+    rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+    latencies: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(ROUNDS):
+        for kind, (one, share) in kinds.items():
+            rate, took = await sustained(one, concurrency, share * seconds / ROUNDS)
+            rates[kind].append(rate)
+            latencies[kind] += took
+    found: dict[str, float] = {}
+    for kind in kinds:
+        found[f"{kind}_calls_per_s_{concurrency}"] = statistics.median(rates[kind])
+        for name, share in (("p50", 0.5), ("p99", 0.99)):
+            found[f"{kind}_{name}_ms_{concurrency}"] = 1e3 * percentile(latencies[kind], share)
+    for peer, name in (("cold_bwrap", "cold"), ("bare", "bare")):
+        pairs = zip(rates["fresh"], rates[peer], strict=True)
+        found[f"ratio_{name}_{concurrency}"] = statistics.median(ours / its for ours, its in pairs)
+    found[f"fresh_calls_{concurrency}"] = len(latencies["fresh"])
+    return found
+
+
+async def trusted(place: Place) -> float:
+    """Median milliseconds of a call of the calculator, over the wire, one at a time."""
+    took = []
+    for number in range(TRUSTED):
+        begun = time.perf_counter()
+        status, value = await place.run("load", "calculator", f"{number} * 2")
+        took.append(time.perf_counter() - begun)
+        if value != str(2 * number):
+            raise RuntimeError(f"the calculator said {status}: {value}")
+    return 1e3 * statistics.median(took[TRUSTED // 10 :])
+
+
+async def main(seconds: float) -> dict[str, float]:
+    async with sandboxed("--jails", str(JAILS)) as place:
+        await place.load("load")
+        await sustained(lambda: jailed(place), 64, 2.0)  # every slot has had a jail
+        before = place.leavings()
+        found: dict[str, float] = {"pool_size": JAILS, "cores": os.cpu_count() or 1}
+        for concurrency in CONCURRENCY:
+            found |= await measure(place, concurrency, seconds)
+            print(json.dumps(found), file=sys.stderr, flush=True)
+        calls = sum(int(found[f"fresh_calls_{c}"]) for c in CONCURRENCY)
+        while calls < LEAK_CALLS:
+            _, took = await sustained(lambda: jailed(place), 64, 5.0)
+            calls += len(took)
+        found["trusted_p50_ms"] = await trusted(place)
+        await asyncio.sleep(1.0)
+        after = place.leavings()
+        print(before, after, sep="\n", file=sys.stderr)
+        found["leaked"] = after.beyond(before)
+        found["leak_calls"] = calls
+    short = {
+        "fresh_p50_ms": found["fresh_p50_ms_1"],
+        "fresh_p99_ms": found["fresh_p99_ms_1"],
+        "cold_bwrap_p50_ms": found["cold_bwrap_p50_ms_1"],
+        "bare_p50_ms": found["bare_p50_ms_1"],
+        "calls_per_s_64": found["fresh_calls_per_s_64"],
+    }
+    return {key: round(value, 3) for key, value in {**found, **short}.items()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of ours, at each concurrency")
+    print(json.dumps(asyncio.run(main(parser.parse_args().seconds))))
