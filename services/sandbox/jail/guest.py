@@ -43,7 +43,9 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
         sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
         for name, fd in (("stdout", 1), ("stderr", 2)):
             raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
-            text = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace")
+            text = io.TextIOWrapper(
+                raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
+            )  # what was printed before a time-out is not lost
             setattr(sys, name, text)
             setattr(sys, f"__{name}__", text)
         sys.argv = [SOURCE_NAME]

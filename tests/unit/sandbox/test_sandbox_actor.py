@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.api.sandbox import (
+    EndSessions,
+    Jailing,
     LoadJob,
     RewardCall,
     RewardPart,
@@ -19,68 +22,13 @@ from common.api.sandbox import (
     ScoreBatch,
     ToolCall,
 )
-from common.clock import SystemClock
-from common.errors import NotFound, StateUnavailable, ToolFailed
-from common.host import SystemHost
-from common.mesh import Mesh, MeshSettings, Ref
+from common.config import JobConfig
+from common.errors import NotFound, Refused, ToolFailed
+from common.jobdata import JobData
 from common.process import start_time
-from common.random import Random
-from common.settings import SETTINGS_ENV
 from common.state import registry
-from common.state.client import State
-from common.state.embedded import command
-from common.transport.zmq import ZmqTransport
-
-CALC = "def tool(x):\n    return str(eval(x))\ndef reward(row, turns):\n    return len(turns)\n"
-ROOT = Path(__file__).parents[3]
-
-
-class Place:
-    """A Redis, the sandbox as its own process, and a caller."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.host, self.clock = directory, SystemHost(), SystemClock()
-        server = command(directory / "r")
-        self.redis = self.host.spawn(server.argv, name="redis", log=directory / "redis.log")
-        self.settings = MeshSettings(server.url, str(directory), host="here")
-        self.settings.to_file(directory / "settings.json")
-        (directory / "calc.py").write_text(CALC)
-        self.start()
-
-    def start(self) -> None:
-        env = {SETTINGS_ENV: str(self.directory / "settings.json"), "PYTHONPATH": str(ROOT)}
-        log = self.directory / "sandbox.log"
-        self.sandbox = self.host.spawn(
-            [sys.executable, "-m", "services.sandbox"], name="sandbox/0", env=env, log=log
-        )
-
-    async def open(self) -> Ref:
-        while True:
-            try:
-                state = await State.open(self.settings.redis_url, connect_s=1)
-                break
-            except StateUnavailable:
-                await self.clock.sleep(0.02)
-        self.caller = Mesh(
-            name="test",
-            kind="test",
-            state=state,
-            transport=ZmqTransport(self.settings.bind, ""),
-            clock=self.clock,
-            random=Random.system(),
-            host=self.host,
-        )
-        return self.caller.ref("sandbox/0")
-
-    def job(self, tool: str = "calc:tool") -> LoadJob:
-        return LoadJob("j", str(self.directory), {"calculate": tool}, [RewardPart("calc:reward")])
-
-    async def close(self) -> None:
-        await self.caller.leave()
-        await self.caller.state.close()
-        for child in (self.sandbox, self.redis):
-            child.kill()
-            await child.wait(5)
+from services.rollout.outside import Outside
+from tests.unit.sandbox.place import Place
 
 
 @pytest.fixture
@@ -144,3 +92,148 @@ async def test_a_killed_sandbox_leaves_no_worker_and_its_successor_asks_for_the_
         await sandbox.call(Sandbox.run, tools("1+1"), deadline_s=30)
     await sandbox.call(Sandbox.load, place.job())
     assert (await sandbox.call(Sandbox.run, tools("1+1"))).outcomes[0].value == "2"
+
+
+JAILED = {"python": "python", "notebook": "python_session", "sh": "shell", "sum": "calculator"}
+CASES = {"function": "f", "cases": [{"args": [x], "output": x + 1} for x in range(4)]}
+
+
+def jailed(place: Place, **values: Any) -> LoadJob:
+    rewards = [RewardPart("exact", 1.0, {"strip": "$"}), RewardPart("code_tests", 0.5, {})]
+    return LoadJob("j", str(place.directory), JAILED, rewards, jailing=Jailing(**values))
+
+
+@pytest.mark.needs("bwrap")
+async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place) -> None:
+    sandbox = await place.open()
+    loaded = await sandbox.call(Sandbox.load, jailed(place, output_bytes=2000, wall_s=1.0))
+    assert loaded.tier.startswith("bwrap + seccomp")
+    calls = [
+        ToolCall(0, "j", "python", "print(6 * 7)", 5.0),
+        ToolCall(1, "j", "sh", "echo hi; exit 3", 5.0),
+        ToolCall(2, "j", "notebook", "x = 8\nx", 5.0, "one"),
+        ToolCall(3, "j", "sum", "2 + 2", 5.0),
+        ToolCall(4, "j", "python", "while True: pass", 5.0),
+        ToolCall(5, "j", "python", 17, 5.0),
+        ToolCall(6, "j", "python", "1 / 0", 5.0),
+    ]
+    found = (await sandbox.call(Sandbox.run, RunTools(calls), deadline_s=60)).outcomes
+    assert [outcome.status for outcome in found] == [*["ok"] * 4, "timeout", "raised", "ok"]
+    assert found[0].value == {"status": "ok", "output": "42\n"}
+    assert found[1].value == {"status": "ok", "output": "hi\n", "exit": 3}
+    assert found[2].value == {"status": "ok", "output": "8\n"}
+    assert found[3].value == "4"
+    late = "over 1 s of wall clock time"
+    assert found[4].value == {"status": "timeout", "output": f"[timeout: {late}]"}
+    assert found[5].value is None and "takes code as a text" in found[5].error
+    assert found[6].value["exit"] == 1 and "ZeroDivisionError" in found[6].value["output"]
+    kept = ToolCall(0, "j", "notebook", "x", 5.0, "one")
+    assert (await sandbox.call(Sandbox.run, RunTools([kept]))).outcomes[0].value["output"] == "8\n"
+    await sandbox.cast(Sandbox.end_sessions, EndSessions("j", ["one"]))
+    async with asyncio.timeout(20):
+        while True:
+            again = (await sandbox.call(Sandbox.run, RunTools([kept]))).outcomes[0].value
+            if "NameError" in again["output"]:
+                break
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.needs("bwrap")
+async def test_a_reward_is_the_weighted_sum_of_its_parts(place: Place) -> None:
+    sandbox = await place.open()
+    await sandbox.call(Sandbox.load, jailed(place))
+    right = "def f(x):\n    return x + 1"
+    row = {"answer": right, "tests": CASES}
+    calls = [
+        RewardCall(0, "j", row, [{"role": "model", "text": right + "$"}], 5.0),
+        RewardCall(1, "j", row, [{"role": "model", "text": right}], 5.0),
+        RewardCall(2, "j", row, [{"role": "model", "text": "def f(x): return 3"}], 5.0),
+        RewardCall(3, "j", {"tests": CASES}, [{"role": "model", "text": "x"}], 5.0),
+    ]
+    found = (await sandbox.call(Sandbox.score, ScoreBatch(calls), deadline_s=60)).outcomes
+    assert [o.status for o in found] == ["ok", "ok", "ok", "raised"]
+    # "$" is stripped by `exact` alone: to `code_tests` it is a syntax error.
+    assert [o.value for o in found[:3]] == [1.0, 1.5, 0.125]
+    assert "KeyError: 'answer'" in found[3].error
+
+
+async def test_a_host_that_contains_too_little_refuses_the_job_with_the_fix(place: Place) -> None:
+    await place.open()
+    with tempfile.TemporaryDirectory() as empty:
+        place.spawned("sandbox/1", path=empty)  # no bwrap there
+        other = place.caller.ref("sandbox/1")
+        with pytest.raises(Refused, match=r"takes bwrap \+ seccomp.*this host has .*bubblewrap"):
+            await other.call(Sandbox.load, jailed(place), deadline_s=60)
+        trusted = LoadJob("t", str(place.directory), {"calculate": "calc:tool"})
+        assert (await other.call(Sandbox.load, trusted)).tier == ""
+
+
+def data(place: Place, **environment: Any) -> JobData:
+    tools = {"slow": "calc:slow", "calculate": "calc:tool", "notebook": "python_session"}
+    config = JobConfig.from_document(
+        {
+            "environment": {"tools": tools, **environment},
+            "reward": {"use": "calc:reward"},
+        }
+    )
+    bundle = place.directory / "bundle"
+    (bundle / "modules").mkdir(parents=True, exist_ok=True)
+    source = "import os, time\ndef tool(x):\n    return str(eval(x))\n"
+    source += "def slow(x):\n    time.sleep(x)\n    return os.getppid()\n"
+    source += "def reward(row, turns):\n    return len(turns)\n"
+    (bundle / "modules" / "calc.py").write_text(source)
+    return JobData("j", config, bundle, place.directory)
+
+
+async def alive(place: Place, *names: str) -> None:
+    async with asyncio.timeout(60):
+        while {e.name for e in await registry.entries(place.caller.state) if e.alive} < set(names):
+            await asyncio.sleep(0.05)
+
+
+async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_another(
+    place: Place,
+) -> None:
+    await place.open()
+    second = place.spawned("sandbox/1")
+    await alive(place, "sandbox/0", "sandbox/1")
+    outside = Outside(place.caller, data(place))
+    await outside.load()
+    calls = []
+    for _ in range(4):  # each in a batch of its own, as they do not come together
+        calls.append(asyncio.create_task(outside.tool("slow", 1.0)))
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(0.2)
+    entry = await registry.lookup(place.caller.state, "sandbox/1")
+    assert entry is not None
+    second.kill()
+    await second.wait(5)
+    await registry.evict(place.caller.state, "sandbox/1", entry.incarnation)  # its supervisor does
+    pids = await asyncio.gather(*calls)
+    assert set(pids) == {place.sandbox.pid}
+    assert await outside.tool("calculate", "6*7") == "42"
+    assert await outside.reward({}, [{}, {}]) == 2.0
+    await outside.close()
+
+
+@pytest.mark.needs("bwrap")
+async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> None:
+    await place.open()
+    outside = Outside(place.caller, data(place, once=["slow"]))
+    await outside.load()
+    assert await outside.tool("notebook", "x = 4\nx", "t1") == {"status": "ok", "output": "4\n"}
+    once = asyncio.create_task(outside.tool("slow", 30.0))
+    cell = asyncio.create_task(outside.tool("notebook", "import time; time.sleep(8)", "t1"))
+    await asyncio.sleep(1.0)
+    place.sandbox.kill()
+    await place.sandbox.wait(5)
+    entry = await registry.lookup(place.caller.state, "sandbox/0")
+    assert entry is not None
+    await registry.evict(place.caller.state, "sandbox/0", entry.incarnation)
+    place.start()
+    for answer in await asyncio.gather(once, cell):
+        assert answer["status"] == "crashed" and "was lost" in answer["output"]
+    after = await outside.tool("notebook", "'x' in globals()", "t1")
+    assert after == {"status": "ok", "output": "False\n"}
+    await outside.ended("t1")
+    await outside.close()

@@ -1,0 +1,80 @@
+"""Sandboxes as processes of their own, on a Redis of their own, and a caller."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from common.api.sandbox import (
+    LoadJob,
+    RewardPart,
+)
+from common.clock import SystemClock
+from common.errors import StateUnavailable
+from common.host import SystemHost
+from common.mesh import Mesh, MeshSettings, Ref
+from common.process import Child
+from common.random import Random
+from common.settings import SETTINGS_ENV
+from common.state.client import State
+from common.state.embedded import command
+from common.transport.zmq import ZmqTransport
+
+CALC = "def tool(x):\n    return str(eval(x))\ndef reward(row, turns):\n    return len(turns)\n"
+ROOT = Path(__file__).parents[3]
+
+
+class Place:
+    """A Redis, the sandbox as its own process, and a caller."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.host, self.clock = directory, SystemHost(), SystemClock()
+        self.children: list[Child] = []
+        server = command(directory / "r")
+        self.redis = self.host.spawn(server.argv, name="redis", log=directory / "redis.log")
+        self.settings = MeshSettings(server.url, str(directory), host="here")
+        self.settings.to_file(directory / "settings.json")
+        (directory / "calc.py").write_text(CALC)
+        self.start()
+
+    def start(self) -> None:
+        self.sandbox = self.spawned("sandbox/0")
+
+    def spawned(self, name: str, path: str = os.environ["PATH"]) -> Child:
+        settings = str(self.directory / "settings.json")
+        env = {SETTINGS_ENV: settings, "PYTHONPATH": str(ROOT), "PATH": path}
+        log = self.directory / "sandbox.log"
+        child = self.host.spawn(
+            [sys.executable, "-m", "services.sandbox", "--name", name], name=name, env=env, log=log
+        )
+        self.children.append(child)
+        return child
+
+    async def open(self) -> Ref:
+        while True:
+            try:
+                state = await State.open(self.settings.redis_url, connect_s=1)
+                break
+            except StateUnavailable:
+                await self.clock.sleep(0.02)
+        self.caller = Mesh(
+            name="test",
+            kind="test",
+            state=state,
+            transport=ZmqTransport(self.settings.bind, ""),
+            clock=self.clock,
+            random=Random.system(),
+            host=self.host,
+        )
+        return self.caller.ref("sandbox/0")
+
+    def job(self, tool: str = "calc:tool") -> LoadJob:
+        return LoadJob("j", str(self.directory), {"calculate": tool}, [RewardPart("calc:reward")])
+
+    async def close(self) -> None:
+        await self.caller.leave()
+        await self.caller.state.close()
+        for child in (*self.children, self.redis):
+            child.kill()
+            await child.wait(5)

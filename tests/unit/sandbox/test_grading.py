@@ -1,0 +1,182 @@
+"""Rewards of texts, the calculator, what the answer is, and sums of rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.clock import SystemClock
+from services.sandbox.answer import Answer
+from services.sandbox.grading.answers import answer_of, code_of
+from services.sandbox.grading.calculator import calculator
+from services.sandbox.grading.code import Grading
+from services.sandbox.grading.texts import choice, exact, regex
+from services.sandbox.jails import Launcher
+from services.sandbox.jobs import summed
+from services.sandbox.limits import JailLimits
+from services.sandbox.slots import Slots
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    return [{"role": "model", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "score"),
+    [
+        ("Paris", {}, 1.0),
+        (" Paris\n", {}, 1.0),
+        ("paris", {}, 0.0),
+        ("paris", {"ignore_case": True}, 1.0),
+        ("P a r i s", {"ignore_space": True}, 1.0),
+        ("Paris<|end|>", {"strip": ["<|end|>"]}, 1.0),
+        ("Paris!", {}, 0.0),
+        ("", {}, 0.0),
+    ],
+)
+def test_exact(text: str, options: dict[str, Any], score: float) -> None:
+    assert exact({"answer": "Paris"}, said(text), options) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "score"),
+    [
+        ("so #42$", r"#\d+", 1.0),
+        ("so 42", r"#\d+", 0.0),
+        ("#41 #42", r"#(?P<answer>\d+)", 1.0),
+        ("#42 #41", r"#(?P<answer>\d+)", 0.0),
+        ("none", r"#(?P<answer>\d+)", 0.0),
+    ],
+)
+def test_regex(text: str, pattern: str, score: float) -> None:
+    assert regex({"answer": 42}, said(text), {"pattern": pattern}) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("B", 1.0),
+        ("b.", 1.0),
+        ("(B)", 1.0),
+        ("The answer is B.", 1.0),
+        ("Answer: **B**", 1.0),
+        (r"\boxed{B}", 1.0),
+        (r"\boxed{\text{(B)}}", 1.0),
+        ("Not (A); the answer is (B).", 1.0),
+        ("Not (B); the answer is (A).", 0.0),
+        ("I do not know", 0.0),
+        ("A B C D", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_choice(text: str, score: float) -> None:
+    assert choice({"answer": "(b)"}, said(text), {}) == score
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2 + 3 * 4", "14"),
+        ("2^10", "1024"),
+        ("(1 + 2) / 4", "0.75"),
+        ("-7 // 2", "-4"),
+        ("sqrt(2) * sqrt(2)", "2"),
+        ("max(3, 7, 5)", "7"),
+        ("pi", "3.14159265359"),
+        ("1/0", "error: division by zero"),
+        ("9**9**9", "error: a number of over 4000 digits"),
+        ("__import__('os')", "error: "),
+        ("(lambda: 1)()", "error: "),
+        ("'a' * 9", "error: "),
+        ("open('x')", "error: no function open"),
+        ("1 +", "error: "),
+        ("(-1) ** 0.5", "error: not a real number"),
+        ("(" * 600 + "1" + ")" * 600, "error: "),
+        ("1 " * 600, "error: an expression is a text of at most"),
+    ],
+)
+def test_calculator(expression: str, value: str) -> None:
+    assert calculator(expression).startswith(value)
+
+
+@given(st.text(alphabet="0123456789+-*/%^(). episqrt", max_size=40))
+def test_the_calculator_always_answers_with_text(expression: str) -> None:
+    assert isinstance(calculator(expression), str)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("So:\n```python\nx = 1\n```\n", "x = 1\n"),
+        ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\nand ```open", "a\n"),
+        ("`x`", "`x`"),
+    ],
+)
+def test_code_is_the_last_block(text: str, code: str) -> None:
+    assert code_of(text) == code
+
+
+def test_an_answer_is_the_last_turn_of_the_model() -> None:
+    turns = [*said("first"), {"role": "tool", "value": 1}, *said("last$$")]
+    assert answer_of(turns, {"strip": "$"}) == "last"
+    assert answer_of(turns[:2], {}) == ""
+    assert answer_of([], {}) == ""
+
+
+def test_a_sum_is_a_score_only_if_every_part_is() -> None:
+    whole = [Answer("ok", 1.0, ""), Answer("ok", 0.5, "")]
+    assert summed([1.0, -0.5], whole) == Answer("ok", 0.75, "")
+    failed = Answer("timeout", None, "late")
+    assert summed([1.0, 0.0], [whole[0], failed]) is failed
+
+
+@pytest.mark.needs("bwrap")
+async def test_broken_tests_are_an_error_and_no_score(launcher: Launcher) -> None:
+    async def graded(tests: Any, text: str = "def f(x):\n    return x") -> Answer:
+        grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
+        return await grading.reward({"tests": tests}, said(text))
+
+    for tests in (
+        "def test_f(:",
+        "import missing_module\ndef test_f(): pass",
+        "x = 1",
+        [],
+        {"function": "f"},
+        {"function": "f", "cases": []},
+        [{"input": "x"}],
+        None,
+    ):
+        answer = await graded(tests)
+        assert answer.status in ("bad_value", "raised") and answer.value is None, (tests, answer)
+    assert (await graded("from solution import g\ndef test_g(): pass")).value == 0.0
+    assert (
+        await graded("from solution import f\ndef test_f():\n    assert f(2) == 2")
+    ).value == 1.0
+
+
+@pytest.mark.needs("bwrap")
+async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: Launcher) -> None:
+    source = "def f(x):\n    if x == 2:\n        while True: pass\n    if x == 3:\n"
+    source += "        import os; os._exit(0)\n    return x"
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 0.5})
+    cases = [{"args": [x], "output": x} for x in range(5)]
+    answer = await grading.reward({"tests": {"function": "f", "cases": cases}}, said(source))
+    assert answer == Answer("ok", 0.6, "")
+    python = "from solution import f\n"
+    python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(5))
+    assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 0.6, "")
+
+
+@pytest.mark.needs("bwrap")
+async def test_all_or_nothing(launcher: Launcher) -> None:
+    options = {"partial": False, "prefix": "def f(x): "}
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), options)
+    cases = [{"args": [x], "output": x * 2} for x in (0, 1, 2)]
+    tests = {"tests": {"function": "f", "cases": cases}}
+    assert (await grading.reward(tests, said("return x + x"))).value == 1.0
+    assert (await grading.reward(tests, said("return x * x"))).value == 0.0

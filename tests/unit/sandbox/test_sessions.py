@@ -1,0 +1,108 @@
+"""Sessions keep what their cells made, apart from each other, and their end is told by type."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.clock import SystemClock
+from services.sandbox.jails import Launcher
+from services.sandbox.limits import MIB, JailLimits
+from services.sandbox.sessions import Sessions
+
+pytestmark = pytest.mark.needs("bwrap")
+LIMITS = JailLimits(wall_s=1.5, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes=4096)
+
+
+@pytest.fixture
+async def sessions(launcher: Launcher) -> AsyncIterator[Sessions]:
+    made = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=600.0)
+    yield made
+    made.close()
+
+
+async def test_variables_functions_and_imports_stay(sessions: Sessions) -> None:
+    assert (
+        await sessions.run("a", "import math\ndef f(x):\n    return x * k\nk = 3")
+    ).stdout == b""
+    ran = await sessions.run("a", "f(math.floor(7.9))")
+    assert (ran.status, ran.stdout) == ("ok", b"21\n")
+    assert (await sessions.run("a", "_ + 1")).stdout == b"22\n"
+
+
+async def test_an_error_is_shown_and_the_session_goes_on(sessions: Sessions) -> None:
+    await sessions.run("a", "x = 5")
+    failed = await sessions.run("a", "x = 6\n1 / 0")
+    assert failed.status == "ok" and b"ZeroDivisionError" in failed.stderr
+    assert b'"cell 2", line 2' in failed.stderr
+    assert (await sessions.run("a", "x")).stdout == b"6\n"
+
+
+async def test_a_cell_that_takes_too_long_ends_its_session_and_says_so(sessions: Sessions) -> None:
+    await sessions.run("a", "x = 5")
+    late = await sessions.run("a", "print('begun')\nwhile True: pass")
+    assert (late.status, late.stdout) == ("timeout", b"begun\n")
+    assert "over 1 s of CPU time" in late.error and "begins a new one" in late.error
+    assert (await sessions.run("a", "'x' in globals()")).stdout == b"False\n"
+
+
+async def test_time_between_cells_does_not_count(sessions: Sessions) -> None:
+    await sessions.run("a", "x = 1")
+    await asyncio.sleep(2.0)
+    assert (await sessions.run("a", "x")).stdout == b"1\n"
+
+
+async def test_limits_are_of_each_cell(sessions: Sessions) -> None:
+    for _ in range(3):
+        ran = await sessions.run("a", "print('x' * 3000)")
+        assert (ran.status, len(ran.stdout)) == ("ok", 3001)
+        spun = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
+        assert (await sessions.run("a", spun)).status == "ok"
+    assert (await sessions.run("a", "print('x' * 5000)")).status == "output_limit"
+
+
+async def test_what_a_cell_is_refused_has_its_type_and_the_session_stays(
+    sessions: Sessions,
+) -> None:
+    await sessions.run("a", "x = 1")
+    assert (await sessions.run("a", "bytearray(1 << 30)")).status == "out_of_memory"
+    assert (await sessions.run("a", "import socket; socket.socket()")).status == "refused"
+    assert (await sessions.run("a", "x")).stdout == b"1\n"
+
+
+async def test_the_session_unused_for_longest_makes_room_and_is_told(sessions: Sessions) -> None:
+    for name in "abc":
+        await sessions.run(name, f"x = {name!r}")
+    await sessions.run("a", "x")
+    assert (await sessions.run("d", "1")).stdout == b"1\n"
+    assert sessions.size == 3
+    told = await sessions.run("b", "x")
+    assert told.status == "evicted" and "unused for longest" in told.error
+    assert told.stdout == b""
+    assert b"NameError" in (await sessions.run("b", "x")).stderr
+    assert (await sessions.run("a", "x")).stdout == b"'a'\n"
+
+
+async def test_an_idle_session_is_ended_and_its_next_call_told(launcher: Launcher) -> None:
+    sessions = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=0.2)
+    await sessions.run("a", "x = 1")
+    await asyncio.sleep(0.3)
+    sessions.sweep()
+    assert sessions.size == 0
+    assert (await sessions.run("a", "x")).status == "evicted"
+    sessions.close()
+
+
+async def test_a_session_that_was_ended_is_forgotten(sessions: Sessions) -> None:
+    await sessions.run("a", "x = 1")
+    sessions.end("a")
+    assert sessions.size == 0
+    assert (await sessions.run("a", "'x' in globals()")).stdout == b"False\n"
+
+
+async def test_sessions_run_beside_each_other(sessions: Sessions) -> None:
+    cells = [sessions.run(name, f"x = {name!r}\nx") for name in "abc"]
+    found = await asyncio.gather(*cells)
+    assert [ran.stdout for ran in found] == [b"'a'\n", b"'b'\n", b"'c'\n"]
