@@ -74,4 +74,5 @@ POLICIES := $(wildcard services/planner/allocation.py services/planner/placement
 	services/rollout/balance.py services/rollout/throughput.py services/trainer/batching.py \
 	services/rollout/engines/torch_engine/blocks.py services/rollout/engines/torch_engine/buckets.py \
 	services/trainer/bins.py services/trainer/membership.py services/trainer/algorithms/*.py services/trainer/batch.py services/trainer/stats.py \
+	services/sandbox \
 	services/weights/retention.py kernels/packing.py kernels/cost.py)

@@ -51,7 +51,8 @@ class Server:
     async def _serve(self, command: list[str], directory: str) -> None:
         from mcp import ClientSession, StdioServerParameters, stdio_client
 
-        parameters = StdioServerParameters(command=command[0], args=command[1:], cwd=directory)
+        program = sys.executable if command[0] == "python" else command[0]
+        parameters = StdioServerParameters(command=program, args=command[1:], cwd=directory)
         try:
             async with (
                 stdio_client(parameters, sys.stderr) as streams,

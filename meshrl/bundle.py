@@ -74,7 +74,9 @@ def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
         taskset = tasksets.module_of(config.environment.verifiers)
         modules += [taskset] if references.module_file(base, taskset) else []
     (staging / "modules").mkdir()
-    for source in references.neighbours(base, modules):
+    servers = list(_servers(config, base))
+    modules += [path.stem for path in servers if path.suffix == ".py" and path.parent == base]
+    for source in {*servers, *references.neighbours(base, modules)}:
         _copy(source, staging / "modules" / source.relative_to(base))
     for key, lines in _datasets(config, staging / "modules"):
         target = staging / "data" / f"{key}.jsonl"
@@ -99,6 +101,15 @@ def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
             _copy_model(Path(model.path), staging / "models" / role)
             document["models"][role]["path"] = f"models/{role}"
     return document
+
+
+def _servers(config: JobConfig, base: Path) -> Iterator[Path]:
+    """The files beside the job file that commands of MCP servers name."""
+    for command in config.environment.mcp.values():
+        for word in command:
+            path = base / word
+            if not Path(word).is_absolute() and path.is_file() and path.is_relative_to(base):
+                yield path
 
 
 def _copy_model(source: Path, target: Path) -> None:

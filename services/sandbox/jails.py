@@ -115,26 +115,28 @@ class Jail:
     async def finish(self) -> Ran:
         """Waits for its end, which limits bound, and cleans up behind it."""
         clock = self._launcher.clock
-        over = False
         report: dict[str, Any] = {}
+        missing = ""
         deadline_s = SLOWEST * self.limits.wall_s + GRACE_S
         waited = asyncio.ensure_future(self.report(deadline_s))
         try:
             await asyncio.wait({waited, self.output.over}, return_when=asyncio.FIRST_COMPLETED)
+            if waited.done():
+                try:
+                    report = waited.result()
+                except (PeerLost, BadMessage, DeadlineExceeded) as error:
+                    missing = error.message
+            self.keeper.close()
+            await self.output.drained(clock, DRAIN_S)
             over = self.output.over.done()
-            if not over or waited.done():
-                with contextlib.suppress(PeerLost, BadMessage, DeadlineExceeded):
-                    report = await waited
+            if missing and not over and not self._out_of_memory():
+                # No guest can end its keeper: somebody has killed the zygote, or it hangs.
+                raise JailFailed(f"a jail ended without a report: {missing}", where="sandbox")
+            return self._typed(report, over)
         finally:
             waited.cancel()
             await asyncio.gather(waited, return_exceptions=True)
-            self.keeper.close()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.output.drained(clock, DRAIN_S)
-            over = over or self.output.over.done()
-            ran = self._typed(report, over)
             self.close()
-        return ran
 
     def close(self) -> None:
         """Ends it, if it has not ended."""
@@ -170,8 +172,6 @@ class Jail:
             return OUT_OF_MEMORY, memory
         if code == guest.REFUSED:
             return REFUSED, "it asked for what the sandbox refuses"
-        if not report:
-            return CRASHED, "the jail ended without a report"
         if code < 0:
             return CRASHED, f"ended by signal {-code}"
         return OK, ""
@@ -283,10 +283,12 @@ class Launcher:
             try:
                 jail = await self._opened(limits, stdin, cells, peer)
                 break
-            except (PeerLost, OSError) as error:
+            except (BrokenPipeError, ConnectionResetError) as error:  # the zygote has ended
                 if attempt == TRIES:
                     raise JailFailed(f"no jail: {error}", where="sandbox") from error
                 self._drop()
+            except OSError as error:
+                raise JailFailed(f"no jail: {error}", where="sandbox") from error
         try:
             if program["mode"] == "tests":
                 program = {**program, "nonce": jail.nonce}

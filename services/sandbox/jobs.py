@@ -43,8 +43,8 @@ class LoadedJob:
         }
         rest = [call for place, call in enumerate(calls) if place not in jailed]
         work = [Work(TOOL + c.tool, [c.input], c.deadline_s, c.once) for c in rest]
-        ran, *answers = await asyncio.gather(
-            self._pooled(work), *(self._jailed(call) for call in jailed.values())
+        ran, answers = await asyncio.gather(
+            self._pooled(work), asyncio.gather(*map(self._jailed, jailed.values()))
         )
         others, own = iter(ran), iter(answers)
         return [next(own if place in jailed else others) for place in range(len(calls))]

@@ -113,7 +113,9 @@ def main() -> None:
             gathered = gather([*outer.places, jail])
         become_plain()
     os.chdir("/")
-    resource.setrlimit(resource.RLIMIT_NPROC, (MOST_PROCESSES, MOST_PROCESSES))
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = MOST_PROCESSES if hard == resource.RLIM_INFINITY else min(MOST_PROCESSES, hard)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
     # A change of user has made the kernel forget it.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
     if os.getppid() != parent:

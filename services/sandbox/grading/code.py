@@ -96,8 +96,12 @@ class Grading:
                     ready = await self._answer(jail, {}) is not None
                     while ready and len(passed) < len(cases):
                         answer = await self._answer(jail, cases[len(passed)])
+                        if answer is None:
+                            await _ended(jail)
                         passed.append(_right(answer, cases[len(passed)]))
                         ready = answer is not None
+                    if len(passed) == before:
+                        await _ended(jail)
                 finally:
                     jail.close()
                 if len(passed) == before:  # it does not even load
@@ -138,11 +142,15 @@ class Grading:
                 try:
                     names = await self._collected(pair[1])
                     if not names:
+                        for jail in pair:
+                            await _ended(jail)
                         return [False]  # the solution does not load, and what counts is its own
                     while len(passed) < names:
                         verdict = await self._test(pair, len(passed))
                         passed.append(verdict is not None and verdict.get("passed") is True)
                         if verdict is None or verdict.get("lost"):
+                            for jail in pair:
+                                await _ended(jail)
                             break
                 finally:
                     for jail in pair:
@@ -206,6 +214,12 @@ class Grading:
         except (PeerLost, BadMessage, DeadlineExceeded):
             return None
         return frame if frame.get("nonce") == jail.nonce else None
+
+
+async def _ended(jail: Jail) -> None:
+    """JailFailed if it has ended without its keeper's word, which is not the program's doing."""
+    if jail.keeper.ended or (jail.cells is not None and jail.cells.ended):
+        await jail.finish()
 
 
 def _right(answer: dict[str, Any] | None, case: dict[str, Any]) -> bool:

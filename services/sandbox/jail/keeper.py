@@ -25,12 +25,14 @@ LOOK_S = 0.005  # the least between two looks at the clocks of a guest
 OUT_OF_TIME_GRACE_S = 1  # after SIGXCPU, which a program may handle, comes SIGKILL
 OWN_PROCESSES = 1  # the keeper itself counts among a jail's
 SETUP_FAILED = 70
+DESCRIPTORS = 1024  # more than a zygote ever has
 
 
 def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
     """Runs one jail from its closing to its end; never returns."""
     channel = fds["keeper"]
     try:
+        _close_others(fds)
         wake = _wakes()
         if tier == "bwrap":
             _join_groups(fds)
@@ -47,7 +49,7 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
         begun = time.monotonic()
         child = os.fork()
         if child == 0:
-            _become_guest(fds, request, program, wake, tier)
+            _become_guest(fds, request, program, tier)
         for name, fd in fds.items():
             if name != "keeper":
                 os.close(fd)
@@ -63,6 +65,13 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
     except BaseException:
         frames.send(channel, {"failed": traceback.format_exc(limit=3)})
         os._exit(SETUP_FAILED)
+
+
+def _close_others(fds: dict[str, int]) -> None:
+    """What a jail was not given: of the zygote, or of the keeper."""
+    kept = sorted({0, 1, 2, *fds.values()})
+    for before, after in zip(kept, [*kept[1:], DESCRIPTORS]):
+        os.closerange(before + 1, after)
 
 
 def _join_groups(fds: dict[str, int]) -> None:
@@ -87,14 +96,14 @@ def _namespaces(limits: dict[str, Any]) -> None:
 
 
 def _become_guest(
-    fds: dict[str, int], request: dict[str, Any], program: Any, wake: int, tier: str
+    fds: dict[str, int], request: dict[str, Any], program: Any, tier: str
 ) -> NoReturn:
     try:
-        os.close(wake)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        os.close(fds["keeper"])
+        os.close(fds.pop("keeper"))
+        _close_others(fds)
         for place, name in enumerate(("stdin", "stdout", "stderr")):
             os.dup2(fds[name], place)
             os.close(fds[name])

@@ -32,6 +32,8 @@ def jsonable(value: Any, depth: int = 0) -> Any:
 def _key(key: Any) -> str:
     if isinstance(key, str):
         return str(key)
-    if key is None or isinstance(key, (bool, int, float)):
-        return {None: "null", True: "true", False: "false"}.get(key, str(key))
+    if key is None or isinstance(key, bool):
+        return {None: "null", True: "true", False: "false"}[key]
+    if isinstance(key, (int, float)):
+        return str(key)
     raise Odd(f"a key of type {type(key).__name__}")

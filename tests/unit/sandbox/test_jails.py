@@ -15,8 +15,10 @@ import pytest
 from common.clock import SystemClock
 from common.errors import BadMessage
 from common.host import SystemHost
-from services.sandbox.jails import Interpreter, Launcher, Ran
+from services.sandbox.grading.code import Grading
+from services.sandbox.jails import Interpreter, JailFailed, Launcher, Ran
 from services.sandbox.limits import MIB, JailLimits
+from services.sandbox.slots import Slots
 
 pytestmark = pytest.mark.needs("bwrap")
 LIMITS = JailLimits(wall_s=4.0, cpu_s=2.0, memory_bytes=128 * MIB, output_bytes=4096)
@@ -192,3 +194,40 @@ async def test_another_interpreter_brings_its_packages(tmp_path: Path) -> None:
     finally:
         await launcher.stop()
     assert (found.status, found.stdout) == ("ok", b"17\n"), found.stderr
+
+
+async def test_a_program_is_handed_nothing_but_its_three_streams(launcher: Launcher) -> None:
+    found = await ran(launcher, "import os\nprint(sorted(map(int, os.listdir('/proc/self/fd'))))")
+    assert found.stdout == b"[0, 1, 2, 3]\n"  # the last is of the listing itself
+
+
+async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: Launcher) -> None:
+    call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
+    await asyncio.sleep(0.5)
+    psutil.Process().children()[0].kill()
+    with pytest.raises(JailFailed, match="without a report"):
+        await call
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"function": "f", "cases": [{"args": [1], "output": 1}]},
+        "from solution import f\ndef test_f():\n    assert f(1) == 1",
+        [{"input": "", "output": "1"}],
+    ],
+    ids=["calls", "python", "stdin"],
+)
+async def test_a_killed_zygote_makes_no_right_answer_wrong(
+    launcher: Launcher, tests: object
+) -> None:
+    limits = JailLimits(wall_s=20.0, cpu_s=20.0, memory_bytes=128 * MIB)
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", limits, {"case_s": 20.0})
+    source = "import time\ntime.sleep(2)\nprint(1)\ndef f(x): return x"
+    row, turns = {"tests": tests}, [{"role": "model", "text": source}]
+    graded = asyncio.create_task(grading.reward(row, turns))
+    await asyncio.sleep(1.0)
+    psutil.Process().children()[0].kill()
+    answer = await graded
+    assert (answer.status, answer.value) == ("crashed", None)
+    assert (await grading.reward(row, turns)).value == 1.0
