@@ -62,8 +62,8 @@ class SandboxActor(Actor):
         jobs = self._jobs.values()
         return {
             "jobs": len(self._jobs),
-            "workers": sum(job.pool.size for job in jobs if job.pool),
-            "replaced": sum(job.pool.replaced for job in jobs if job.pool),
+            "workers": sum(pool.size for job in jobs for pool in job.pools),
+            "replaced": sum(pool.replaced for job in jobs for pool in job.pools),
             "jails": sum(launcher.started for launcher in self._launchers.values()),
             "busy": self._slots.busy,
             "waiting": self._slots.waiting,
@@ -93,21 +93,24 @@ class SandboxActor(Actor):
                 if job is not None:
                     await job.stop()
                 await self._make_room()
-            pool = self._jobs[m.job].pool
+            workers = sum(pool.size for pool in self._jobs[m.job].pools)
             tier = self._found.meaning if self._found and self._jobs[m.job].jailed else ""
-            return Loaded(job=m.job, workers=pool.size if pool else 0, tier=tier)
+            return Loaded(job=m.job, workers=workers, tier=tier)
 
     async def _loaded(self, m: LoadJob) -> LoadedJob:
         jailed = await self._jailed(m)
-        functions = trusted(m)
-        if not functions:
-            return LoadedJob(m, None, jailed)
         log = self._logs / f"sandbox-{m.job}.log" if self._logs else None
-        pool = Pool(
-            self._host, self._clock, m.job, m.bundle_dir, functions, log, self._limits, m.mcp
-        )
-        await pool.start()
-        return LoadedJob(m, pool, jailed)
+        pools: list[Pool] = []
+        try:
+            for functions, closed in zip(trusted(m), (True, False), strict=True):
+                if functions:
+                    place = (m.job, m.bundle_dir, functions, log, self._limits, m.mcp)
+                    pools.append(Pool(self._host, self._clock, *place, closed=closed))
+                    await pools[-1].start()
+        except BaseException:
+            await asyncio.gather(*(pool.stop() for pool in pools))
+            raise
+        return LoadedJob(m, pools, jailed)
 
     async def _jailed(self, m: LoadJob) -> Jailed | None:
         """Jails for what runs the model's code; Refused below the tier that the job demands."""

@@ -10,7 +10,7 @@ from common.api.sandbox import OK, RAISED, LoadJob, RewardCall, ToolCall
 from services.sandbox.answer import Answer
 from services.sandbox.jailed import Jailed
 from services.sandbox.pool import Pool, Work
-from services.sandbox.worker import REWARD, TOOL
+from services.sandbox.worker import REWARD, TOOL, shown_name
 
 _GRADING = "services.sandbox.grading"
 TRUSTED = {
@@ -22,18 +22,20 @@ TRUSTED = {
 }
 
 
-def trusted(loaded: LoadJob) -> dict[str, str]:
-    """What a job's workers import: all that is not run in jails."""
+def trusted(loaded: LoadJob) -> tuple[dict[str, str], dict[str, str]]:
+    """What a job's workers import, by name: our own, and the author's. The rest is run in jails."""
     uses = {TOOL + name: use for name, use in loaded.tools.items()}
     uses |= {f"{REWARD}{i}": part.use for i, part in enumerate(loaded.rewards)}
-    return {name: TRUSTED.get(use, use) for name, use in uses.items() if not builtin.jailed([use])}
+    ours = {name: TRUSTED[use] for name, use in uses.items() if use in TRUSTED}
+    authors = {name: use for name, use in uses.items() if not builtin.is_builtin(use)}
+    return ours, authors
 
 
 class LoadedJob:
     """Answers its calls; every one of them, by type."""
 
-    def __init__(self, loaded: LoadJob, pool: Pool | None, jailed: Jailed | None) -> None:
-        self.loaded, self.pool, self.jailed = loaded, pool, jailed
+    def __init__(self, loaded: LoadJob, pools: Sequence[Pool], jailed: Jailed | None) -> None:
+        self.loaded, self.pools, self.jailed = loaded, pools, jailed
 
     async def run(self, calls: Sequence[ToolCall]) -> list[Answer]:
         jailed = {
@@ -74,13 +76,20 @@ class LoadedJob:
         )
 
     async def _pooled(self, work: Sequence[Work]) -> list[Answer]:
-        if not work:
-            return []
-        if self.pool is None:
-            known = ", ".join(sorted(self.loaded.tools)) or "nothing"
-            error = f"job {self.loaded.job} has no such tool; it has {known}"
-            return [Answer(RAISED, None, error) for _ in work]
-        return await self.pool.run(work)
+        """Each by the pool that has it."""
+        answers: dict[int, Answer] = {}
+
+        async def by(pool: Pool) -> None:
+            places = [i for i, call in enumerate(work) if call.name in pool.functions]
+            ran = await pool.run([work[i] for i in places]) if places else []
+            answers.update(zip(places, ran, strict=True))
+
+        await asyncio.gather(*map(by, self.pools))
+        known = ", ".join(sorted(self.loaded.tools)) or "nothing"
+        return [
+            answers.get(i) or Answer(RAISED, None, f"no tool {shown_name(call.name)}; {known}")
+            for i, call in enumerate(work)
+        ]
 
     async def _jailed(self, call: ToolCall) -> Answer:
         assert self.jailed is not None
@@ -89,8 +98,7 @@ class LoadedJob:
     async def stop(self) -> None:
         if self.jailed is not None:
             self.jailed.close()
-        if self.pool is not None:
-            await self.pool.stop()
+        await asyncio.gather(*(pool.stop() for pool in self.pools))
 
 
 def summed(weights: Sequence[float], answers: Sequence[Answer]) -> Answer:

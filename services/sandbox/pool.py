@@ -75,7 +75,8 @@ class _WorkerEnded(Exception):
 class Pool:
     """Runs functions of one job in processes of its own, a few of them warm.
 
-    `functions` are references, `module:function`, looked for in `directory` first.
+    `functions` are references, `module:function`, looked for in `directory` first. `closed`: they
+    need no files, no programs and no network, and get none.
     """
 
     def __init__(
@@ -88,9 +89,11 @@ class Pool:
         log: Path | None,
         limits: Limits,
         servers: dict[str, list[str]] | None = None,
+        closed: bool = False,
     ) -> None:
-        self._servers = servers or {}
-        self._job, self._directory, self._functions = job, directory, functions
+        self._servers, self._closed = servers or {}, closed
+        self.functions = functions
+        self._job, self._directory = job, directory
         self._host, self._clock, self._log, self._limits = host, clock, log, limits
         self._queue: deque[_Waiting] = deque()
         self._idle: deque[asyncio.Future[None]] = deque()
@@ -135,10 +138,10 @@ class Pool:
             for call in calls
         ]
         for call in waiting:
-            if call.name in self._functions:
+            if call.name in self.functions:
                 self._queue.append(call)
             else:
-                known = ", ".join(sorted(map(shown_name, self._functions))) or "nothing"
+                known = ", ".join(sorted(map(shown_name, self.functions))) or "nothing"
                 wanted = shown_name(call.name)
                 error = f"job {self._job} has no {wanted}; it has {known}"
                 call.answer.set_result(Answer(RAISED, None, error))
@@ -210,13 +213,14 @@ class Pool:
             rlimits=self._limits.rlimits,
             pipe=True,
         )
+        setup = [self._directory, self.functions, self._servers, self._closed]
         try:
-            await child.send(msgpack.packb([self._directory, self._functions, self._servers]))
+            await child.send(msgpack.packb(setup))
             call_id, status, _, error = _unpacked(await child.recv(LOAD_S))
         except (PeerLost, BadMessage, DeadlineExceeded) as problem:
             child.kill()
             raise ToolFailed(
-                f"importing {', '.join(self._functions.values())} ended the process or took more"
+                f"importing {', '.join(self.functions.values())} ended the process or took more"
                 f" than {LOAD_S:g} s: {problem}",
                 where=self._directory,
                 fix="import it with plain Python; its output is in the sandbox's log",

@@ -1,7 +1,7 @@
 """A process that runs a job's tools and reward: one call after the other, until it is killed.
 
-First frame in: [bundle_dir, {name: use}, {MCP server: command}]; a use is "module:function" or
-"mcp:server/tool". Then slices: [[id, name, arguments], ...].
+First frame in: [bundle_dir, {name: use}, {MCP server: command}, closed]; a use is "module:function"
+or "mcp:server/tool". Then slices: [[id, name, arguments], ...].
 Out, for each call as soon as it has ended: [id, status, value, error]; a result that waited for the
 end of its slice would be lost with a neighbour that hangs. Only the standard library and msgpack,
 because a pool refills while callers wait.
@@ -9,6 +9,7 @@ because a pool refills while callers wait.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Any
 import msgpack
 
 from common.child import Channel
+from services.sandbox.jail import kernel, landlock, seccomp
 
 OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # of common.api.sandbox, which imports numpy
 REWARD = "reward:"  # before a reward's number: what it returns is a finite number
@@ -54,6 +56,18 @@ def load(
         if not callable(found[name]):
             raise TypeError(f"{use} is a {type(found[name]).__name__}, not a function")
     return found
+
+
+def close_in() -> None:
+    """What reads texts of the model needs no more than its modules, and gets no more, as far as
+    this kernel can refuse it.
+    """
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if landlock.abi() >= landlock.LEAST:
+        modules = [path for path in sys.path if os.path.isdir(path)]
+        landlock.restrict([sys.prefix, sys.base_prefix, "/usr", "/lib", *modules], ["/dev/null"])
+    with contextlib.suppress(seccomp.Unsupported):
+        seccomp.install(seccomp.JAIL)
 
 
 def run(functions: dict[str, Callable[..., Any]], call: list[Any]) -> Answer:
@@ -169,7 +183,10 @@ def main() -> None:
     if setup is None:
         return
     try:
-        functions = load(*msgpack.unpackb(setup))
+        *what, closed = msgpack.unpackb(setup)
+        functions = load(*what)
+        if closed:
+            close_in()
     except BaseException as error:
         channel.send(pack((LOADED, RAISED, None, described(error))))
         return

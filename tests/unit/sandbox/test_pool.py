@@ -17,6 +17,7 @@ from common.errors import ToolFailed
 from common.host import SystemHost
 from common.process import start_time
 from services.sandbox.answer import Answer
+from services.sandbox.jail import landlock
 from services.sandbox.pool import Limits, Pool, Work
 from services.sandbox.worker import REWARD, TOOL
 
@@ -331,3 +332,31 @@ async def test_code_that_does_not_load_fails_with_its_reason(
 ) -> None:
     with pytest.raises(ToolFailed, match=says):
         await make(reward=reference)
+
+
+async def test_what_reads_texts_of_the_model_has_no_files_programs_or_network(
+    tmp_path: Path,
+) -> None:
+    source = """
+        import os, socket, subprocess
+
+        def tool(what):
+            return {
+                "write": lambda: open("/tmp/planted", "w"),
+                "read": lambda: open("/etc/passwd").read(),
+                "connect": lambda: socket.socket(),
+                "see": lambda: os.listdir("/proc"),
+                "think": lambda: 6 * 7,
+            }[what]()
+    """
+    (tmp_path / "closed.py").write_text(textwrap.dedent(source))
+    place = ("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, tmp_path / "log", Limits(warm=1))
+    pool = Pool(SystemHost(), SystemClock(), *place, closed=True)
+    await pool.start()
+    calls = [Work(f"{TOOL}t", [what], 5.0) for what in ("think", "connect", "write", "read", "see")]
+    answers = await pool.run(calls)
+    await pool.stop()
+    assert answers[0] == Answer("ok", 42, "")
+    assert answers[1].error.startswith("PermissionError")
+    if landlock.abi() >= landlock.LEAST:
+        assert [a.error.partition(":")[0] for a in answers[2:]] == ["PermissionError"] * 3
