@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from common.clock import SystemClock
 from common.host import SystemHost
 from loadtests.sandboxed import Place, sandboxed
-from services.sandbox.jails import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
+from services.sandbox.launcher import Interpreter
 from services.sandbox.pool import Limits, Pool, Work
 from services.sandbox.worker import TOOL
 

@@ -74,6 +74,7 @@ class ToolCall:
     input: Any
     deadline_s: float
     session: str = ""  # whose state a tool with sessions works on
+    begun: bool = False  # the session holds what earlier calls made: a new one is no substitute
     once: bool = False  # if its process is lost, it is not run again
 
 

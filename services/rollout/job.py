@@ -351,7 +351,8 @@ class ShardJob:
                 if len(t.open_round.calls()) >= CALLS:
                     raise ToolFailed(f"the environment asked for over {CALLS} tool calls in a turn")
                 name, argument = value
-                answer = await self.outside.tool(name, argument, str(t.id))
+                earlier = t.called()
+                answer = await self.outside.tool(name, argument, str(t.id), earlier)
                 await self._answered(t, name, argument, answer)
                 action, value = await self._told(t, replay)
             if action == "done":

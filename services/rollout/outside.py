@@ -4,6 +4,8 @@ fails, and typed when the author's code does.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from common import builtin
@@ -11,7 +13,9 @@ from common.api.sandbox import (
     BAD_VALUE,
     CRASHED,
     OK,
+    OUT_OF_MEMORY,
     RAISED,
+    REFUSED,
     EndSessions,
     Jailing,
     LoadJob,
@@ -24,13 +28,14 @@ from common.api.sandbox import (
     ToolCall,
 )
 from common.config import JobConfig
-from common.errors import MeshError, NotFound, ToolFailed
+from common.errors import MeshError, NotFound, Overloaded, ToolFailed
 from common.jobdata import JobData
 from common.mesh import Mesh
 from common.state import registry
 from services.rollout.batching import Batcher
 
 Q = TypeVar("Q")
+Answered = tuple[str, Any, Any]  # a tool, its input, its value
 RewardArguments = tuple[dict[str, Any], list[dict[str, Any]]]
 
 ATTEMPTS = 4  # calls that may hang or crash before the trajectory fails by type
@@ -39,6 +44,7 @@ RETRY_S = 0.25
 LOOK_S = 2.0  # between two looks at which sandboxes there are
 SLOWEST = 5  # times its limit that a jailed call may take with the queue before it
 QUEUE_S = 300.0
+KEPT = (OK, OUT_OF_MEMORY, REFUSED)  # how a cell may end whose session goes on
 SANDBOX = "sandbox/0"  # the one that every mesh has
 
 
@@ -102,6 +108,11 @@ class Sandboxes:
         names = [name for name in await self.look() if name != avoid] or self._names
         return min(names, key=lambda name: self._out.get(name, 0))
 
+    async def home(self, session: str) -> str:
+        """The one for a session: the same for every incarnation of its shard."""
+        names = await self.look()
+        return names[zlib.crc32(session.encode()) % len(names)]
+
     def forget(self) -> None:
         """The next choice looks anew: one of them did not answer."""
         self._looked = float("-inf")
@@ -113,10 +124,11 @@ class Sandboxes:
 class _Call:
     """A tool's call, and where the state that it works on is."""
 
-    __slots__ = ("argument", "name", "once", "session")
+    __slots__ = ("argument", "begun", "name", "once", "session")
 
-    def __init__(self, name: str, argument: Any, session: str, once: bool) -> None:
-        self.name, self.argument, self.session, self.once = name, argument, session, once
+    def __init__(self, name: str, argument: Any, session: str, begun: bool, once: bool) -> None:
+        self.name, self.argument, self.once = name, argument, once
+        self.session, self.begun = session, begun
 
 
 class Outside:
@@ -154,22 +166,32 @@ class Outside:
             for name in await self._sandboxes.look():
                 await self._mesh.ref(name).call(Sandbox.load, self._request)
 
-    async def tool(self, name: str, argument: Any, session: str = "") -> Any:
+    async def tool(
+        self, name: str, argument: Any, session: str = "", earlier: Sequence[Answered] = ()
+    ) -> Any:
         """A tool's value; ToolFailed when it raises, or keeps hanging or crashing.
 
+        `session` names the trajectory, whose `earlier` calls say whether its state must be there.
         What runs the model's code has a value whatever became of it: the model reads how it ended.
         """
         tools = self._job.config.environment.tools
         if name not in tools:
             known = ", ".join(sorted(tools)) or "none"
             raise ToolFailed(f"no tool is called {name!r}", fix=f"the job names: {known}")
-        call = _Call(name, argument, session, name in self._once)
+        if name not in self._with_session:
+            session = ""
+        call = _Call(name, argument, session, self._begun(earlier), name in self._once)
         outcome = await self._decided(self._slow if name in self._jailed else self._tools, call)
         if outcome.value is not None and name in self._jailed:
             return outcome.value
         if outcome.status == CRASHED and call.once:
             return {"status": CRASHED, "output": f"[crashed: {outcome.error}]"}
         return _value(outcome, f"tool {name}")
+
+    def _begun(self, earlier: Sequence[Answered]) -> bool:
+        """Whether the last call of a session left one behind."""
+        values = [value for name, _, value in earlier if name in self._with_session]
+        return bool(values) and values[-1].get("status") in KEPT
 
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """The job's reward; ToolFailed when the function raises, hangs or returns garbage."""
@@ -201,7 +223,7 @@ class Outside:
         jailed = batch[0].name in self._jailed
         deadline_s = self._job.config.sandbox.wall_s if jailed else config.tool_deadline_s
         calls = [
-            ToolCall(i, self._job.id, c.name, c.argument, deadline_s, c.session, c.once)
+            ToolCall(i, self._job.id, c.name, c.argument, deadline_s, c.session, c.begun, c.once)
             for i, c in enumerate(batch)
         ]
         patience_s = SLOWEST * deadline_s + QUEUE_S if jailed else 2 * deadline_s + 5.0
@@ -219,7 +241,7 @@ class Outside:
         return outcomes
 
     async def _one(self, asked: _Call, call: ToolCall, patience_s: float) -> Outcome:
-        name = self._homes.get(asked.session) or await self._sandboxes.choose()
+        name = self._homes.get(asked.session) or await self._chosen("", asked.session)
         if asked.session:
             self._homes[asked.session] = name
         for _ in range(ATTEMPTS):
@@ -231,6 +253,8 @@ class Outside:
                 return outcome
             except NotFound:  # it was not run: this sandbox does not know the job
                 await self._load_on(name)
+            except Overloaded:  # nor then
+                await self._mesh.clock.sleep(RETRY_S)
             except MeshError as error:
                 if not error.retryable:
                     raise
@@ -277,8 +301,10 @@ class Outside:
                 self._sandboxes.sent(name, -calls)
             await clock.sleep(RETRY_S)
 
-    async def _chosen(self, avoid: str) -> str:
+    async def _chosen(self, avoid: str, session: str = "") -> str:
         try:
+            if session:
+                return await self._sandboxes.home(session)
             return await self._sandboxes.choose(avoid)
         except MeshError as error:
             if not error.retryable:

@@ -188,6 +188,11 @@ class Trajectory:
         rounds = self.rounds + ([self.open_round] if self.open_round else [])
         return [turn for r in rounds for turn in r.history()]
 
+    def called(self) -> list[tuple[str, Any, Any]]:
+        """(tool, input, value) of all calls so far."""
+        rounds = self.rounds + ([self.open_round] if self.open_round else [])
+        return [call for r in rounds for call in r.calls()]
+
     def replay(self, *, answered: bool = False) -> list[Any]:
         """What an environment must be told again to stand where this trajectory stands.
 

@@ -25,8 +25,8 @@ from common.host import Host
 from services.sandbox import groups, tiers
 from services.sandbox.answer import Answer
 from services.sandbox.jailed import Jailed, interpreter_of
-from services.sandbox.jails import Interpreter, Launcher
 from services.sandbox.jobs import LoadedJob, trusted
+from services.sandbox.launcher import Interpreter, Launcher
 from services.sandbox.pool import Limits, Pool
 from services.sandbox.slots import Slots
 

@@ -10,7 +10,8 @@ from common.api.sandbox import OK, RAISED, Jailing, LoadJob
 from common.clock import Clock
 from services.sandbox.answer import Answer
 from services.sandbox.grading import code
-from services.sandbox.jails import Interpreter, JailFailed, Launcher, Ran
+from services.sandbox.jails import JailFailed, Ran
+from services.sandbox.launcher import Interpreter, Launcher
 from services.sandbox.limits import JailLimits
 from services.sandbox.sessions import Sessions
 from services.sandbox.slots import Slots
@@ -31,7 +32,9 @@ class Jailed:
             launcher, clock, self._limits, jailing.sessions, jailing.session_idle_s
         )
 
-    async def tool(self, name: str, argument: Any, deadline_s: float, session: str) -> Answer:
+    async def tool(
+        self, name: str, argument: Any, deadline_s: float, session: str, begun: bool
+    ) -> Answer:
         """What the model reads, whatever became of its code."""
         use = self._tools[name]
         if not isinstance(argument, str) or len(argument) > SOURCE_BYTES:
@@ -43,7 +46,7 @@ class Jailed:
         try:
             async with self._slots.of(self._job):
                 if builtin.TOOLS[use].session:
-                    ran = await self.sessions.run(session, argument)
+                    ran = await self.sessions.run(session, argument, begun)
                 else:
                     program = {"mode": MODES[use], "source": argument}
                     ran = await self._launcher.run(program, limits)

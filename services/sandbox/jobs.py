@@ -93,7 +93,9 @@ class LoadedJob:
 
     async def _jailed(self, call: ToolCall) -> Answer:
         assert self.jailed is not None
-        return await self.jailed.tool(call.tool, call.input, call.deadline_s, call.session)
+        return await self.jailed.tool(
+            call.tool, call.input, call.deadline_s, call.session, call.begun
+        )
 
     async def stop(self) -> None:
         if self.jailed is not None:

@@ -11,7 +11,8 @@ from common.api.sandbox import CRASHED, EVICTED, OK, OUT_OF_MEMORY, REFUSED
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.jail import guest
-from services.sandbox.jails import GRACE_S, SLOWEST, Jail, Launcher, Ran
+from services.sandbox.jails import GRACE_S, SLOWEST, Jail, Ran
+from services.sandbox.launcher import Launcher
 from services.sandbox.limits import JailLimits
 
 REMEMBERED = 4096  # evicted sessions whose next call is told so
@@ -37,17 +38,25 @@ class Sessions:
         self._most, self._idle_s = most, idle_s
         self._open: OrderedDict[str, _Session] = OrderedDict()  # in the order of their last use
         self._evicted: OrderedDict[str, str] = OrderedDict()  # name -> why
+        self._told: OrderedDict[str, None] = OrderedDict()  # that their session has ended
 
     @property
     def size(self) -> int:
         return len(self._open)
 
-    async def run(self, name: str, source: str) -> Ran:
-        """One cell in the session of that name, which is begun if there is none."""
+    async def run(self, name: str, source: str, begun: bool = False) -> Ran:
+        """One cell in the session of that name, which is begun if there is none.
+
+        Where the caller knows of one that has `begun` and there is none, it is told so first.
+        """
         if why := self._evicted.pop(name, ""):
+            self._tell(name)
             return Ran(EVICTED, b"", b"", 0, error=f"{why}: {LOST}")
         self.sweep()
         session = self._open.get(name)
+        if session is None and begun and name not in self._told:
+            self._tell(name)
+            return Ran(CRASHED, b"", b"", 0, error=f"its process was lost: {LOST}")
         if session is None:
             self._make_room()
             if len(self._open) >= self._most:
@@ -56,16 +65,18 @@ class Sessions:
             jail = await self._launcher.open({"mode": "cells"}, self._limits, cells=True)
             jail.lap(pause=True)
             session = self._open[name] = _Session(jail, self._clock.monotonic())
+            self._told.pop(name, None)
         async with session.lock:
             session.used = self._clock.monotonic()
             self._open.move_to_end(name)
             try:
                 ran = await self._cell(session, source)
             except BaseException:
-                self.end(name)
+                self._open.pop(name).jail.close()
                 raise
             if ran is None:
                 del self._open[name]
+                self._tell(name)
                 ran = await session.jail.finish()
                 status = CRASHED if ran.status == OK else ran.status
                 error = f"{ran.error or 'the interpreter has ended'}: {LOST}"
@@ -124,14 +135,20 @@ class Sessions:
                 self._evict(name, f"idle for over {self._idle_s:g} s")
 
     def _evict(self, name: str, why: str) -> None:
-        self.end(name)
+        self._open.pop(name).jail.close()
         self._evicted[name] = why
         while len(self._evicted) > REMEMBERED:
             self._evicted.popitem(last=False)
 
+    def _tell(self, name: str) -> None:
+        self._told[name] = None
+        while len(self._told) > REMEMBERED:
+            self._told.popitem(last=False)
+
     def end(self, name: str) -> None:
         """Its trajectory has ended, or there is no session of that name."""
         self._evicted.pop(name, None)
+        self._told.pop(name, None)
         session = self._open.pop(name, None)
         if session is not None:
             session.jail.close()

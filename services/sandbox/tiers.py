@@ -17,7 +17,7 @@ from common.errors import MeshError
 from common.host import Host, SystemHost
 from services.sandbox import groups
 from services.sandbox.jail import landlock, seccomp
-from services.sandbox.jails import Interpreter, Launcher
+from services.sandbox.launcher import Interpreter, Launcher
 from services.sandbox.limits import JailLimits
 
 ORDER = ("none", "landlock", "bwrap", "cgroup")  # each contains more than the one before

@@ -19,7 +19,8 @@ from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.answer import Answer
 from services.sandbox.grading.answers import answer_of, code_of
-from services.sandbox.jails import GRACE_S, SLOWEST, Jail, JailFailed, Launcher
+from services.sandbox.jails import GRACE_S, SLOWEST, Jail, JailFailed
+from services.sandbox.launcher import Launcher
 from services.sandbox.limits import MIB, JailLimits
 from services.sandbox.slots import Slots
 

@@ -32,3 +32,38 @@ def unreliable(row: Row, turns: Turns) -> Any:
     if kind == "exits":
         raise SystemExit(3)
     return share_of_digits(row, turns)
+
+
+class Notebook:
+    """Says what it has in two cells of its session; each answer is appended as a zero."""
+
+    def open(self, row: Row) -> str:
+        self.calls = 0
+        return str(row["prompt"])
+
+    def step(self, text: str) -> dict[str, Any]:
+        self.calls += 1
+        cells = ["x = 7\nx", "x * 6"]
+        if self.calls > len(cells):
+            return {"done": True}
+        return {"tool": "notebook", "input": cells[self.calls - 1]}
+
+    def result(self, value: Any) -> dict[str, Any]:
+        return {"append": "0"}
+
+    def close(self) -> None:
+        return None
+
+
+def notebook() -> Notebook:
+    return Notebook()
+
+
+def kept(row: Row, turns: Turns) -> float:
+    """The share of digits, if its session said what it must, or was lost by type."""
+    said = [turn["value"] for turn in turns if turn["role"] == "tool"]
+    expected = [{"status": "ok", "output": "7\n"}, {"status": "ok", "output": "42\n"}]
+    lost = any(value["status"] == "crashed" for value in said)
+    if not lost and said != expected[: len(said)]:
+        raise ValueError(f"the session said {said}")
+    return share_of_digits(row, turns)

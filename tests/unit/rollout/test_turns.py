@@ -91,7 +91,7 @@ def shard_job(pool: Rebuilt, said: str, **rollout: Any) -> ShardJob:
         request.trajectory.sampled(*arrays(TOKENIZER.encode(said)[: request.max_new]))
         return STOP
 
-    async def tool(name: str, argument: str, session: str) -> str:
+    async def tool(name: str, argument: str, session: str, earlier: Any) -> str:
         return argument
 
     job = ShardJob.__new__(ShardJob)

@@ -10,7 +10,7 @@ import pytest
 from common.clock import SystemClock
 from common.host import SystemHost
 from services.sandbox import groups
-from services.sandbox.jails import Interpreter, Launcher
+from services.sandbox.launcher import Interpreter, Launcher
 
 
 @pytest.fixture

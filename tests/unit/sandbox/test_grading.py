@@ -14,8 +14,8 @@ from services.sandbox.grading.answers import answer_of, code_of
 from services.sandbox.grading.calculator import calculator
 from services.sandbox.grading.code import Grading
 from services.sandbox.grading.texts import choice, exact, regex
-from services.sandbox.jails import Launcher
 from services.sandbox.jobs import summed
+from services.sandbox.launcher import Launcher
 from services.sandbox.limits import JailLimits
 from services.sandbox.slots import Slots
 

@@ -16,7 +16,8 @@ from common.clock import SystemClock
 from common.errors import BadMessage
 from common.host import SystemHost
 from services.sandbox.grading.code import Grading
-from services.sandbox.jails import Interpreter, JailFailed, Launcher, Ran
+from services.sandbox.jails import JailFailed, Ran
+from services.sandbox.launcher import Interpreter, Launcher
 from services.sandbox.limits import MIB, JailLimits
 from services.sandbox.slots import Slots
 

@@ -15,7 +15,7 @@ import pytest
 from common.clock import SystemClock
 from services.sandbox.grading.code import Grading, same
 from services.sandbox.grading.maths import equal
-from services.sandbox.jails import Launcher
+from services.sandbox.launcher import Launcher
 from services.sandbox.limits import JailLimits
 from services.sandbox.slots import Slots
 

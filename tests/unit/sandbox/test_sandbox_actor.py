@@ -108,6 +108,11 @@ async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place
     sandbox = await place.open()
     loaded = await sandbox.call(Sandbox.load, jailed(place, output_bytes=2000, wall_s=1.0))
     assert loaded.tier.startswith("bwrap + seccomp")
+    lost = ToolCall(0, "j", "notebook", "x", 5.0, "gone", begun=True)
+    told = (await sandbox.call(Sandbox.run, RunTools([lost]))).outcomes[0]
+    assert told.status == "crashed" and "its process was lost" in told.value["output"]
+    anew = (await sandbox.call(Sandbox.run, RunTools([lost]))).outcomes[0]
+    assert anew.status == "ok" and "NameError" in anew.value["output"]
     calls = [
         ToolCall(0, "j", "python", "print(6 * 7)", 5.0),
         ToolCall(1, "j", "sh", "echo hi; exit 3", 5.0),
@@ -233,7 +238,11 @@ async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> No
     place.start()
     for answer in await asyncio.gather(once, cell):
         assert answer["status"] == "crashed" and "was lost" in answer["output"]
-    after = await outside.tool("notebook", "'x' in globals()", "t1")
+    told = [("notebook", "", answer)]
+    after = await outside.tool("notebook", "'x' in globals()", "t1", told)
     assert after == {"status": "ok", "output": "False\n"}
+    held = [("notebook", "x = 1", {"status": "ok", "output": ""})]
+    lost = await outside.tool("notebook", "x", "t2", held)
+    assert lost["status"] == "crashed" and "its process was lost" in lost["output"]
     await outside.ended("t1")
     await outside.close()

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.clock import SystemClock
-from services.sandbox.jails import Launcher
+from services.sandbox.launcher import Launcher
 from services.sandbox.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions
 

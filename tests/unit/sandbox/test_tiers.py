@@ -12,7 +12,7 @@ import pytest
 from common.clock import SystemClock
 from common.host import SystemHost
 from services.sandbox import groups, tiers
-from services.sandbox.jails import Interpreter, Launcher
+from services.sandbox.launcher import Interpreter, Launcher
 from services.sandbox.limits import MIB, JailLimits
 
 

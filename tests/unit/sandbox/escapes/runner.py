@@ -19,7 +19,7 @@ from common.clock import SystemClock
 from common.host import SystemHost
 from services.sandbox import groups
 from services.sandbox.grading.code import Grading
-from services.sandbox.jails import Interpreter, Launcher
+from services.sandbox.launcher import Interpreter, Launcher
 from services.sandbox.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions
 from services.sandbox.slots import Slots
