@@ -26,6 +26,7 @@ from services.sandbox.worker import TOOL
 
 PROGRAM = "print(sum(i * i for i in range(1000)))"
 SAID = str(sum(i * i for i in range(1000)))
+FLAGS = ("-I", "-S")  # as in our jails: nothing but the standard library
 CONCURRENCY = (1, 8, 64)
 PEER_SHARE = 0.4  # of the time that ours gets in a round
 ROUNDS = 6
@@ -37,7 +38,7 @@ One = Callable[[], Awaitable[None]]
 
 
 def bare() -> list[str]:
-    return [Interpreter.own().python, "-c", PROGRAM]
+    return [Interpreter.own().python, *FLAGS, "-c", PROGRAM]
 
 
 def cold() -> list[str]:
@@ -51,7 +52,7 @@ def cold() -> list[str]:
     for place in interpreter.places:
         argv += ["--ro-bind", place, place]
     argv += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--remount-ro", "/"]
-    return [*argv, "--cap-drop", "ALL", interpreter.python, "-c", PROGRAM]
+    return [*argv, "--cap-drop", "ALL", interpreter.python, *FLAGS, "-c", PROGRAM]
 
 
 async def started(argv: list[str]) -> None:

@@ -38,6 +38,7 @@ class Ran:
     cpu_s: float = 0.0
     wall_s: float = 0.0
     error: str = ""
+    laps: int = 0  # that had begun before it ended
 
 
 class Jail:
@@ -58,6 +59,7 @@ class Jail:
         self.keeper, self.cells, self.output = keeper, cells, output
         self._group, self._ended = group, ended
         self._closed = False
+        self.laps = 0  # that its keeper was told to begin
         self._killed_before = group.killed() if group else 0
         self.nonce = secrets.token_hex(16)
 
@@ -71,6 +73,7 @@ class Jail:
 
     def lap(self, pause: bool = False) -> None:
         """Its clocks start anew, or stand still until the next lap."""
+        self.laps += 1
         self.keeper.send_now({"lap": True, "pause": pause})
 
     async def report(self, deadline_s: float) -> dict[str, Any]:
@@ -127,6 +130,7 @@ class Jail:
             float(report.get("cpu_s", 0.0)),
             float(report.get("wall_s", 0.0)),
             error,
+            int(report.get("laps", 0)),
         )
 
     def _status(self, report: dict[str, Any], over: bool) -> tuple[str, str]:

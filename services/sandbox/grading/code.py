@@ -13,6 +13,7 @@ import contextlib
 import math
 import secrets
 import socket
+from dataclasses import replace
 from typing import Any
 
 from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED
@@ -27,6 +28,8 @@ from services.sandbox.slots import Slots
 CASE_S = 4.0  # of CPU time, for one case
 TESTS_BYTES = 256 * MIB  # of the jail that holds tests in Python
 SEND_S = 30.0
+WAITING_S = 10.0  # that solution and tests may wait for each other, beside their own time
+RETRIES = 3  # of jails that ended before they were asked anything
 
 
 class BadTests(Exception):
@@ -90,24 +93,24 @@ class Grading:
         passed: list[bool] = []
         program = {"mode": "calls", "source": source, "function": function}
         async with self._slots.of(self._job):
+            early = 0  # jails that ended before they were asked
             while len(passed) < len(cases):
                 jail = await self._launcher.open(program, self._limits, cells=True)
-                before = len(passed)
                 try:
-                    ready = await self._answer(jail, {}) is not None
-                    while ready and len(passed) < len(cases):
-                        answer = await self._answer(jail, cases[len(passed)])
-                        if answer is None:
-                            await _ended(jail)
-                        passed.append(_right(answer, cases[len(passed)]))
-                        ready = answer is not None
-                    if len(passed) == before:
+                    if await self._answer(jail, {}) is None:  # it does not even load
                         await _ended(jail)
+                        break
+                    while len(passed) < len(cases):
+                        answer = await self._answer(jail, cases[len(passed)])
+                        if answer is None and not await _ended(jail) and early < RETRIES:
+                            early += 1
+                            break  # another jail is asked
+                        passed.append(_right(answer, cases[len(passed)]))
+                        if answer is None:
+                            break
                 finally:
                     jail.close()
-                if len(passed) == before:  # it does not even load
-                    return passed + [False] * (len(cases) - len(passed))
-        return passed
+        return passed + [False] * (len(cases) - len(passed))
 
     async def _answer(self, jail: Jail, case: dict[str, Any]) -> dict[str, Any] | None:
         """What the guest says to a call, or to nothing at its start; None if it has ended."""
@@ -135,30 +138,30 @@ class Grading:
 
     async def _python(self, source: str, tests: str) -> list[bool]:
         passed: list[bool] = []
-        names = 1
+        count = 1
         async with self._slots.of(self._job):
-            while len(passed) < names:
+            early = 0
+            while len(passed) < count:
                 pair = await self._pair(source, tests)
-                before = len(passed)
                 try:
-                    names = await self._collected(pair[1])
-                    if not names:
-                        for jail in pair:
-                            await _ended(jail)
-                        return [False]  # the solution does not load, and what counts is its own
-                    while len(passed) < names:
+                    count = await self._collected(pair[1])
+                    if not count:  # the solution does not load
+                        await _both_ended(pair)
+                        break
+                    while len(passed) < count:
                         verdict = await self._test(pair, len(passed))
+                        over = verdict is None or verdict.get("lost") is True
+                        if over and not await _both_ended(pair) and early < RETRIES:
+                            early += 1
+                            break
                         passed.append(verdict is not None and verdict.get("passed") is True)
-                        if verdict is None or verdict.get("lost"):
-                            for jail in pair:
-                                await _ended(jail)
+                        if over:
                             break
                 finally:
                     for jail in pair:
                         jail.close()
-                if len(passed) == before:
-                    break
-        return passed
+        count = max(count, 1)
+        return passed[:count] + [False] * (count - len(passed))
 
     async def _pair(self, source: str, tests: str) -> tuple[Jail, Jail]:
         """The solution's jail, and that of its tests, which speak through a socket pair."""
@@ -166,9 +169,11 @@ class Grading:
         solution: Jail | None = None
         try:
             program = {"mode": "objects", "source": source}
-            solution = await self._launcher.open(program, self._limits, peer=one.fileno())
+            # By the clock each also waits for the other; CPU time counts as ever.
+            limits = replace(self._limits, wall_s=SLOWEST * self._limits.wall_s + WAITING_S)
+            solution = await self._launcher.open(program, limits, peer=one.fileno())
             program = {"mode": "tests", "source": tests}
-            limits = self._limits.capped(memory_bytes=TESTS_BYTES)
+            limits = limits.capped(memory_bytes=TESTS_BYTES)
             return solution, await self._launcher.open(
                 program, limits, cells=True, peer=other.fileno()
             )
@@ -209,7 +214,7 @@ class Grading:
         nonce count, and no code of the model's has ever been in that jail.
         """
         assert jail.cells is not None
-        patience = SLOWEST * self._limits.wall_s + GRACE_S
+        patience = SLOWEST * self._limits.wall_s + WAITING_S + GRACE_S
         try:
             frame: dict[str, Any] = await jail.cells.receive(self._clock, patience)
         except (PeerLost, BadMessage, DeadlineExceeded):
@@ -217,10 +222,19 @@ class Grading:
         return frame if frame.get("nonce") == jail.nonce else None
 
 
-async def _ended(jail: Jail) -> None:
-    """JailFailed if it has ended without its keeper's word, which is not the program's doing."""
-    if jail.keeper.ended or (jail.cells is not None and jail.cells.ended):
-        await jail.finish()
+async def _ended(jail: Jail) -> bool:
+    """Whether a jail that answers no more had begun with what it was asked last: if so, its end is
+    the program's doing. JailFailed if it has ended without its keeper's word, which is not.
+    """
+    if not (jail.keeper.ended or (jail.cells is not None and jail.cells.ended)):
+        return True
+    return (await jail.finish()).laps >= jail.laps
+
+
+async def _both_ended(pair: tuple[Jail, Jail]) -> bool:
+    """Both had begun; see `_ended`."""
+    begun = [await _ended(jail) for jail in pair]
+    return all(begun)
 
 
 def _right(answer: dict[str, Any] | None, case: dict[str, Any]) -> bool:

@@ -112,7 +112,7 @@ def _become_guest(
             os.setsid()
         else:
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
-        limit(request["limits"])
+        limit(request["limits"], laps="cells" in fds or "peer" in fds)
         if tier != "bwrap":
             seccomp.install(seccomp.ONE_GROUP)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
@@ -127,11 +127,16 @@ def _become_guest(
     guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
 
 
-def limit(limits: dict[str, Any]) -> None:
-    """Limits of one process; what all of a jail may use together is its control group's."""
-    cpu = int(limits["cpu_s"]) + 1
+def limit(limits: dict[str, Any], laps: bool) -> None:
+    """Limits of one process; what all of a jail may use together is its control group's.
+
+    The keeper watches CPU time. The kernel's limit, behind it, is of a whole life, so it cannot be
+    set where a limit is of one lap among many.
+    """
+    cpu = resource.RLIM_INFINITY if laps else int(limits["cpu_s"]) + 1
+    hard_cpu = cpu if laps else cpu + OUT_OF_TIME_GRACE_S
     for which, soft, hard in (
-        (resource.RLIMIT_CPU, cpu, cpu + OUT_OF_TIME_GRACE_S),
+        (resource.RLIMIT_CPU, cpu, hard_cpu),
         (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
         (resource.RLIMIT_NPROC, limits["processes"] + OWN_PROCESSES, None),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
@@ -196,6 +201,7 @@ class _Watch:
         self._poller.register(channel, select.POLLIN)
         self._poller.register(wake, select.POLLIN)
         self._paused = False
+        self._laps = 0
 
     def until_ended(self) -> dict[str, Any]:
         while True:
@@ -213,6 +219,7 @@ class _Watch:
 
     def _told(self, frame: Any) -> None:
         """`lap`: a new case begins; `pause`: nothing is asked of the guest until the next lap."""
+        self._laps += 1
         self._paused = frame.get("pause", False)
         self._lap, self._lap_cpu = time.monotonic(), self._cpu()
         self._lap_queued, self._lap_all = self._queued(), self._cpu_of_all()
@@ -280,4 +287,5 @@ class _Watch:
             "timeout": timeout,
             "cpu_s": usage.ru_utime + usage.ru_stime,
             "wall_s": time.monotonic() - self._begun,
+            "laps": self._laps,
         }

@@ -173,6 +173,19 @@ async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: Launcher
 
 
 @pytest.mark.needs("bwrap")
+async def test_limits_are_of_each_case(launcher: Launcher) -> None:
+    source = "import time\ndef f(x):\n    end = time.process_time() + 0.6\n"
+    source += "    while time.process_time() < end: pass\n    return x"
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 1.0})
+    cases = [{"args": [x], "output": x} for x in range(5)]
+    tests = {"function": "f", "cases": cases}
+    assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 1.0, "")
+    python = "from solution import f\n"
+    python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(5))
+    assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 1.0, "")
+
+
+@pytest.mark.needs("bwrap")
 async def test_all_or_nothing(launcher: Launcher) -> None:
     options = {"partial": False, "prefix": "def f(x): "}
     grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), options)
@@ -180,3 +193,18 @@ async def test_all_or_nothing(launcher: Launcher) -> None:
     tests = {"tests": {"function": "f", "cases": cases}}
     assert (await grading.reward(tests, said("return x + x"))).value == 1.0
     assert (await grading.reward(tests, said("return x * x"))).value == 0.0
+
+
+@pytest.mark.needs("bwrap")
+async def test_a_program_that_ends_itself_between_cases_gains_nothing_by_it(
+    launcher: Launcher,
+) -> None:
+    source = "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()\n"
+    source += "def f(x):\n    import time\n    time.sleep(0.2)\n    return x"
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 1.0})
+    cases = [{"args": [x], "output": x} for x in range(4)]
+    tests = {"function": "f", "cases": cases}
+    assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 0.0, "")
+    python = "from solution import f\n"
+    python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(4))
+    assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 0.0, "")
