@@ -5,8 +5,11 @@ the official `mcp` package (https://github.com/modelcontextprotocol/python-sdk).
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from typing import Any
+
+from common import child
 
 START_S = 60.0
 CALL_S = 3600.0  # a caller that waits less long kills the process that waits here
@@ -52,7 +55,10 @@ class Server:
         from mcp import ClientSession, StdioServerParameters, stdio_client
 
         program = sys.executable if command[0] == "python" else command[0]
-        parameters = StdioServerParameters(command=program, args=command[1:], cwd=directory)
+        # It ends with us, however we end: the package gives it a session of its own.
+        tied = ["-I", child.__file__, f"parent={os.getpid()}", "--", f"exec:{program}"]
+        arguments = [*tied, *command[1:]]
+        parameters = StdioServerParameters(command=sys.executable, args=arguments, cwd=directory)
         try:
             async with (
                 stdio_client(parameters, sys.stderr) as streams,

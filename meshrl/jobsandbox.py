@@ -27,6 +27,7 @@ LEAST: dict[str, float] = {
     "sessions": 1,
     "session_idle_s": 1,
 }
+MOST = {"max_processes": 4096, "open_files": 1024, "memory_mb": 1 << 20, "scratch_mb": 1 << 20}
 _MCP = re.compile(r"mcp:([^/]+)/(.+)")
 
 
@@ -42,6 +43,10 @@ def check(config: JobConfig, fail: Fail) -> None:
         if (value := getattr(sandbox, key)) < least:
             name = f"sandbox.{key}"
             raise fail(name, f"{name} = {value} must be at least {least:g}", "")
+    for key, most in MOST.items():
+        if (value := getattr(sandbox, key)) > most:
+            name = f"sandbox.{key}"
+            raise fail(name, f"{name} = {value} must be at most {most}", "")
     if sandbox.python and not os.access(sandbox.python, os.X_OK):
         raise fail("sandbox.python", f"there is no interpreter at {sandbox.python}", "")
 

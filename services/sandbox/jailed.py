@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common import builtin
-from common.api.sandbox import OK, RAISED, Jailing, LoadJob
+from common.api.sandbox import CRASHED, OK, REFUSED, Jailing, LoadJob
 from common.clock import Clock
 from services.sandbox.answer import Answer
 from services.sandbox.grading import code
@@ -41,7 +41,8 @@ class Jailed:
             expected = (
                 f"{builtin.TOOLS[use].argument} as a text of at most {SOURCE_BYTES} characters"
             )
-            return Answer(RAISED, None, f"{name} takes {expected}")
+            said = f"{name} takes {expected}"
+            return Answer(REFUSED, {"status": REFUSED, "output": f"[{REFUSED}: {said}]"}, said)
         limits = self._limits.capped(wall_s=deadline_s, cpu_s=deadline_s)
         try:
             async with self._slots.of(self._job):
@@ -51,7 +52,7 @@ class Jailed:
                     program = {"mode": MODES[use], "source": argument}
                     ran = await self._launcher.run(program, limits)
         except JailFailed as error:
-            return Answer("crashed", None, str(error))
+            return Answer(CRASHED, None, str(error))
         return Answer(ran.status, told(ran), ran.error)
 
     async def reward(

@@ -16,8 +16,8 @@ from services.sandbox.jail import guest
 from services.sandbox.limits import JailLimits
 from services.sandbox.pipes import Output, Pipe
 
-GRACE_S = 30.0  # past its limits, until a jail counts as stuck: its keeper must have ended it
-SLOWEST = 4.0  # times its wall clock limit that a jail may take, waiting for cores included
+GRACE_S = 60.0  # past its limits, until a jail counts as stuck: its keeper must have ended it
+SLOWEST = 10.0  # times its wall clock limit that a jail may take, waiting for cores included
 DRAIN_S = 5.0  # for a killed jail's output to end
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import traceback
+from collections.abc import Awaitable, Sequence
 
 from common import builtin
-from common.api.sandbox import OK, RAISED, LoadJob, RewardCall, ToolCall
+from common.api.sandbox import CRASHED, OK, RAISED, LoadJob, RewardCall, ToolCall
 from services.sandbox.answer import Answer
 from services.sandbox.jailed import Jailed
 from services.sandbox.pool import Pool, Work
@@ -68,7 +69,9 @@ class LoadedJob:
         if builtin.jailed([part.use]):
             assert self.jailed is not None
             grade = self.jailed.reward
-            return await asyncio.gather(*(grade(c.row, c.turns, part.options) for c in calls))
+            return await asyncio.gather(
+                *(apart(grade(c.row, c.turns, part.options)) for c in calls)
+            )
         options = [part.options] if builtin.is_builtin(part.use) else []
         name = f"{REWARD}{number}"
         return await self._pooled(
@@ -93,14 +96,23 @@ class LoadedJob:
 
     async def _jailed(self, call: ToolCall) -> Answer:
         assert self.jailed is not None
-        return await self.jailed.tool(
-            call.tool, call.input, call.deadline_s, call.session, call.begun
+        return await apart(
+            self.jailed.tool(call.tool, call.input, call.deadline_s, call.session, call.begun)
         )
 
     async def stop(self) -> None:
         if self.jailed is not None:
             self.jailed.close()
         await asyncio.gather(*(pool.stop() for pool in self.pools))
+
+
+async def apart(work: Awaitable[Answer]) -> Answer:
+    """Its answer; what goes wrong with one call, unforeseen, does not fail its neighbours."""
+    try:
+        return await work
+    except Exception as error:
+        traceback.print_exc()
+        return Answer(CRASHED, None, f"{type(error).__name__}: {error}"[:500])
 
 
 def summed(weights: Sequence[float], answers: Sequence[Answer]) -> Answer:

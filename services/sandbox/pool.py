@@ -225,6 +225,10 @@ class Pool:
                 where=self._directory,
                 fix="import it with plain Python; its output is in the sandbox's log",
             ) from problem
+        except BaseException:
+            child.kill()
+            child.close()
+            raise
         if (call_id, status) != (LOADED, OK):
             child.kill()
             raise ToolFailed(
@@ -284,6 +288,11 @@ class Pool:
             self._put_back(calls[done + 1 :])
             self._settle(calls[done], Answer(TIMEOUT, None, str(error)))
             raise _WorkerEnded from None
+        except asyncio.CancelledError:  # the pool stops
+            for call in calls[done:]:
+                if not call.answer.done():
+                    call.answer.set_exception(PeerLost(f"the sandbox unloads job {self._job}"))
+            raise
         finally:
             del self._busy_since[child.pid]
             self._durations.saw(self._clock.monotonic() - begun, len(calls))

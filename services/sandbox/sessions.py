@@ -72,10 +72,13 @@ class Sessions:
             try:
                 ran = await self._cell(session, source)
             except BaseException:
-                self._open.pop(name).jail.close()
+                if self._open.get(name) is session:
+                    del self._open[name]
+                session.jail.close()
                 raise
             if ran is None:
-                del self._open[name]
+                if self._open.get(name) is session:
+                    del self._open[name]
                 self._tell(name)
                 ran = await session.jail.finish()
                 status = CRASHED if ran.status == OK else ran.status
@@ -114,9 +117,10 @@ class Sessions:
         if jail.output.over.done():
             return None
         jail.lap(pause=True)
-        code = answer.get("exit")
+        said = answer.get("exit")  # by an interpreter that the model's code may have changed
+        code = said if type(said) is int and 0 <= said < 256 else 1
         status = {guest.OUT_OF_MEMORY: OUT_OF_MEMORY, guest.REFUSED: REFUSED}.get(code, OK)
-        return Ran(status, out, err, code if isinstance(code, int) else 1)
+        return Ran(status, out, err, code)
 
     def _make_room(self) -> None:
         """Ends the session that has been idle for longest, if all places are taken."""

@@ -61,7 +61,7 @@ async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
             if groups.find() is not None:
                 return Found("cgroup", "")
             return Found("bwrap", no_groups())
-    if landlock.abi() >= landlock.LEAST and not await tried("landlock", host, clock, log):
+    if landlock.abi() >= landlock.TIER and not await tried("landlock", host, clock, log):
         return Found("landlock", no_bwrap(problem))
     return Found("none", no_bwrap(problem))
 

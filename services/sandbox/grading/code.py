@@ -13,10 +13,11 @@ import contextlib
 import math
 import secrets
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED
+from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, TIMEOUT
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.answer import Answer
 from services.sandbox.grading.answers import answer_of, code_of
@@ -29,6 +30,7 @@ CASE_S = 4.0  # of CPU time, for one case
 TESTS_BYTES = 256 * MIB  # of the jail that holds tests in Python
 SEND_S = 30.0
 WAITING_S = 10.0  # that solution and tests may wait for each other, beside their own time
+LATE_CASES = 5  # that end their jail, by time mostly; those after them are not passed
 RETRIES = 3  # of jails that ended before they were asked anything
 
 
@@ -49,6 +51,8 @@ class Grading:
     ) -> None:
         self._launcher, self._clock, self._slots = launcher, launcher.clock, slots
         self._job, self._options = job, options
+        self._partial = bool(options.get("partial", True))
+        self._late = 0  # cases that ended their jail
         case_s = float(options.get("case_s", CASE_S))
         memory = int(options.get("memory_mb", 0)) * MIB
         self._limits = limits.capped(wall_s=case_s, cpu_s=case_s, memory_bytes=memory)
@@ -67,14 +71,23 @@ class Grading:
         if not passed:
             return Answer(RAISED, None, "the row has no tests")
         score = sum(passed) / len(passed)
-        return Answer(OK, score if self._options.get("partial", True) else float(all(passed)), "")
+        return Answer(OK, score if self._partial else float(all(passed)), "")
 
     async def _passed(self, source: str, tests: Any) -> list[bool]:
         if isinstance(tests, str):
             return await self._python(source, tests)
         if isinstance(tests, dict):
             return await self._calls(source, str(tests["function"]), list(tests["cases"]))
-        return [await self._printed(source, case) for case in tests]
+        passed: list[bool] = []
+        while len(passed) < len(tests) and not self._over(passed):
+            passed.append(await self._printed(source, tests[len(passed)]))
+        return passed + [False] * (len(tests) - len(passed))
+
+    def _over(self, passed: list[bool]) -> bool:
+        """Whether the rest need not be run: nothing can be gained, or it has taken too long."""
+        if not self._partial and not all(passed):
+            return True
+        return self._late >= LATE_CASES
 
     # ---- standard input and output
 
@@ -83,6 +96,7 @@ class Grading:
         async with self._slots.of(self._job):
             program = {"mode": "program", "source": source}
             ran = await self._launcher.run(program, self._limits, stdin)
+        self._late += ran.status == TIMEOUT
         said = ran.stdout.decode("utf-8", "replace").split()
         return ran.status == OK and ran.exit == 0 and said == wanted
 
@@ -94,19 +108,20 @@ class Grading:
         program = {"mode": "calls", "source": source, "function": function}
         async with self._slots.of(self._job):
             early = 0  # jails that ended before they were asked
-            while len(passed) < len(cases):
+            while len(passed) < len(cases) and not self._over(passed):
                 jail = await self._launcher.open(program, self._limits, cells=True)
                 try:
                     if await self._answer(jail, {}) is None:  # it does not even load
                         await _ended(jail)
                         break
-                    while len(passed) < len(cases):
+                    while len(passed) < len(cases) and not self._over(passed):
                         answer = await self._answer(jail, cases[len(passed)])
                         if answer is None and not await _ended(jail) and early < RETRIES:
                             early += 1
                             break  # another jail is asked
                         passed.append(_right(answer, cases[len(passed)]))
                         if answer is None:
+                            self._late += 1
                             break
                 finally:
                     jail.close()
@@ -116,7 +131,7 @@ class Grading:
         """What the guest says to a call, or to nothing at its start; None if it has ended."""
         assert jail.cells is not None
         token = secrets.token_hex(8)
-        with contextlib.suppress(PeerLost, BadMessage, DeadlineExceeded):
+        with contextlib.suppress(PeerLost, BadMessage), _answering():
             if case:
                 jail.lap()
                 jail.output.left = self._limits.output_bytes
@@ -141,14 +156,14 @@ class Grading:
         count = 1
         async with self._slots.of(self._job):
             early = 0
-            while len(passed) < count:
+            while len(passed) < count and not self._over(passed):
                 pair = await self._pair(source, tests)
                 try:
                     count = await self._collected(pair[1])
                     if not count:  # the solution does not load
                         await _both_ended(pair)
                         break
-                    while len(passed) < count:
+                    while len(passed) < count and not self._over(passed):
                         verdict = await self._test(pair, len(passed))
                         over = verdict is None or verdict.get("lost") is True
                         if over and not await _both_ended(pair) and early < RETRIES:
@@ -156,6 +171,7 @@ class Grading:
                             break
                         passed.append(verdict is not None and verdict.get("passed") is True)
                         if over:
+                            self._late += 1
                             break
                 finally:
                     for jail in pair:
@@ -216,10 +232,20 @@ class Grading:
         assert jail.cells is not None
         patience = SLOWEST * self._limits.wall_s + WAITING_S + GRACE_S
         try:
-            frame: dict[str, Any] = await jail.cells.receive(self._clock, patience)
-        except (PeerLost, BadMessage, DeadlineExceeded):
+            with _answering():
+                frame: dict[str, Any] = await jail.cells.receive(self._clock, patience)
+        except (PeerLost, BadMessage):
             return None
         return frame if frame.get("nonce") == jail.nonce else None
+
+
+@contextlib.contextmanager
+def _answering() -> Iterator[None]:
+    """JailFailed where a jail is silent for longer than its keeper lets it be."""
+    try:
+        yield
+    except DeadlineExceeded as error:
+        raise JailFailed(f"a jail hangs: {error.message}", where="sandbox") from error
 
 
 async def _ended(jail: Jail) -> bool:
@@ -246,8 +272,12 @@ def same(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, bool) or isinstance(found, bool):
         return found is wanted
     if isinstance(wanted, float) or isinstance(found, float):
-        numbers = isinstance(found, int | float) and isinstance(wanted, int | float)
-        return numbers and math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9)
+        if not (isinstance(found, int | float) and isinstance(wanted, int | float)):
+            return False
+        try:
+            return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9)
+        except OverflowError:  # a whole number beyond all floats
+            return False
     if isinstance(wanted, list) and isinstance(found, list):
         return len(wanted) == len(found) and all(map(same, found, wanted))
     if isinstance(wanted, dict) and isinstance(found, dict):

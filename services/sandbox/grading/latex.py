@@ -63,26 +63,33 @@ CHOSEN = re.compile(
 
 def boxes(text: str) -> Iterator[tuple[int, int, str]]:
     """(start, end, content) of outermost boxes whose braces balance."""
+    ends = _braces(text)
     at = 0
     for match in BOX.finditer(text):
         if match.start() < at:
             continue
-        end = match.end() if match[2] else _closed(text, match.end())
+        end = match.end() if match[2] else ends.get(match.end() - 1, 0)
         if end:
             content = match[2] or text[match.end() : end - 1]
             yield match.start(), end, content
             at = end
 
 
-def _closed(text: str, at: int) -> int:
-    """Where the brace that was opened before `at` ends; 0 if it does not."""
-    depth = 1
-    while at < len(text) and depth:
-        if text[at] == "\\":
-            at += 1
-        depth += {"{": 1, "}": -1}.get(text[at : at + 1], 0) if text[at - 1] != "\\" else 0
-        at += 1
-    return 0 if depth else at
+def _braces(text: str) -> dict[int, int]:
+    """Where each brace that is closed ends, by where it opens; in one pass."""
+    ends: dict[int, int] = {}
+    opened: list[int] = []
+    escaped = False
+    for at, character in enumerate(text):
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = True
+        elif character == "{":
+            opened.append(at)
+        elif character == "}" and opened:
+            ends[opened.pop()] = at + 1
+    return ends
 
 
 def final(answer: str) -> tuple[str, bool]:

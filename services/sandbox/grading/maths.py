@@ -64,6 +64,18 @@ def equal(gold: str, answer: str) -> bool:
     """Whether `answer`, all that was said, comes to `gold`."""
     if len(answer) > LONGEST:
         return False
+    before = signal.signal(signal.SIGVTALRM, _stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
+    try:
+        return _equal(gold, answer)
+    except (_TooLong, ValueError, TypeError, ArithmeticError, RecursionError, AttributeError):
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _equal(gold: str, answer: str) -> bool:
     said, boxed = latex.final(answer)
     if not said.strip() or (boxed and len(said) > BOXED) or CODE.search(said):
         return False
@@ -107,21 +119,13 @@ def _by_value(wanted: str, said: str, boxed: bool) -> bool:
             return False  # "8 = 7"
         if re.fullmatch(r"\s*[a-zA-Z]\s*", right):  # "3 = x"
             said = left
-    before = signal.signal(signal.SIGVTALRM, _stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
-    try:
-        gold = parse(f"\\boxed{{{wanted}}}", parsing_timeout=None)
-        # In a box nothing but LaTeX counts: else the last number in it would.
-        how = {"extraction_config": [LatexExtractionConfig()]} if boxed else {}
-        text = f"\\boxed{{{said}}}" if boxed else said
-        found = parse(text, parsing_timeout=None, **how)
-        same = verify(gold, found, allow_set_relation_comp=True, timeout_seconds=None)
-        return bool(same)
-    except (_TooLong, ValueError, TypeError, ArithmeticError, RecursionError, AttributeError):
-        return False
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
+    gold = parse(f"\\boxed{{{wanted}}}", parsing_timeout=None)
+    # In a box nothing but LaTeX counts: else the last number in it would.
+    how = {"extraction_config": [LatexExtractionConfig()]} if boxed else {}
+    text = f"\\boxed{{{said}}}" if boxed else said
+    found = parse(text, parsing_timeout=None, **how)
+    same = verify(gold, found, allow_set_relation_comp=True, timeout_seconds=None)
+    return bool(same)
 
 
 def _stop(*_: Any) -> None:

@@ -40,12 +40,13 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
     except frames.Closed:
         ready = False
     except BaseException as error:
-        if side.failed:  # there is no such name in the solution, or it raises
+        if side.failed or side.used:  # what the solution has, raises or returns is no help
             report(ready=False, tests=[])
             return
         report(broken=f"{type(error).__name__}: {error}"[:TEXT])
         return
-    report(ready=ready, tests=[name for name, _ in tests] if ready else [])
+    ready = ready and bool(tests or not side.used)  # it may have been asked for parameters
+    report(ready=ready, tests=[name for name, _ in tests])
     if not ready:
         return
     while True:

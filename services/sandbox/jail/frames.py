@@ -35,8 +35,8 @@ def receive(fd: int) -> Any:
         raise Closed(f"a frame of {length} bytes")
     try:
         return json.loads(_exactly(fd, length))
-    except ValueError as error:
-        raise Closed(f"not JSON: {error}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise Closed(f"not JSON: {type(error).__name__}") from None
 
 
 def _exactly(fd: int, size: int) -> bytes:

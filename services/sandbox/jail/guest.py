@@ -40,7 +40,8 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
         if mode == "shell":
             shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
             os.execv(shell, [shell, "-c", program["source"]])
-        sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False), encoding="utf-8")
+        stdin = io.BufferedReader(io.FileIO(0, closefd=False))
+        sys.stdin = io.TextIOWrapper(stdin, encoding="utf-8")
         for name, fd in (("stdout", 1), ("stderr", 2)):
             raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
             text = io.TextIOWrapper(
@@ -169,22 +170,27 @@ def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:
             print(repr(value))
 
 
+def _named(module: types.ModuleType, path: str) -> Any:
+    """A function, or a method of a fresh instance of a class."""
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found() if isinstance(found, type) else found, part)
+    return found
+
+
 # ---- calls --------------------------------------------------------------------------------------
 
 
 def _calls(program: dict[str, Any], fd: int) -> None:
     """Calls one function of the program with what comes, and says what it returned."""
     module = _module(program["source"], "solution")
-    function: Any = module
-    for part in program["function"].split("."):
-        if isinstance(function, type):
-            function = function()
-        function = getattr(function, part)
+    _named(module, program["function"])
     frames.send(fd, {"ready": True})
     while True:
         asked = frames.receive(fd)
         answer: dict[str, Any] = {"call": asked["call"]}
         try:
+            function = _named(module, program["function"])
             answer["value"] = plain.jsonable(function(*asked["args"], **asked["kwargs"]))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)

@@ -23,6 +23,7 @@ SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
 OUT_OF_TIME_GRACE_S = 1  # after SIGXCPU, which a program may handle, comes SIGKILL
+SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
 OWN_PROCESSES = 1  # the keeper itself counts among a jail's
 SETUP_FAILED = 70
 DESCRIPTORS = 1024  # more than a zygote ever has
@@ -47,14 +48,18 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         program = frames.receive(channel)
         begun = time.monotonic()
+        ready, closed = os.pipe()
         child = os.fork()
         if child == 0:
-            _become_guest(fds, request, program, tier)
+            _become_guest({**fds, "closed": closed}, request, program, tier)
+        os.close(closed)
         for name, fd in fds.items():
             if name != "keeper":
                 os.close(fd)
         nonce = frames.receive(channel)["nonce"]
         report = _Watch(child, channel, wake, request["limits"], begun, tier).until_ended()
+        if not report["timeout"] and not os.read(ready, 1):
+            report = {"failed": f"a guest could not be set up: status {report['exit']}"}
         frames.send(channel, {"nonce": nonce, **report})
         if tier != "bwrap":  # there, the kernel kills what is left
             _kill_rest(tier)
@@ -124,6 +129,11 @@ def _become_guest(
         if error.filename != "/proc/self/oom_score_adj":
             traceback.print_exc()
             os._exit(SETUP_FAILED)
+    except ValueError:  # a limit beyond what may be set
+        traceback.print_exc()
+        os._exit(SETUP_FAILED)
+    os.write(fds["closed"], b"y")
+    os.close(fds["closed"])
     guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
 
 
@@ -227,6 +237,8 @@ class _Watch:
     def _left(self) -> tuple[float, str]:
         if self._paused:
             return 3600.0, ""
+        if time.monotonic() - self._lap > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
+            return -1.0, "wall"
         cpu = self._limits["cpu_s"] - (self._cpu() - self._lap_cpu)
         wall = self._limits["wall_s"] - (time.monotonic() - self._lap)
         if wall <= 0:
@@ -242,18 +254,20 @@ class _Watch:
 
     def _cpu_of_all(self) -> float:
         """Of the guest and all its children: a bomb that waits for itself is not spared."""
-        ticks, own, group = 0, str(os.getpid()), str(os.getpgrp())
+        ticks, own, group = 0, str(os.getpid()), str(os.getpgrp()).encode()
+        times = os.times()
+        orphans = times.children_user + times.children_system
         for name in os.listdir("/proc"):
             if not name.isdigit() or name == own:
                 continue
             try:
-                with open(f"/proc/{name}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
+                with open(f"/proc/{name}/stat", "rb") as file:  # names need not be text
+                    fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue
             if self._tier == "bwrap" or fields[2] == group:
                 ticks += sum(map(int, fields[11:15]))  # its own, and of children that have ended
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return orphans + ticks / os.sysconf("SC_CLK_TCK")
 
     def _queued(self) -> float:
         try:

@@ -24,6 +24,7 @@ FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 TCP_SINCE, TCP = 4, 3
 SCOPES_SINCE, SCOPES = 6, 3
 LEAST = 3  # the first that knows of truncation: below, files that may be read can be emptied
+TIER = SCOPES_SINCE  # below, jails that share a user can signal each other and their keepers
 
 
 def abi() -> int:

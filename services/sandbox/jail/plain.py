@@ -23,7 +23,11 @@ def jsonable(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable(item, depth + 1) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((jsonable(item, depth + 1) for item in value), key=repr)
+        items = [jsonable(item, depth + 1) for item in value]
+        try:
+            return sorted(items)
+        except TypeError:  # of several kinds
+            return sorted(items, key=repr)
     if isinstance(value, dict):
         return {_key(key): jsonable(item, depth + 1) for key, item in value.items()}
     raise Odd(f"{type(value).__name__} is no plain data")

@@ -7,7 +7,8 @@ objects; the solution may only call, or iterate over, what it was handed.
 Where a test expects plain data, an object that answers yes to everything must not pass. So a
 verdict (`==`, `<`, `in`, arithmetic) is asked of the solution only about an instance that the test
 itself made, by calling a name of the solution that begins with a capital: there the class is what
-is tested. Any other object equals nothing but itself, and takes no part in the rest.
+is tested. Any other object equals nothing but itself, and takes no part in the rest; and no object
+at all is equal to data, or above or below it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Side:
         self._fd, self._trusted = fd, trusted
         self._kept: list[Any] = []
         self._asked = 0
+        self.used = False  # more was asked of the other side than what there is
         self.failed = False  # the other side has raised something, or spoken garbage
         self._numbers: dict[int, int] = {}
 
@@ -136,17 +138,20 @@ class Side:
         """What the other side answers; its exceptions are raised here, as built-in ones."""
         sent = [self.packed(argument) for argument in arguments]
         self._asked += 1
+        self.used = self.used or operation != "get"
         asked = self._asked
         frames.send(self._fd, {"do": operation, "to": number, "with": sent, "asked": asked})
         while True:
             frame = frames.receive(self._fd)
             try:
+                if not isinstance(frame, dict):
+                    raise ValueError("a frame that is no object")
                 if "do" not in frame:
                     if frame["asked"] != asked:
                         raise ValueError("an answer to something else")
                     error, value = self._heard(frame, arguments)
                     break
-            except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError):
+            except Exception:  # whatever garbage makes of our reading it
                 self.failed = True
                 raise frames.Closed("an answer that is none") from None
             self._answer(frame)
@@ -222,11 +227,7 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        place = place_of(self)
-        value = place.ask("get", name)
-        if place.makes and isinstance(value, Remote):  # a second constructor, as `from_text`
-            place_of(value).makes = True
-        return value
+        return place_of(self).ask("get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         place_of(self).ask("set", name, value)
@@ -308,11 +309,11 @@ def _made(value: Any) -> bool:
 
 def _verdict(name: str) -> Callable[..., Any]:
     def operator(self: Remote, other: Any) -> Any:
+        if not isinstance(other, Remote):  # data was due
+            return False if name == "eq" else NotImplemented
         if _made(self) or _made(other):
             return place_of(self).ask("operator", f"__{name}__", other)
-        if name == "eq":
-            return isinstance(other, Remote) and place_of(self).number == place_of(other).number
-        return NotImplemented
+        return place_of(self).number == place_of(other).number if name == "eq" else NotImplemented
 
     return operator
 
@@ -324,6 +325,8 @@ def _arithmetic(name: str) -> Callable[..., Any]:
         value = place_of(self).ask("operator", f"__{name}__", other)
         if isinstance(value, Remote):
             place_of(value).made = True
+        elif not isinstance(other, Remote):  # it has seen what is perhaps the expected value
+            raise TypeError(f"data for {name} of an object of the solution and data")
         return value
 
     return operator

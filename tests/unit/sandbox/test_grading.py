@@ -208,3 +208,113 @@ async def test_a_program_that_ends_itself_between_cases_gains_nothing_by_it(
     python = "from solution import f\n"
     python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(4))
     assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 0.0, "")
+
+
+FORGED = """
+import pytest
+from solution import GCD, Maths, Vector
+
+def test_attribute(): assert Maths.gcd(12, 8) == 4
+def test_call(): assert GCD(12, 8) == 4
+def test_order(): assert 3 < GCD(12, 8) < 5
+def test_close(): assert abs(GCD(12, 8) - 4) < 1e-6
+def test_product(): assert Vector(1, 2) * Vector(3, 4) == 11
+def test_equal(): assert Vector(1, 2) + Vector(3, 4) == Vector(4, 6)
+def test_raises():
+    with pytest.raises(TypeError):
+        Vector(1)
+"""
+VECTORS = """
+class Vector:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __add__(self, other): return Vector(self.x + other.x, self.y + other.y)
+    def __mul__(self, other): return self.x * other.x + self.y * other.y
+    def __eq__(self, other): return (self.x, self.y) == (other.x, other.y)
+class Maths:
+    @staticmethod
+    def gcd(a, b): return a if not b else Maths.gcd(b, a % b)
+GCD = Maths.gcd
+"""
+YES = """
+class Yes:
+    def __init__(self, *a): pass
+    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = lambda *a: True
+    __add__ = __mul__ = lambda self, *a: self
+    __sub__ = __abs__ = lambda self, *a: 0
+class Maths:
+    gcd = staticmethod(Yes)
+GCD = Vector = Yes
+"""
+
+
+@pytest.mark.needs("bwrap")
+async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: Launcher) -> None:
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
+    assert (await grading.reward({"tests": FORGED}, said(VECTORS))).value == 1.0
+    # Of the two that remain, one compares objects of the class with each other.
+    assert (await grading.reward({"tests": FORGED}, said(YES))).value == pytest.approx(1 / 7)
+
+
+@pytest.mark.needs("bwrap")
+@pytest.mark.parametrize(
+    ("tests", "source"),
+    [
+        ({"function": "f", "cases": [{"args": [], "output": 1.5}]}, "def f(): return 10**400"),
+        ({"function": "f", "cases": [{"args": [], "output": 1}]}, "def f(): return [[]] * 10**7"),
+        (
+            "from solution import make\nCFG = make()\nX = CFG['a']\ndef test_x(): assert X == 1",
+            "def make(): return None",
+        ),
+        (
+            "import pytest\nfrom solution import pairs\n"
+            "@pytest.mark.parametrize('x', pairs())\ndef test_x(x): assert x",
+            "def pairs(): return []",
+        ),
+        (
+            "from solution import f\ndef test_f(): assert f() == 1",
+            "import os, sys\nframes = sys.modules['jail.frames']\n"
+            "frames.send = lambda fd, value: os.write(fd, b'\\xa0\\x0f\\0\\0' + b'[' * 4000)\n"
+            "def f(): return 1",
+        ),
+        (
+            "from solution import f\ndef test_f(): assert f() == 1",
+            "import sys\nframes = sys.modules['jail.frames']\nsend = frames.send\n"
+            "frames.send = lambda fd, value: send(fd, ['do'])\ndef f(): return 1",
+        ),
+        (
+            {"function": "f", "cases": [{"args": [], "output": 1}]},
+            "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff\\xfe')\n"
+            "def f(): time.sleep(60)",
+        ),
+    ],
+    ids=["huge", "wide", "module", "parameters", "deep frame", "odd frame", "odd name"],
+)
+async def test_a_wrong_answer_never_becomes_an_error_that_spares_it_the_zero(
+    launcher: Launcher, tests: Any, source: str
+) -> None:
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 1.0})
+    assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 0.0, "")
+
+
+@pytest.mark.needs("bwrap")
+async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: Launcher) -> None:
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
+    source = "class Solution:\n    def __init__(self): self.seen = set()\n"
+    source += "    def f(self, x):\n        self.seen |= {x, 10}\n        return self.seen"
+    cases = [{"args": [2], "output": [2, 10]}, {"args": [3], "output": [3, 10]}]
+    row = {"tests": {"function": "Solution.f", "cases": cases}}
+    assert (await grading.reward(row, said(source))).value == 1.0
+    source = (
+        "import sys\ninput = sys.stdin.buffer.readline\nprint(sum(1 for _ in iter(input, b'')))"
+    )
+    row = {"tests": [{"input": "line of words\n" * 100_000, "output": "100000"}]}
+    assert (await grading.reward(row, said(source))).value == 1.0
+
+
+@pytest.mark.needs("bwrap")
+async def test_an_answer_that_hangs_in_every_case_is_given_up(launcher: Launcher) -> None:
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 0.2})
+    cases = [{"input": "", "output": str(x)} for x in range(200)]
+    hung = await grading.reward({"tests": cases}, said("while True: pass"))
+    assert hung == Answer("ok", 0.0, "")
+    assert launcher.started <= 8

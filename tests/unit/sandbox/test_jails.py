@@ -149,6 +149,12 @@ async def test_a_call_that_is_given_up_leaves_no_process(launcher: Launcher) -> 
     raise AssertionError(f"left: {inner}")
 
 
+async def test_a_guest_that_cannot_be_set_up_is_ours_to_answer_for(launcher: Launcher) -> None:
+    limits = JailLimits(open_files=1 << 30)
+    with pytest.raises(JailFailed, match="could not be set up"):
+        await ran(launcher, "print(1)", limits=limits)
+
+
 async def test_a_report_with_another_nonce_is_no_report(launcher: Launcher) -> None:
     jail = await launcher.open({"mode": "program", "source": "print(1)"}, LIMITS)
     jail.nonce = "0" * 32

@@ -53,6 +53,7 @@ def test_there_are_pairs_of_both_kinds() -> None:
         r"\boxed{" + "(" * 400 + "7" + ")" * 400 + "}",
         r"\boxed{" + "{" * 5000 + "}" * 5000 + "}",
         r"\boxed{__import__('os').system('echo gone')}",
+        r"\boxed{" * 4000,
         "9" * 200_000,
         "7 " * 40_000,
         r"\boxed{\int_0^{\infty} \frac{x^{99}}{e^x-1} \sin(x^x) dx}",

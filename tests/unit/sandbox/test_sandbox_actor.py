@@ -123,14 +123,15 @@ async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place
         ToolCall(6, "j", "python", "1 / 0", 5.0),
     ]
     found = (await sandbox.call(Sandbox.run, RunTools(calls), deadline_s=60)).outcomes
-    assert [outcome.status for outcome in found] == [*["ok"] * 4, "timeout", "raised", "ok"]
+    assert [outcome.status for outcome in found] == [*["ok"] * 4, "timeout", "refused", "ok"]
     assert found[0].value == {"status": "ok", "output": "42\n"}
     assert found[1].value == {"status": "ok", "output": "hi\n", "exit": 3}
     assert found[2].value == {"status": "ok", "output": "8\n"}
     assert found[3].value == "4"
     late = "over 1 s of wall clock time"
     assert found[4].value == {"status": "timeout", "output": f"[timeout: {late}]"}
-    assert found[5].value is None and "takes code as a text" in found[5].error
+    assert found[5].value["status"] == "refused"
+    assert "takes code as a text" in found[5].value["output"]
     assert found[6].value["exit"] == 1 and "ZeroDivisionError" in found[6].value["output"]
     kept = ToolCall(0, "j", "notebook", "x", 5.0, "one")
     assert (await sandbox.call(Sandbox.run, RunTools([kept]))).outcomes[0].value["output"] == "8\n"

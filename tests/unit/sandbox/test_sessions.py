@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
 
 from common.clock import SystemClock
+from services.sandbox.jails import JailFailed
 from services.sandbox.launcher import Launcher
 from services.sandbox.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions
@@ -100,6 +102,29 @@ async def test_a_session_that_was_ended_is_forgotten(sessions: Sessions) -> None
     sessions.end("a")
     assert sessions.size == 0
     assert (await sessions.run("a", "'x' in globals()")).stdout == b"False\n"
+
+
+@pytest.mark.parametrize("exit", ["[]", "10**30", "'0'", "None"])
+async def test_an_end_of_a_cell_that_the_model_wrote_itself_harms_nobody(
+    sessions: Sessions, exit: str
+) -> None:
+    source = "import json, os\n"
+    source += f"frame = json.dumps({{'cell': 1, 'failed': False, 'exit': {exit}}}).encode()\n"
+    source += "fd = max(map(int, os.listdir('/proc/self/fd')[:-1]))\n"
+    source += "os.write(fd, len(frame).to_bytes(4, 'little') + frame)"
+    ran = await sessions.run("a", source)
+    assert ran.status in ("ok", "crashed") and ran.exit in (0, 1, -9)
+    assert (await sessions.run("b", "1 + 1")).stdout == b"2\n"
+
+
+async def test_a_session_that_is_closed_in_mid_cell_is_told_by_type(sessions: Sessions) -> None:
+    cell = asyncio.create_task(sessions.run("a", "import time; time.sleep(1)"))
+    await asyncio.sleep(0.4)
+    sessions.end("a")
+    assert (await sessions.run("a", "7")).stdout == b"7\n"
+    with contextlib.suppress(JailFailed):
+        assert (await cell).status != "ok"
+    assert (await sessions.run("a", "_")).stdout == b"7\n"
 
 
 async def test_sessions_run_beside_each_other(sessions: Sessions) -> None:
