@@ -46,6 +46,7 @@ bench: $(READY)
 	$(BIN)/python -m loadtests.longtail
 	$(BIN)/python -m loadtests.trainer
 	$(BIN)/python -m loadtests.replay
+	$(BIN)/python -m loadtests.sandbox
 
 # What benchmarks compare with: vLLM and TRL in environments of their own; pyzmq and transformers
 # are in ours.
