@@ -9,14 +9,9 @@ from dataclasses import dataclass
 
 from common.config import JobConfig
 from common.errors import Refused
+from common.isolation import MEANING, suffices
 
 PROBE_S = 120.0
-ORDER = ("none", "landlock", "bwrap", "cgroup")
-DEMANDS = {
-    "landlock": "Landlock + seccomp",
-    "bwrap": "bwrap + seccomp",
-    "cgroup": "bwrap + seccomp + cgroup",
-}
 
 
 @dataclass(frozen=True)
@@ -41,9 +36,9 @@ def require(config: JobConfig) -> None:
     if not config.jailed:
         return
     isolation, demanded = found(), config.sandbox.tier
-    if ORDER.index(isolation.tier) < ORDER.index(demanded):
+    if not suffices(isolation.tier, demanded):
         raise Refused(
             f"{', '.join(sorted(set(config.jailed)))} run code that the model wrote, which takes "
-            f"{DEMANDS[demanded]} (sandbox.tier); this host has {isolation.meaning}",
+            f"{MEANING[demanded]} (sandbox.tier); this host has {isolation.meaning}",
             fix=isolation.fix,
         )

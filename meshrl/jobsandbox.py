@@ -11,9 +11,10 @@ from typing import Any
 from common import builtin
 from common.config import JobConfig, RewardPartConfig
 from common.errors import ConfigError
+from common.isolation import ORDER
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
-TIERS = ("cgroup", "bwrap", "landlock")
+TIERS = ORDER[:0:-1]  # all but "none", the best first
 LEAST: dict[str, float] = {
     "processes": 1,
     "wall_s": 0.1,

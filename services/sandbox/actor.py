@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common import builtin
+from common import builtin, isolation
 from common.actor import Actor, call, cast
 from common.api.sandbox import (
     EndSessions,
@@ -124,10 +124,10 @@ class SandboxActor(Actor):
             self._homes = groups.find() if self._found.tier == "cgroup" else None
             if self._homes is not None:
                 groups.sweep(self._homes)
-        if not tiers.suffices(self._found.tier, demanded):
+        if not isolation.suffices(self._found.tier, demanded):
             raise Refused(
                 f"{', '.join(uses)} of job {m.job} run code that the model wrote, which takes "
-                f"{tiers.MEANING[demanded]}; this host has {self._found.meaning}",
+                f"{isolation.MEANING[demanded]}; this host has {self._found.meaning}",
                 where=self._name,
                 fix=self._found.fix,
             )

@@ -15,18 +15,12 @@ from pathlib import Path
 from common.clock import Clock, SystemClock
 from common.errors import MeshError
 from common.host import Host, SystemHost
+from common.isolation import MEANING
 from services.sandbox import groups
 from services.sandbox.jail import landlock, seccomp
 from services.sandbox.launcher import Interpreter, Launcher
 from services.sandbox.limits import JailLimits
 
-ORDER = ("none", "landlock", "bwrap", "cgroup")  # each contains more than the one before
-MEANING = {
-    "none": "none",
-    "landlock": "Landlock + seccomp",
-    "bwrap": "bwrap + seccomp + rlimits",
-    "cgroup": "bwrap + seccomp + cgroup",
-}
 PROBE = JailLimits(wall_s=20.0, cpu_s=20.0)
 WORD = "in a jail"
 USERNS = Path("/proc/sys/user/max_user_namespaces")
@@ -42,10 +36,6 @@ class Found:
     @property
     def meaning(self) -> str:
         return MEANING[self.tier]
-
-
-def suffices(found: str, demanded: str) -> bool:
-    return ORDER.index(found) >= ORDER.index(demanded)
 
 
 async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:

@@ -187,7 +187,6 @@ def _kill_rest(tier: str) -> None:
         if tier == "bwrap":
             os.kill(-1, signal.SIGKILL)
         else:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.killpg(0, signal.SIGKILL)
     except ProcessLookupError:
         return

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common import isolation
 from common.clock import SystemClock
 from common.host import SystemHost
 from services.sandbox import groups, tiers
@@ -17,10 +18,10 @@ from services.sandbox.limits import MIB, JailLimits
 
 
 def test_a_better_tier_suffices_and_a_worse_one_does_not() -> None:
-    for place, found in enumerate(tiers.ORDER):
-        for other, demanded in enumerate(tiers.ORDER):
-            assert tiers.suffices(found, demanded) == (place >= other)
-    assert set(tiers.MEANING) == set(tiers.ORDER)
+    for place, found in enumerate(isolation.ORDER):
+        for other, demanded in enumerate(isolation.ORDER):
+            assert isolation.suffices(found, demanded) == (place >= other)
+    assert set(isolation.MEANING) == set(isolation.ORDER)
 
 
 @pytest.mark.parametrize(

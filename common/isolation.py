@@ -1,0 +1,15 @@
+"""The tiers of isolation for code that the model wrote: each contains more than the one before."""
+
+from __future__ import annotations
+
+ORDER = ("none", "landlock", "bwrap", "cgroup")
+MEANING = {
+    "none": "none",
+    "landlock": "Landlock + seccomp",
+    "bwrap": "bwrap + seccomp + rlimits",
+    "cgroup": "bwrap + seccomp + cgroup",
+}
+
+
+def suffices(found: str, demanded: str) -> bool:
+    return ORDER.index(found) >= ORDER.index(demanded)
