@@ -24,19 +24,19 @@ def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
         reward__use="",
         reward__parts="[{use='digits:kept'}, {use='regex', weight=0.5, options={pattern='[0-9]'}}]",
         rollout__stop="['1', '2', '3', '4', '5', '6', '7', '8', '9']",
+        rollout__pace="20/64/100000",  # some 25 tokens of 20 ms: far from over when they are killed
         sandbox__processes=2,
-        budget__steps=4,
+        budget__steps=8,
     )
-    mesh.until("tools have answered", lambda: mesh.version >= 1 and mesh.in_ledger(Kind.TOOL))
+    mesh.until("tools have answered", lambda: mesh.in_ledger(Kind.TOOL), within_s=150.0)
     first, second = mesh.pid("sandbox/0"), mesh.pid("sandbox/1")
     for process in psutil.Process(first).children(recursive=True):
         if process.name() == "bwrap":
             process.send_signal(signal.SIGKILL)  # all jails of that one, and the zygote
     os.kill(second, signal.SIGKILL)
-    assert mesh.pid("sandbox/1", other_than=second)
     assert mesh.finish() == 0, mesh.said
     summary = mesh.summary()
-    assert (summary["phase"], summary["steps"]) == ("finished", 4)
+    assert (summary["phase"], summary["steps"]) == ("finished", 8)
     fates = {key: summary[key] for key in ("lost", "trained_twice", "typed_drops")}
     assert set(fates.values()) == {0}, (fates, mesh.events("dropped"))
     assert mesh.audit()["lost"] == 0
