@@ -76,6 +76,11 @@ class Launcher:
         self._numbers = itertools.count()
         self.started = 0  # jails
 
+    @property
+    def pid(self) -> int:
+        """Of the outer jail; 0 while there is none."""
+        return self._zygote.pid if self._zygote is not None else 0
+
     async def start(self) -> None:
         """Makes the outer jail and its zygote; JailFailed says why it cannot."""
         async with self._starting:

@@ -22,7 +22,6 @@ from typing import Any
 import msgpack
 
 from common.child import Channel
-from services.sandbox.jail import kernel, landlock, seccomp
 
 OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # of common.api.sandbox, which imports numpy
 REWARD = "reward:"  # before a reward's number: what it returns is a finite number
@@ -62,6 +61,8 @@ def close_in() -> None:
     """What reads texts of the model needs no more than its modules, and gets no more, as far as
     this kernel can refuse it.
     """
+    from services.sandbox.jail import kernel, landlock, seccomp  # what is not closed starts sooner
+
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() >= landlock.LEAST:
         modules = [path for path in sys.path if os.path.isdir(path)]

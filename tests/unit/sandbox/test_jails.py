@@ -126,9 +126,7 @@ async def test_nothing_stays_open_after_many_calls(launcher: Launcher) -> None:
 
 async def test_when_the_zygote_is_killed_the_next_call_has_another(launcher: Launcher) -> None:
     assert (await ran(launcher, "print(1)")).status == "ok"
-    child = psutil.Process().children()[0]
-    child.send_signal(signal.SIGKILL)
-    child.wait(10)
+    os.kill(launcher.pid, signal.SIGKILL)
     for _ in range(3):
         found = await ran(launcher, "print(2)")
         assert (found.status, found.stdout) == ("ok", b"2\n")
@@ -140,7 +138,7 @@ async def test_a_call_that_is_given_up_leaves_no_process(launcher: Launcher) -> 
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    (outer,) = psutil.Process().children()
+    outer = psutil.Process(launcher.pid)
     for _ in range(200):
         inner = [p for p in outer.children(recursive=True) if p.name().startswith("python")]
         if len(inner) <= 1:  # the zygote
@@ -211,7 +209,7 @@ async def test_a_program_is_handed_nothing_but_its_three_streams(launcher: Launc
 async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: Launcher) -> None:
     call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
     await asyncio.sleep(0.5)
-    psutil.Process().children()[0].kill()
+    os.kill(launcher.pid, signal.SIGKILL)
     with pytest.raises(JailFailed, match="without a report"):
         await call
 
@@ -234,7 +232,7 @@ async def test_a_killed_zygote_makes_no_right_answer_wrong(
     row, turns = {"tests": tests}, [{"role": "model", "text": source}]
     graded = asyncio.create_task(grading.reward(row, turns))
     await asyncio.sleep(1.0)
-    psutil.Process().children()[0].kill()
+    os.kill(launcher.pid, signal.SIGKILL)
     answer = await graded
     assert (answer.status, answer.value) == ("crashed", None)
     assert (await grading.reward(row, turns)).value == 1.0

@@ -295,7 +295,7 @@ async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: 
 
 async def test_long_calls_run_beside_each_other_as_the_pool_grows(make: Make) -> None:
     pool = await make(warm=1, most=4)
-    slow = score("sleeps")
+    slow = use(3.0, "sleeps")  # far longer than a busy host takes to start another worker
     first = asyncio.create_task(pool.run([slow]))
     await asyncio.sleep(0.1)
     assert await pool.run([score("good")] * 3) == [GOOD] * 3
