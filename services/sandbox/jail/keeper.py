@@ -205,7 +205,8 @@ class _Watch:
     """Waits for the end of the guest, or of its time.
 
     Time is CPU time, and wall time less what the guest waited for a core, or the machine for one of
-    its host: load does not make a right answer late. The sandbox starts both anew with a frame, at each of several cases.
+    its host: load does not make a right answer late. The sandbox starts both anew with a frame, at
+    each of several cases.
     """
 
     def __init__(
