@@ -26,7 +26,7 @@ from services.sandbox.worker import TOOL
 
 PROGRAM = "print(sum(i * i for i in range(1000)))"
 SAID = str(sum(i * i for i in range(1000)))
-FLAGS = ("-I", "-S")  # as in our jails: nothing but the standard library
+ISOLATED = ("-I", "-S")  # as in our jails: no site packages, which take long to look for
 CONCURRENCY = (1, 8, 64)
 PEER_SHARE = 0.4  # of the time that ours gets in a round
 ROUNDS = 6
@@ -37,11 +37,11 @@ JAILS = 8  # of the sandbox at a time
 One = Callable[[], Awaitable[None]]
 
 
-def bare() -> list[str]:
-    return [Interpreter.own().python, *FLAGS, "-c", PROGRAM]
+def bare(*flags: str) -> list[str]:
+    return [Interpreter.own().python, *flags, "-c", PROGRAM]
 
 
-def cold() -> list[str]:
+def cold(*flags: str) -> list[str]:
     """As in our profile, but made anew for each call."""
     interpreter = Interpreter.own()
     argv = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
@@ -52,7 +52,7 @@ def cold() -> list[str]:
     for place in interpreter.places:
         argv += ["--ro-bind", place, place]
     argv += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--remount-ro", "/"]
-    return [*argv, "--cap-drop", "ALL", interpreter.python, *FLAGS, "-c", PROGRAM]
+    return [*argv, "--cap-drop", "ALL", interpreter.python, *flags, "-c", PROGRAM]
 
 
 async def started(argv: list[str]) -> None:
@@ -95,6 +95,8 @@ async def measure(place: Place, concurrency: int, seconds: float) -> dict[str, f
         "fresh": (lambda: jailed(place), 1.0),
         "cold_bwrap": (lambda: started(cold()), PEER_SHARE),
         "bare": (lambda: started(bare()), PEER_SHARE),
+        "cold_isolated": (lambda: started(cold(*ISOLATED)), PEER_SHARE),
+        "bare_isolated": (lambda: started(bare(*ISOLATED)), PEER_SHARE),
     }
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     latencies: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -108,8 +110,9 @@ async def measure(place: Place, concurrency: int, seconds: float) -> dict[str, f
         found[f"{kind}_calls_per_s_{concurrency}"] = statistics.median(rates[kind])
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             found[f"{kind}_{name}_ms_{concurrency}"] = 1e3 * percentile(latencies[kind], share)
-    for peer, name in (("cold_bwrap", "cold"), ("bare", "bare")):
+    for peer in [kind for kind in kinds if kind != "fresh"]:
         pairs = zip(rates["fresh"], rates[peer], strict=True)
+        name = peer.removesuffix("_bwrap")
         found[f"ratio_{name}_{concurrency}"] = statistics.median(ours / its for ours, its in pairs)
     found[f"fresh_calls_{concurrency}"] = len(latencies["fresh"])
     return found
