@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+from abc import ABC, abstractmethod
 from typing import Any
 
 from common.clock import Clock
@@ -17,7 +18,7 @@ READ_BYTES = 1 << 16
 FRAME_BYTES = 1 << 20  # of what a jail answers; it may be the model that writes it
 
 
-class _Reader:
+class _Reader(ABC):
     """Calls `_arrived` when bytes have come or the end was reached."""
 
     def __init__(self, fd: int) -> None:
@@ -40,8 +41,8 @@ class _Reader:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _took(self, part: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _took(self, part: bytes) -> None: ...
 
     def _stop(self) -> None:
         if not self.ended:
