@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +68,8 @@ class Jailed:
 
 
 def limits_of(jailing: Jailing) -> JailLimits:
-    return JailLimits(
-        wall_s=jailing.wall_s,
-        cpu_s=jailing.cpu_s,
-        memory_bytes=jailing.memory_bytes,
-        processes=jailing.processes,
-        open_files=jailing.open_files,
-        scratch_bytes=jailing.scratch_bytes,
-        files=jailing.files,
-        output_bytes=jailing.output_bytes,
-    )
+    """The part of it that bounds one call; its fields have the same names."""
+    return JailLimits(**{field.name: getattr(jailing, field.name) for field in fields(JailLimits)})
 
 
 def interpreter_of(jailing: Jailing) -> Interpreter:

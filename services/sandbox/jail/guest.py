@@ -140,20 +140,20 @@ def _cells(fd: int) -> None:
     while True:
         cell = frames.receive(fd)
         number += 1
-        failed, status = False, 0
+        status = 0
         try:
             _cell(cell["source"], f"cell {number}", module.__dict__)
         except SystemExit as request:
-            failed, status = True, _exit_code(request)
+            status = _exit_code(request)
         except BaseException as error:
             show(error)
-            failed, status = True, _status(error)
+            status = _status(error)
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except (OSError, ValueError):
                 continue
-        frames.send(fd, {"cell": cell["number"], "failed": failed, "exit": status})
+        frames.send(fd, {"cell": cell["number"], "exit": status})
 
 
 def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:
