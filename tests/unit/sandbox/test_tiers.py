@@ -68,7 +68,7 @@ async def test_a_tier_that_does_not_work_says_why(
     assert "ended at its start" in problem
 
 
-@pytest.mark.skipif(groups.find() is None, reason="no control groups may be made here")
+@pytest.mark.needs("cgroups")
 class TestGroups:
     @pytest.mark.needs("bwrap")
     async def test_memory_of_all_processes_of_a_jail_counts_together(self, tmp_path: Path) -> None:
