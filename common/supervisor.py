@@ -22,6 +22,7 @@ from common.process import Child
 CHECK_S = 0.5  # how often a running child's lease is looked at
 FIRST_DELAY_S = 0.05  # before the first restart; it doubles with each that the budget remembers
 LONGEST_DELAY_S = 5.0
+NO_START = 1  # what a run that could not even begin ended with
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class _Running:
     spec: ChildSpec
     restarts: Restarts
     child: Child | None = None
+    why_not: str = ""  # why there is no child: its last start failed
     stopping: bool = False
     watcher: asyncio.Task[None] | None = None
 
@@ -138,12 +140,14 @@ class Supervisor:
             await self.add(spec)
 
     async def add(self, spec: ChildSpec, *, adopted: Child | None = None) -> Child:
-        """Starts and watches a child, or watches one that an earlier incarnation started."""
+        """Starts and watches a child, or watches one that an earlier incarnation started.
+
+        A first start that fails is the caller's to handle, and the child is not supervised.
+        """
         if spec.name in self._children:
             raise Refused(f"{spec.name} is supervised already", fix="remove it first")
-        running = _Running(spec, Restarts(*spec.budget))
-        self._children[spec.name] = running
-        child = running.child = adopted or self._spawn(spec)
+        child = adopted or self._spawn(spec)
+        running = self._children[spec.name] = _Running(spec, Restarts(*spec.budget), child)
         running.watcher = asyncio.create_task(self._watch(running), name=f"watch {spec.name}")
         await _tell(self._hooks.started(child))
         return child
@@ -183,6 +187,16 @@ class Supervisor:
             nice=spec.nice,
         )
 
+    async def _restart(self, running: _Running) -> None:
+        """A start that fails is a run that failed: the child's watcher tries again or gives up."""
+        try:
+            running.child = self._spawn(running.spec)
+        except Exception as error:
+            traceback.print_exc()
+            running.why_not = f"it cannot be started: {type(error).__name__}: {error}"
+        else:
+            await _tell(self._hooks.started(running.child))
+
     async def _stop_one(self, running: _Running, grace_s: float) -> None:
         running.stopping = True
         if running.watcher is not None and running.watcher is not asyncio.current_task():
@@ -204,12 +218,15 @@ class Supervisor:
         await _tell(self._hooks.ended(child, -9 if code is None else code, why))
 
     async def _watch(self, running: _Running) -> None:
-        while not running.stopping and running.child is not None:
-            code, why = await self._end_of(running.child)
-            if running.stopping:
-                return
-            ended, running.child = running.child, None
-            await _tell(self._hooks.ended(ended, code, why))
+        while not running.stopping:
+            if running.child is None:
+                code, why = NO_START, running.why_not
+            else:
+                code, why = await self._end_of(running.child)
+                if running.stopping:
+                    return
+                ended, running.child = running.child, None
+                await _tell(self._hooks.ended(ended, code, why))
             if not await self._again(running, code, why):
                 return
 
@@ -238,8 +255,7 @@ class Supervisor:
         if self._strategy == "one_for_all":
             await self._end_others(running)
         await self._clock.sleep(delay)
-        running.child = self._spawn(spec)
-        await _tell(self._hooks.started(running.child))
+        await self._restart(running)
         return True
 
     async def _end_others(self, ended: _Running) -> None:
@@ -258,6 +274,7 @@ class Supervisor:
         if running.child is not None:
             child, running.child = running.child, None
             await self._end(child, FIRST_DELAY_S * 20, "a sibling ended")
-        running.child = self._spawn(running.spec)
+        # The task runs at our next suspension, when the start has succeeded or failed: a hook that
+        # is cancelled leaves no child unwatched.
         running.watcher = asyncio.create_task(self._watch(running))
-        await _tell(self._hooks.started(running.child))
+        await self._restart(running)

@@ -187,6 +187,89 @@ async def test_released_children_run_on_and_can_be_adopted(make: Make) -> None:
     assert hooks.seen == [("started", "a"), ("ended", "a"), ("started", "a")]
 
 
+def break_starts(log: Path) -> None:
+    """No child that writes to `log` can be started: where its directory was, there is a file."""
+    log.unlink()
+    log.parent.rmdir()
+    log.parent.touch()
+
+
+def mend_starts(log: Path) -> None:
+    log.parent.unlink()
+
+
+async def test_a_restart_that_fails_is_tried_again_until_it_succeeds(
+    make: Make, tmp_path: Path
+) -> None:
+    hooks, log = Recorded(), tmp_path / "logs" / "a.log"
+    supervisor = make(sleeper("a", log=log, budget=(20, 60.0)), hooks=hooks)
+    await supervisor.start()
+    break_starts(log)
+    supervisor.children["a"].kill()
+    await eventually(lambda: supervisor.restarts("a") == 3)
+    assert supervisor.children == {}
+    mend_starts(log)
+    await eventually(lambda: "a" in supervisor.children)
+    assert hooks.seen == [("started", "a"), ("ended", "a"), ("started", "a")]
+
+
+@pytest.mark.parametrize("strategy", ["one_for_one", "one_for_all"])
+async def test_restarts_that_go_on_failing_spend_the_budget_and_escalate(
+    make: Make, tmp_path: Path, strategy: str
+) -> None:
+    hooks, log = Recorded(), tmp_path / "logs" / "a.log"
+    supervisor = make(
+        sleeper("a", log=log, budget=(3, 60.0), critical=True),
+        sleeper("b", budget=(0, 60.0)),
+        hooks=hooks,
+        strategy=strategy,
+    )
+    await supervisor.start()
+    break_starts(log)
+    supervisor.children["a"].kill()
+    await eventually(lambda: ("escalated", "a") in hooks.seen)
+    assert [kind for kind, name in hooks.seen if name == "a"] == [
+        "started",
+        "ended",
+        "gave up",
+        "escalated",
+    ]
+    assert "it cannot be started: FileExistsError" in hooks.whys[-1]
+    assert str(log.parent) in hooks.whys[-1]
+    assert "ended more than 3 times in 60 s" in hooks.whys[-1]
+    assert list(supervisor.children) == ["b"]
+
+
+async def test_a_sibling_that_cannot_be_started_again_spends_its_own_budget(
+    make: Make, tmp_path: Path
+) -> None:
+    hooks, log = Recorded(), tmp_path / "logs" / "a.log"
+    supervisor = make(
+        sleeper("a", log=log, budget=(2, 60.0), critical=True),
+        sleeper("b", budget=(1, 60.0)),
+        hooks=hooks,
+        strategy="one_for_all",
+    )
+    await supervisor.start()
+    break_starts(log)
+    supervisor.children["b"].kill()
+    await eventually(lambda: ("escalated", "a") in hooks.seen)
+    await eventually(lambda: list(supervisor.children) == ["b"])
+    assert supervisor.restarts("a") == 2 and supervisor.restarts("b") == 1
+
+
+async def test_a_first_start_that_fails_is_the_caller_s_and_leaves_the_name_free(
+    make: Make, tmp_path: Path
+) -> None:
+    supervisor, log = make(), tmp_path / "logs" / "a.log"
+    log.parent.touch()
+    with pytest.raises(FileExistsError):
+        await supervisor.add(sleeper("a", log=log))
+    mend_starts(log)
+    await supervisor.add(sleeper("a", log=log))
+    assert list(supervisor.children) == ["a"]
+
+
 def test_restarts_slow_down_and_are_forgotten_with_time() -> None:
     restarts = Restarts(3, 10.0)
     assert [restarts.next_delay(t) for t in (0.0, 1.0, 2.0)] == [0.05, 0.1, 0.2]
