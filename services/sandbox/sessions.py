@@ -22,10 +22,20 @@ LOST = "the session has ended; what it held is gone, and the next call begins a 
 
 @dataclass
 class _Session:
-    jail: Jail
+    """A place taken, from before its jail starts until it is ended."""
+
     used: float
+    jail: Jail | None = None  # none yet
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    calls: int = 0  # that run or wait for the lock
     cells: int = 0
+    ended: bool = False
+
+    def end(self) -> None:
+        """Closes its jail, or tells the call that starts one to close it."""
+        self.ended = True
+        if self.jail is not None:
+            self.jail.close()
 
 
 class Sessions:
@@ -62,34 +72,66 @@ class Sessions:
             if len(self._open) >= self._most:
                 busy = f"{self._most} sessions are busy"
                 return Ran(REFUSED, b"", b"", 0, error=f"{busy}; try again")
-            jail = await self._launcher.open({"mode": "cells"}, self._limits, cells=True)
-            jail.lap(pause=True)
-            session = self._open[name] = _Session(jail, self._clock.monotonic())
-            self._told.pop(name, None)
-        async with session.lock:
-            session.used = self._clock.monotonic()
-            self._open.move_to_end(name)
-            try:
-                ran = await self._cell(session, source)
-            except BaseException:
-                if self._open.get(name) is session:
-                    del self._open[name]
-                session.jail.close()
-                raise
-            if ran is None:
-                if self._open.get(name) is session:
-                    del self._open[name]
-                self._tell(name)
-                ran = await session.jail.finish()
-                status = CRASHED if ran.status == OK else ran.status
-                error = f"{ran.error or 'the interpreter has ended'}: {LOST}"
-                return Ran(status, ran.stdout, ran.stderr, ran.exit, ran.cpu_s, ran.wall_s, error)
-            session.used = self._clock.monotonic()
-            return ran
+            session = self._open[name] = _Session(self._clock.monotonic())
+        session.calls += 1
+        try:
+            async with session.lock:
+                return await self._next(name, session, source)
+        finally:
+            session.calls -= 1
+            if session.jail is None and not session.calls:
+                self._forget(name, session)
 
-    async def _cell(self, session: _Session, source: str) -> Ran | None:
-        """What a cell came to; None if the jail has ended, or must."""
+    async def _next(self, name: str, session: _Session, source: str) -> Ran:
+        """One cell, of the call that holds the session's lock.
+
+        The first call starts the jail; should it fail, the next that waits tries in its turn.
+        """
+        if session.jail is None and not session.ended:
+            await self._begin(name, session)
         jail = session.jail
+        if jail is None or session.ended:
+            return Ran(CRASHED, b"", b"", 0, error=f"it was ended meanwhile: {LOST}")
+        session.used = self._clock.monotonic()
+        self._open.move_to_end(name)
+        try:
+            ran = await self._cell(session, jail, source)
+        except BaseException:
+            self._forget(name, session)
+            raise
+        if ran is None:
+            return await self._lost(name, session, jail)
+        session.used = self._clock.monotonic()
+        return ran
+
+    async def _begin(self, name: str, session: _Session) -> None:
+        jail = await self._launcher.open({"mode": "cells"}, self._limits, cells=True)
+        session.jail = jail
+        if session.ended:
+            jail.close()
+            return
+        jail.lap(pause=True)
+        self._told.pop(name, None)
+
+    async def _lost(self, name: str, session: _Session, jail: Jail) -> Ran:
+        """How the jail came to its end, which also ends the session."""
+        if self._open.get(name) is session:
+            del self._open[name]
+        session.ended = True
+        self._tell(name)
+        ran = await jail.finish()
+        status = CRASHED if ran.status == OK else ran.status
+        error = f"{ran.error or 'the interpreter has ended'}: {LOST}"
+        return Ran(status, ran.stdout, ran.stderr, ran.exit, ran.cpu_s, ran.wall_s, error)
+
+    def _forget(self, name: str, session: _Session) -> None:
+        """Ends the session and frees its place, which may be another's by now."""
+        if self._open.get(name) is session:
+            del self._open[name]
+        session.end()
+
+    async def _cell(self, session: _Session, jail: Jail, source: str) -> Ran | None:
+        """What a cell came to; None if the jail has ended, or must."""
         assert jail.cells is not None
         session.cells += 1
         jail.output.left = self._limits.output_bytes
@@ -127,7 +169,7 @@ class Sessions:
         if len(self._open) < self._most:
             return
         for name, session in self._open.items():
-            if not session.lock.locked():
+            if not session.calls:
                 self._evict(name, f"{self._most} sessions were open, this one unused for longest")
                 return
 
@@ -135,11 +177,11 @@ class Sessions:
         """Ends sessions that nobody has used for too long."""
         oldest = self._clock.monotonic() - self._idle_s
         for name, session in list(self._open.items()):
-            if session.used < oldest and not session.lock.locked():
+            if session.used < oldest and not session.calls:
                 self._evict(name, f"idle for over {self._idle_s:g} s")
 
     def _evict(self, name: str, why: str) -> None:
-        self._open.pop(name).jail.close()
+        self._open.pop(name).end()
         self._evicted[name] = why
         while len(self._evicted) > REMEMBERED:
             self._evicted.popitem(last=False)
@@ -155,7 +197,7 @@ class Sessions:
         self._told.pop(name, None)
         session = self._open.pop(name, None)
         if session is not None:
-            session.jail.close()
+            session.end()
 
     def close(self) -> None:
         for name in list(self._open):

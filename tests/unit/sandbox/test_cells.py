@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from common.clock import SystemClock
+from common.host import SystemHost
+from services.sandbox import groups
 from services.sandbox.jails import JailFailed
-from services.sandbox.launcher import Launcher
+from services.sandbox.launcher import Interpreter, Launcher
 from services.sandbox.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions
 
@@ -131,3 +135,108 @@ async def test_sessions_run_beside_each_other(sessions: Sessions) -> None:
     cells = [sessions.run(name, f"x = {name!r}\nx") for name in "abc"]
     found = await asyncio.gather(*cells)
     assert [ran.stdout for ran in found] == [b"'a'\n", b"'b'\n", b"'c'\n"]
+
+
+@pytest.fixture
+async def cold(tmp_path: Path) -> AsyncIterator[Launcher]:
+    """A launcher whose zygote has yet to start: its first jail takes a while."""
+    host, log = SystemHost(), tmp_path / "cold.log"
+    made = Launcher(host, SystemClock(), "bwrap", Interpreter.own(), groups.find(), log)
+    yield made
+    await made.stop()
+
+
+async def jails_left(launcher: Launcher, idle: Launcher) -> int:
+    """How many processes it has beyond those of an idle one, once jails have had time to end."""
+    for _ in range(250):
+        left = processes(launcher) - processes(idle)
+        if left == 0:
+            break
+        await asyncio.sleep(0.02)
+    return left
+
+
+def processes(launcher: Launcher) -> int:
+    return len(psutil.Process(launcher.pid).children(recursive=True))
+
+
+async def test_first_calls_at_once_share_one_jail(cold: Launcher, launcher: Launcher) -> None:
+    sessions = Sessions(cold, SystemClock(), LIMITS, most=3, idle_s=600.0)
+    cells = [sessions.run("a", f"x{i} = {i}") for i in range(3)]
+    assert [ran.status for ran in await asyncio.gather(*cells)] == ["ok"] * 3
+    assert (await sessions.run("a", "x0, x1, x2")).stdout == b"(0, 1, 2)\n"
+    assert cold.started == 1
+    sessions.close()
+    assert await jails_left(cold, launcher) == 0
+
+
+async def test_sessions_that_begin_at_once_take_no_more_than_all_places(cold: Launcher) -> None:
+    sessions = Sessions(cold, SystemClock(), LIMITS, most=2, idle_s=600.0)
+    found = await asyncio.gather(*(sessions.run(name, "1") for name in "abcd"))
+    assert [ran.status for ran in found] == ["ok", "ok", "refused", "refused"]
+    assert sessions.size == cold.started == 2
+    sessions.close()
+
+
+async def test_a_first_call_that_is_cancelled_leaves_the_start_to_those_that_wait(
+    cold: Launcher, launcher: Launcher
+) -> None:
+    sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
+    first = asyncio.create_task(sessions.run("a", "x = 1"))
+    second = asyncio.create_task(sessions.run("a", "'x' in globals()"))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    assert (await second).stdout == b"False\n"
+    assert first.cancelled() and sessions.size == cold.started == 1
+    sessions.close()
+    assert await jails_left(cold, launcher) == 0
+
+
+async def test_a_start_that_is_cancelled_or_fails_leaves_no_place_taken(
+    cold: Launcher, tmp_path: Path
+) -> None:
+    sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
+    only = asyncio.create_task(sessions.run("a", "1"))
+    await asyncio.sleep(0.01)
+    assert sessions.size == 1
+    only.cancel()
+    await asyncio.wait([only])
+    assert sessions.size == 0
+    assert (await sessions.run("b", "1 + 1")).stdout == b"2\n"
+    sessions.close()
+
+    nothing = Interpreter("/nonexistent", True, ())
+    failing = Launcher(SystemHost(), SystemClock(), "bwrap", nothing, None, tmp_path / "f.log")
+    sessions = Sessions(failing, SystemClock(), LIMITS, most=1, idle_s=600.0)
+    found = await asyncio.gather(
+        *(sessions.run("a", "1") for _ in range(2)), return_exceptions=True
+    )
+    assert [type(each) for each in found] == [JailFailed] * 2
+    assert sessions.size == 0
+    await failing.stop()
+
+
+async def test_a_session_that_is_ended_while_it_starts_leaves_no_jail(
+    cold: Launcher, launcher: Launcher
+) -> None:
+    sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
+    starting = asyncio.create_task(sessions.run("a", "1"))
+    waiting = asyncio.create_task(sessions.run("a", "2"))
+    await asyncio.sleep(0.01)
+    sessions.end("a")
+    for told in (await starting, await waiting):
+        assert told.status == "crashed" and "begins a new one" in told.error
+    assert sessions.size == 0 and await jails_left(cold, launcher) == 0
+    assert (await sessions.run("a", "3")).stdout == b"3\n"
+    sessions.close()
+
+
+async def test_a_call_that_waited_for_a_cell_that_ends_the_session_is_told(
+    sessions: Sessions,
+) -> None:
+    ends = asyncio.create_task(sessions.run("a", "import os; os._exit(3)"))
+    waits = asyncio.create_task(sessions.run("a", "1"))
+    assert (await ends).status == "crashed"
+    told = await waits
+    assert told.status == "crashed" and "begins a new one" in told.error
+    assert (await sessions.run("a", "7")).stdout == b"7\n"
