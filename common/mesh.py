@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
 from common.actor import Actor, bind
@@ -54,7 +54,7 @@ __all__ = ["Mesh", "MeshSettings", "Ref", "run"]
 
 class Mesh:
     """One per process (a simulation holds many). `token` is the fencing token of the process's
-    registry lease.
+    registry lease. Whoever made `state` closes it, unless the mesh `owns_state`.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Mesh:
         name: str,
         kind: str,
         state: State,
+        owns_state: bool = False,
         transport: Transport,
         clock: Clock,
         random: Random,
@@ -114,7 +115,7 @@ class Mesh:
         self._actor: Actor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._housekeeping: asyncio.Task[None] | None = None
-        self._owns_state = False
+        self._owns_state = owns_state
         self._left = False
         self._endpoint: Endpoint | None = None
 
@@ -122,22 +123,27 @@ class Mesh:
     async def open(cls, name: str, kind: str, settings: MeshSettings) -> Mesh:
         """The mesh of a real process: sockets, Redis, the machine's clock, threads."""
         log_to_stderr(name)
-        state = await State.open(settings.redis_url)
-        mesh = cls(
-            name=name,
-            kind=kind,
-            state=state,
-            transport=ZmqTransport(settings.bind, settings.advertise),
-            clock=SystemClock(),
-            random=Random.system(),
-            host=SystemHost(),
-            stall_s=settings.stall_s,
-            settings=settings,
-        )
-        mesh._owns_state = True
-        state.renewed = mesh._lease.renewed
-        if settings.metrics != OFF:
-            mesh.show_metrics(settings.metrics)
+        async with AsyncExitStack() as opened:
+            state = await State.open(settings.redis_url)
+            opened.push_async_callback(state.close)
+            transport = ZmqTransport(settings.bind, settings.advertise)
+            opened.push_async_callback(transport.close)
+            mesh = cls(
+                name=name,
+                kind=kind,
+                state=state,
+                owns_state=True,
+                transport=transport,
+                clock=SystemClock(),
+                random=Random.system(),
+                host=SystemHost(),
+                stall_s=settings.stall_s,
+                settings=settings,
+            )
+            state.renewed = mesh._lease.renewed
+            if settings.metrics != OFF:
+                mesh.show_metrics(settings.metrics)
+            opened.pop_all()  # the mesh closes them when it leaves
         return mesh
 
     @property
@@ -172,10 +178,21 @@ class Mesh:
         Waits out a predecessor's lease; Refused if another incarnation keeps the name. `stats` runs
         on the loop.
         """
-        methods = bind(actor) if actor is not None else {}
-        self._stats = stats
-        self.start()
-        entry = registry.Entry(
+        try:
+            methods = bind(actor) if actor is not None else {}
+            self._stats = stats
+            self.start()
+            await self._lease.take(self._entry(bulk_address))
+            self._actor = actor
+            if actor is not None:
+                await actor.start()
+        except BaseException as error:
+            await self._close(error)
+            raise
+        self._server.offer(methods)
+
+    def _entry(self, bulk_address: str) -> registry.Entry:
+        return registry.Entry(
             name=self.name,
             kind=self.kind,
             address=self.transport.address,
@@ -187,37 +204,60 @@ class Mesh:
             incarnation=self.incarnation,
             run_root=self.settings.run_root,
         )
-        await self._lease.take(entry)
-        self._actor = actor
-        try:
-            if actor is not None:
-                await actor.start()
-        except BaseException:
-            await self.leave()
-            raise
-        self._server.offer(methods)
 
     async def leave(self) -> None:
-        """Ends what runs, stops the actor, gives the name back, then closes the connections."""
-        if self._left:
-            return
-        self._left = True
+        """Ends what runs, stops the actor, gives the name back, then closes the connections.
+
+        All of it, whatever fails on the way or if it is cancelled; the first error is raised.
+        """
+        await self._close(None)
+
+    async def _close(self, first: BaseException | None) -> None:
+        """Raises `first`, or else the first error of closing; what else fails is logged."""
+        if not self._left:
+            self._left = True
+            for step in self._closing():
+                try:
+                    await step()
+                except BaseException as error:
+                    if first is None:
+                        first = error
+                    else:
+                        self.log.error("leaving", step=step.__qualname__, error=repr(error))
+        if first is not None:
+            raise first
+
+    def _closing(self) -> Iterator[Callable[[], Awaitable[None]]]:
+        """What `leave` does, step by step: none is left out because one before it failed."""
+        yield self._stop_serving
+        yield self._stop_actor
+        yield self._lease.give_back
+        yield self._stop_asking
+        yield self.transport.close
+        if self._endpoint is not None:
+            yield self._close_endpoint
+        if self._owns_state:
+            yield self.state.close
+
+    async def _stop_serving(self) -> None:
         await self._server.stop(STOP_S)
+
+    async def _stop_actor(self) -> None:
         actor, self._actor = self._actor, None
         if actor is not None:
             async with self.clock.timeout(ACTOR_STOP_S, f"stopping {self.name}"):
                 await actor.stop()
-        await self._lease.give_back()
+
+    async def _stop_asking(self) -> None:
         self._directory.stop()
         if self._housekeeping is not None:
             self._housekeeping.cancel()
         self._caller.stop()
         self._sweep.stop()
-        await self.transport.close()
-        if self._endpoint is not None:
-            self._endpoint.close()
-        if self._owns_state:
-            await self.state.close()
+
+    async def _close_endpoint(self) -> None:
+        assert self._endpoint is not None
+        self._endpoint.close()
 
     async def publish(self) -> None:
         """Publishes stats and waits now instead of with the next renewal."""

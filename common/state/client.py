@@ -177,11 +177,13 @@ class State:
             raise self._unavailable(error) from error
 
     async def close(self) -> None:
-        """Closes both clients' connections."""
-        await self.client.aclose()
-        await self.client.connection_pool.disconnect()
+        """Closes both clients' connections, the one that needs no waiting first."""
         self._sync.close()
         self._sync.connection_pool.disconnect()
+        try:
+            await self.client.aclose()
+        finally:
+            await self.client.connection_pool.disconnect()
 
     def _unavailable(self, error: BaseException) -> StateUnavailable:
         """The error that a caller may retry; other answers are a fault of ours and go through."""

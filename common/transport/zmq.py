@@ -315,7 +315,9 @@ class ZmqTransport:
             link.close(LINGER_MS)
         self._links.clear()
         self._router.close(LINGER_MS)
-        await asyncio.to_thread(self._context.destroy, LINGER_MS)
+        loop = asyncio.get_running_loop()
+        # Once handed over it runs to its end, even if who waits for it is cancelled.
+        await asyncio.shield(loop.run_in_executor(None, self._context.destroy, LINGER_MS))
 
 
 def _advertised(bound: str, advertise: str) -> str:
