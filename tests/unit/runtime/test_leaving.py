@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from talking import Number, Talk, Talker, Text, until
 
 from common.actor import call
 from common.clock import SystemClock
-from common.errors import Refused
+from common.errors import ConfigError, Refused, StateUnavailable
 from common.host import Stoppable, SystemHost
-from common.mesh import Mesh
+from common.mesh import Mesh, MeshSettings
 from common.random import Random
 from common.state import registry
 from common.state.client import State
+from common.state.embedded import command
 from common.transport.zmq import ZmqTransport
 
 STEPS = ["actor", "lease", "transport", "state"]
@@ -236,3 +238,32 @@ async def test_joining_that_is_cancelled_closes_what_it_opened(step: str) -> Non
     with pytest.raises(asyncio.CancelledError):
         await joining
     await scene.all_is_closed()
+
+
+async def test_a_process_that_cannot_open_its_mesh_closes_its_connections(tmp_path: Path) -> None:
+    server, host = command(tmp_path), SystemHost()
+    redis = host.spawn(server.argv, name="redis", log=tmp_path / "redis.log")
+    watching = await eventually_open(server.url)
+    taken, kept = socket.create_server(("127.0.0.1", 0)), []
+    where = f"127.0.0.1:{taken.getsockname()[1]}"
+    for options in ({"metrics": where}, {"bind": f"tcp://{where}"}):
+        settings = MeshSettings(server.url, str(tmp_path), host="here", **options)
+        with pytest.raises(ConfigError) as why:
+            await Mesh.open("a", "test", settings)
+        kept.append(why)  # what the error's frames hold is not closed by being collected
+    async with asyncio.timeout(5.0):
+        while len((await watching.command("CLIENT", "LIST")).splitlines()) > 1:
+            await asyncio.sleep(0.02)
+    await watching.close()
+    taken.close()
+    redis.kill()
+    assert await redis.wait(5.0) is not None
+
+
+async def eventually_open(url: str) -> State:
+    async with asyncio.timeout(20.0):
+        while True:
+            try:
+                return await State.open(url, connect_s=1)
+            except StateUnavailable:
+                await asyncio.sleep(0.02)
