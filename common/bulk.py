@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, TypeVar
 import xxhash
 
 from common.chunks import ChunkStore, Scratch, digest_of
-from common.errors import BadMessage, DeadlineExceeded, MeshError, NotFound, PeerLost, to_wire
+from common.errors import (
+    BadMessage,
+    DeadlineExceeded,
+    MeshError,
+    NotFound,
+    PeerLost,
+    Refused,
+    to_wire,
+)
 from common.errors import from_wire as error_from_wire
 from common.settings import advertised_host
 from common.wire import pack_error, unpack_error
@@ -40,7 +48,7 @@ _ANSWER = struct.Struct("<BQ")
 _MAGIC = b"MRB1"
 OK, FAILED = 0, 1
 PIECE_BYTES = 1 << 20  # what one connection may move before the others have their turn
-LARGEST_BYTES = 4 << 30
+LARGEST_BYTES = 4 << 30  # of one transfer, at either end
 IDLE_S = 60.0
 TURN_S = 0.2  # how often the thread looks whether it should end
 CONNECTIONS = 256
@@ -52,8 +60,16 @@ _Steps = Generator[int, None, None]  # yields the selectors.EVENT_* that it wait
 class BulkServer:
     """Serves a ChunkStore. `bind` and `advertise` as for the transport."""
 
-    def __init__(self, chunks: ChunkStore, host: Host, bind: str, advertise: str = "") -> None:
-        self._chunks = chunks
+    def __init__(
+        self,
+        chunks: ChunkStore,
+        host: Host,
+        bind: str,
+        advertise: str = "",
+        *,
+        largest_bytes: int = LARGEST_BYTES,
+    ) -> None:
+        self._chunks, self._largest_bytes = chunks, largest_bytes
         chunks.directory.mkdir(parents=True, exist_ok=True)
         interface, _, port = bind.removeprefix("tcp://").rpartition(":")
         self._listener = socket.create_server(
@@ -97,7 +113,7 @@ class BulkServer:
                 accepted.close()
                 return
             accepted.setblocking(False)
-            connection = _Connection(accepted, self._chunks)
+            connection = _Connection(accepted, self._chunks, self._largest_bytes)
             self._connections[accepted] = connection
             self._selector.register(accepted, selectors.EVENT_READ, connection)
 
@@ -122,11 +138,11 @@ class BulkServer:
 class _Connection:
     """One client: a generator that goes on whenever its socket is ready."""
 
-    def __init__(self, connected: socket.socket, chunks: ChunkStore) -> None:
+    def __init__(self, connected: socket.socket, chunks: ChunkStore, largest_bytes: int) -> None:
         self.socket = connected
         self.used = time.monotonic()
         self.waits_for = selectors.EVENT_READ
-        self._chunks = chunks
+        self._chunks, self._largest_bytes = chunks, largest_bytes
         self._received = bytearray()
         self.steps = self._serve()
 
@@ -139,7 +155,7 @@ class _Connection:
                 self._received += more
             magic, verb, digest, length = _REQUEST.unpack(bytes(self._received))
             self._received.clear()
-            if magic != _MAGIC or length > LARGEST_BYTES:
+            if magic != _MAGIC or length > self._largest_bytes:
                 return
             try:
                 if verb == GET:
@@ -226,8 +242,8 @@ class BulkClient:
     deadline.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, *, largest_bytes: int = LARGEST_BYTES) -> None:
+        self._mesh, self._largest_bytes = mesh, largest_bytes
 
     async def get(self, entry: Entry, digest: str, *, deadline_s: float = DEADLINE_S) -> bytes:
         """The bytes of `digest`, checked. NotFound, PeerLost, BadMessage when they were changed."""
@@ -236,7 +252,7 @@ class BulkClient:
             return await self._off_loop(lambda: chunks.read(digest), deadline_s)
 
         def fetch() -> bytes:
-            with _Session(entry.bulk, deadline_s) as session:
+            with _Session(entry.bulk, deadline_s, self._largest_bytes) as session:
                 content = session.ask(GET, digest)
             if digest_of(content) != digest:
                 raise BadMessage(f"chunk {digest} arrived changed", where=entry.bulk)
@@ -247,14 +263,23 @@ class BulkClient:
     async def put(
         self, entry: Entry, content: bytes | memoryview, *, deadline_s: float = DEADLINE_S
     ) -> str:
-        """The digest of `content`, which is durable then. StorageFull, PeerLost."""
+        """The digest of `content`, which is durable then. StorageFull, PeerLost; Refused when it is
+        too large, also by a file: who is on another host could not get it.
+        """
+        size = memoryview(content).nbytes
+        if size > self._largest_bytes:
+            raise Refused(
+                f"a chunk of {size} bytes; the bulk port takes {self._largest_bytes}",
+                where=entry.bulk,
+                fix="Put it in pieces, as weights are",
+            )
         chunks = self._local(entry)
         if chunks is not None:
             return await self._off_loop(lambda: chunks.write(content), deadline_s)
 
         def send() -> str:
             digest = digest_of(content)
-            with _Session(entry.bulk, deadline_s) as session:
+            with _Session(entry.bulk, deadline_s, self._largest_bytes) as session:
                 if session.ask(HAS, digest) != b"\x01":
                     session.ask(PUT, digest, content)
             return digest
@@ -273,8 +298,8 @@ class BulkClient:
 class _Session:
     """A connection to a BulkServer, blocking; used in a thread."""
 
-    def __init__(self, address: str, deadline_s: float) -> None:
-        self._address = address.partition("#")[0]
+    def __init__(self, address: str, deadline_s: float, largest_bytes: int) -> None:
+        self._address, self._largest_bytes = address.partition("#")[0], largest_bytes
         self._ends = time.monotonic() + deadline_s
 
     def __enter__(self) -> _Session:
@@ -308,7 +333,7 @@ class _Session:
         return answer
 
     def _receive(self, length: int) -> bytes:
-        if length > LARGEST_BYTES:
+        if length > self._largest_bytes:
             raise BadMessage(f"an answer of {length} bytes", where=self._address)
         content = bytearray(length)
         view = memoryview(content)

@@ -18,12 +18,14 @@ from common.wire import Array, message
 
 @message
 class Tensor:
+    """A tensor, or a piece of one: those that share a name follow each other in its memory."""
+
     name: str
     dtype: str  # safetensors' names: F32, BF16, ...
-    shape: list[int]
-    chunk: str  # digest of the chunk that holds it
-    offset: int  # bytes into the chunk
-    size: int  # bytes
+    shape: list[int]  # of the whole tensor
+    chunk: str  # digest of the chunk that holds the piece
+    offset: int  # of the piece, bytes into the chunk
+    size: int  # of the piece, bytes
 
 
 @message

@@ -1,11 +1,18 @@
-"""Tensors into the weight store and out of it: chunks with digests, named by a manifest."""
+"""Tensors into the weight store and out of it: chunks with digests, named by a manifest.
+
+A tensor that is larger than a chunk lies in several: the manifest names it once for each piece, in
+order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.api.weights import Fetch, Manifest, Stage, Staged, Tensor, Weights
 from common.bulk import BulkClient
@@ -15,7 +22,7 @@ from common.model.lora import is_adapter
 from common.patience import patiently
 from common.store import STORE, get, put
 
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20  # far below what the bulk port takes, and can move within its deadline
 COPY_S = 600.0  # deadline of what is done off the loop, because it takes as long as memory does
 DTYPES = {
     "F64": torch.float64,
@@ -37,6 +44,8 @@ async def stage(
     version: int,
     tensors: Mapping[str, torch.Tensor],
     base: Manifest | None = None,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> str:
     """Writes tensors durably and returns their manifest's digest; nobody sees the version yet.
 
@@ -44,38 +53,58 @@ async def stage(
     the store does not hold them any more.
     """
     described = [tensor for tensor in base.tensors if tensor.name not in tensors] if base else []
-    for chunk in _chunks(tensors):
+    for chunk in _chunks(tensors, chunk_bytes):
         content = await mesh.host.run_blocking(_content, chunk, deadline_s=COPY_S)
         digest = await put(mesh, bulk, content, f"storing weights of version {version}")
         offset = 0
-        for name, tensor in chunk:
-            size = tensor.numel() * tensor.element_size()
-            kind = NAMES[tensor.dtype]
-            described.append(Tensor(name, kind, list(tensor.shape), digest, offset, size))
-            offset += size
+        for piece in chunk:
+            kind, shape = NAMES[piece.tensor.dtype], list(piece.tensor.shape)
+            described.append(Tensor(piece.name, kind, shape, digest, offset, piece.size))
+            offset += piece.size
     request = Stage(Manifest(job, lineage, version, described))
     ref = mesh.ref(STORE)
     staged: Staged = await patiently(mesh.clock, lambda: ref.call(Weights.stage, request))
     return staged.digest
 
 
-def _chunks(tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
+@dataclass(frozen=True)
+class _Piece:
+    """Elements `first` to `last` of a tensor, or all of it."""
+
+    name: str
+    tensor: torch.Tensor
+    first: int
+    last: int  # exclusive
+
+    @property
+    def size(self) -> int:
+        return (self.last - self.first) * self.tensor.element_size()
+
+
+def _pieces(name: str, tensor: torch.Tensor, most_bytes: int) -> Iterator[_Piece]:
+    """At least one, none over `most_bytes`."""
+    count, most = tensor.numel(), most_bytes // tensor.element_size()
+    for first in range(0, max(count, 1), most):
+        yield _Piece(name, tensor, first, min(first + most, count))
+
+
+def _chunks(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> list[list[_Piece]]:
     """What goes into one chunk; adapters never lie in one with what they are added to."""
-    chunks: list[list[tuple[str, torch.Tensor]]] = []
+    chunks: list[list[_Piece]] = []
     filled, changes = 0, False
     for name, tensor in sorted(tensors.items(), key=lambda item: is_adapter(item[0])):
-        size = tensor.numel() * tensor.element_size()
-        new = is_adapter(name) != changes or (filled and filled + size > CHUNK_BYTES)
-        if new or not chunks:
-            chunks.append([])
-            filled, changes = 0, is_adapter(name)
-        chunks[-1].append((name, tensor))
-        filled += size
+        for piece in _pieces(name, tensor, chunk_bytes):
+            full = filled and filled + piece.size > chunk_bytes
+            if not chunks or full or is_adapter(name) != changes:
+                chunks.append([])
+                filled, changes = 0, is_adapter(name)
+            chunks[-1].append(piece)
+            filled += piece.size
     return chunks
 
 
-def _content(chunk: list[tuple[str, torch.Tensor]]) -> memoryview:
-    pieces = [tensor.detach().cpu().contiguous().reshape(-1) for _, tensor in chunk]
+def _content(chunk: list[_Piece]) -> memoryview:
+    pieces = [p.tensor.detach().reshape(-1)[p.first : p.last].cpu().contiguous() for p in chunk]
     arrays = [piece.view(torch.uint8).numpy() for piece in pieces if piece.numel()]
     return memoryview(np.concatenate(arrays).data if arrays else b"")
 
@@ -110,17 +139,35 @@ class Fetcher:
             chunks[chunk] = found
         changing = {t.chunk for t in manifest.tensors if is_adapter(t.name)}
         self._kept = {c: chunks[c] for c in chunks if changing and c not in changing}
-        tensors = await mesh.host.run_blocking(_tensors, manifest, chunks, deadline_s=COPY_S)
+        described = manifest.tensors
+        tensors = await mesh.host.run_blocking(tensors_of, described, chunks, deadline_s=COPY_S)
         return manifest, tensors
 
 
-def _tensors(manifest: Manifest, chunks: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    return {t.name: tensor_of(t, chunks[t.chunk]) for t in manifest.tensors}
+def tensors_of(described: Iterable[Tensor], chunks: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
+    """The tensors by name, in the order of a manifest; BadMessage when a piece of one is missing.
+
+    `chunks` are contents by digest.
+    """
+    pieces: dict[str, list[Tensor]] = {}
+    for piece in described:
+        pieces.setdefault(piece.name, []).append(piece)
+    return {name: _joined(found, chunks) for name, found in pieces.items()}
 
 
-def tensor_of(described: Tensor, chunk: bytes) -> torch.Tensor:
-    dtype = DTYPES.get(described.dtype)
-    content = np.frombuffer(chunk, np.uint8)[described.offset : described.offset + described.size]
-    if dtype is None or len(content) != described.size:
-        raise BadMessage(f"tensor {described.name} of a manifest does not lie in its chunk")
-    return torch.from_numpy(content.copy()).view(dtype).reshape(described.shape)
+def _joined(pieces: list[Tensor], chunks: Mapping[str, bytes]) -> torch.Tensor:
+    name, dtype, shape = pieces[0].name, DTYPES.get(pieces[0].dtype), pieces[0].shape
+    if dtype is None:
+        raise BadMessage(f"tensor {name} of a manifest has the unknown type {pieces[0].dtype}")
+    size = math.prod(shape) * dtype.itemsize
+    content = np.concatenate([_lying_in(piece, chunks[piece.chunk]) for piece in pieces])
+    if len(content) != size:
+        raise BadMessage(f"tensor {name} of a manifest has {len(content)} bytes instead of {size}")
+    return torch.from_numpy(content).view(dtype).reshape(shape)
+
+
+def _lying_in(piece: Tensor, chunk: bytes) -> NDArray[np.uint8]:
+    content = np.frombuffer(chunk, np.uint8)[piece.offset : piece.offset + piece.size]
+    if len(content) != piece.size:
+        raise BadMessage(f"tensor {piece.name} of a manifest does not lie in its chunk")
+    return content

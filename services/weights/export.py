@@ -26,7 +26,7 @@ from common.errors import MeshError, NotFound, Refused
 from common.jobdata import JobData
 from common.model.config import ModelConfig
 from common.model.output import write_version
-from common.model.transfer import tensor_of
+from common.model.transfer import tensors_of
 
 MARKER = "meshrl.json"  # of a directory that an export wrote, and the next one may replace
 COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version
@@ -83,14 +83,15 @@ def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Versio
 
 def export(data: JobData, version: Version, out: Path, final: Path) -> None:
     """Writes a version to `out`, which is to become `final`; see `write_version`."""
-    tensors = _tensors(ChunkStore(data.run_dir / "store"), version.manifest)
+    tensors = read_tensors(ChunkStore(data.run_dir / "store"), version.manifest)
     write_version(data, _model_config(data), tensors, out, final)
 
 
-def _tensors(chunks: ChunkStore, manifest: str) -> dict[str, Tensor]:
+def read_tensors(chunks: ChunkStore, manifest: str) -> dict[str, Tensor]:
+    """The tensors of a manifest's digest, from the store's files."""
     described = unpack(Manifest, chunks.read(manifest)).tensors
     content = {chunk: chunks.read(chunk) for chunk in {t.chunk for t in described}}
-    return {t.name: tensor_of(t, content[t.chunk]) for t in described}
+    return tensors_of(described, content)
 
 
 def _is_stored(run: Path, version: Version) -> bool:

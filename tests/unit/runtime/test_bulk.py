@@ -13,7 +13,7 @@ from talking import Join
 
 from common.bulk import BulkClient, BulkServer, ChunkStore
 from common.chunks import digest_of
-from common.errors import BadMessage, DeadlineExceeded, NotFound, PeerLost, StorageFull
+from common.errors import BadMessage, DeadlineExceeded, NotFound, PeerLost, Refused, StorageFull
 from common.host import SystemHost
 from common.state.registry import Entry
 
@@ -72,6 +72,19 @@ async def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
     assert [p for p in (tmp_path / "chunks").rglob("*") if p.is_file()] == []
     digest = await client.put(entry(server, host), CONTENT)
     assert await client.get(entry(server, host), digest) == CONTENT
+
+
+@pytest.mark.parametrize("host", ["", "another host"])
+async def test_what_is_too_large_is_refused_at_once(join: Join, tmp_path: Path, host: str) -> None:
+    chunks = ChunkStore(tmp_path / "chunks")
+    server = BulkServer(chunks, SystemHost(), "tcp://127.0.0.1:*", largest_bytes=1000)
+    client = BulkClient(await join("client"), largest_bytes=1000)
+    with pytest.raises(Refused, match="1001 bytes; the bulk port takes 1000") as refused:
+        await client.put(entry(server, host), bytes(1001))
+    assert not refused.value.retryable and "in pieces" in refused.value.fix
+    digest = await client.put(entry(server, host), bytes(1000))
+    assert await client.get(entry(server, host), digest) == bytes(1000)
+    server.close()
 
 
 async def test_garbage_and_idle_clients_do_not_hold_up_others(
