@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from common.api.engine import Sampling
+from common.api.engine import Finish, Sampling
 from common.config import JobConfig
 from common.errors import MeshError, ToolFailed
 from common.jobdata import JobData
@@ -39,8 +39,8 @@ from loadtests.ledger_traffic import (
 )
 from services.rollout.commit import GroupCommit
 from services.rollout.ledger import ShardLedger
-from services.rollout.link import LENGTH, Turn
 from services.rollout.router import Router
+from services.rollout.stay import Stay
 from services.rollout.trajectory import Ending, Restored, Round, Trajectory
 
 JOB = "ledger-load"
@@ -112,14 +112,12 @@ class Shard:
             self._open_members[group] = self._open_members.get(group, 0) + 1
             number, self.opened = self.opened, self.opened + 1
             try:
-                await (self.greedy(t, number) if greedy else self.with_tools(t))
+                async with self.router.stay(t) as stay:
+                    await (self.greedy(stay, number) if greedy else self.with_tools(stay))
                 t.ending = Ending("done", 0.0)
             except ToolFailed as error:
                 self.failed += 1
                 t.ending = Ending("failed", None, str(error))
-            finally:
-                self.router.release(t)
-            self.router.scheduler.ended(t)
             end = [t.id, t.ending.reason, t.ending.reward, t.ending.error]
             self.ledger.defer(Kind.END, end, t.group)
             self.ended += 1
@@ -139,34 +137,34 @@ class Shard:
         head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
         await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
 
-    async def with_tools(self, t: Trajectory) -> None:
-        plan = self.traffic.plan()
+    async def with_tools(self, stay: Stay) -> None:
+        t, plan = stay.trajectory, self.traffic.plan()
         await self._begin(t, plan.prompt.tolist())
         while True:
-            finish = await self.router.generate(lambda: Turn(t, MAX_TOKENS - t.length))
+            finish = await stay.generate(MAX_TOKENS)
             self.turns += 1
             text = self.traffic.text(len(t.turn))
             t.open_round = Round(text, len(t.turn))
             self.ledger.defer(Kind.TURN, [t.id, text], t.group)
-            if finish == LENGTH or len(t.rounds) + 1 >= plan.turns:
+            if finish is Finish.LENGTH or len(t.rounds) + 1 >= plan.turns:
                 return
             await self.mesh.clock.sleep(self.traffic.tool_s())
             r = t.open_round
             r.tool, r.input, r.value, r.answered = "search", {"query": text[:40]}, text[:80], True
             record = (Kind.TOOL, [t.id, r.tool, r.input, r.value])
             await self.ledger.log(record, groups=(t.group,))
-            self.router.returned(t)
+            self.router.returned(stay)
             value = self.traffic.answer()
             if t.length + len(value) >= MAX_TOKENS:
                 return
             self.ledger.defer(Kind.APPEND, [t.id, value], t.group)
             t.appended(value)
 
-    async def greedy(self, t: Trajectory, number: int) -> None:
+    async def greedy(self, stay: Stay, number: int) -> None:
+        t = stay.trajectory
         t.temperature = 0.0
         await self._begin(t, greedy_prompt(number).tolist())
-        most = GREEDY_PROMPT + GREEDY_NEW
-        await self.router.generate(lambda: Turn(t, most - t.length))
+        await stay.generate(GREEDY_PROMPT + GREEDY_NEW)
         self.turns += 1
 
     async def close(self) -> None:

@@ -37,7 +37,6 @@ from loadtests.meshed import meshed
 from services.rollout.cmlfq import Scheduler
 from services.rollout.commit import GroupCommit
 from services.rollout.lengths import Lengths, Past, State, state_of
-from services.rollout.link import Turn
 from services.rollout.router import Router
 from services.rollout.routing import Bucket, Decision, bucket_of
 from services.rollout.trajectory import Ending, Round, Trajectory
@@ -192,17 +191,16 @@ async def trajectory(router: Router, index: int, script: Script) -> None:
     t = Trajectory(index, 0, script.prompt, 0, seed=index)
     words = np.random.default_rng(script.prompt).integers(0, 64, 40)
     t.begin(words.tolist())
-    for step in script.steps:
-        end = t.length + step.tokens
-        await router.generate(lambda end=end: Turn(t, end - t.length))  # type: ignore[misc]
-        if step.answer:
-            t.open_round = Round("", step.tokens, "run", None, step.answer, answered=True)
-            router.returned(t)
-            await asyncio.sleep(step.latency_s)
-            t.appended(words[:ANSWER].tolist())
+    async with router.stay(t) as stay:
+        for step in script.steps:
+            await stay.generate(t.length + step.tokens)
+            if step.answer:
+                t.open_round = Round("", step.tokens, "run", None, step.answer, answered=True)
+                router.returned(stay)
+                await asyncio.sleep(step.latency_s)
+                t.appended(words[:ANSWER].tolist())
     t.ending = Ending("done", 0.0)
-    router.release(t)
-    router.scheduler.ended(t)
+    router.scheduler.ended(t, stay.course)
 
 
 async def compare(rounds: int, seed: int) -> dict[str, Any]:
@@ -233,7 +231,7 @@ async def compare(rounds: int, seed: int) -> dict[str, Any]:
                 seconds, router = await makespan(mesh, plan, policies[name]())
                 spans[name].append(seconds)
                 moved[name].append(router.moved)
-                caches[name].append(dict(router.brought))
+                caches[name].append(dict(router.caches))
             agreed += ours.agreed
     found = report(spans, agreed, plan, rounds)
     return {**found, "balanced": moved, "changed_engine": caches}

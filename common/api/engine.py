@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
+from enum import IntEnum
 
 from common.api.hint import Look
 from common.api.role import Role
 from common.experts import NO_EXPERTS
 from common.interface import Call, Cast, Stream
 from common.wire import Array, message
+
+
+class Finish(IntEnum):
+    """How a request stands, or ended."""
+
+    RUNNING = 0
+    STOP = 1  # at a stop token, which is included, or a stop text
+    LENGTH = 2  # at its last token
+    ABORTED = 3  # by the shard or the engine, with all tokens so far delivered
+    REFUSED = 4  # the engine did not take it: of the shard's own account, never in a flush
 
 
 @message
@@ -22,7 +33,7 @@ class Attach:
 class Tokens:
     """What a flush brings: for request `ids[i]`, its next `counts[i]` entries of the token arrays.
 
-    `finish[i]`: 0 goes on, 1 stop token (included), 2 length, 3 aborted.
+    `finish[i]` is a `Finish`.
     """
 
     ids: Array  # int64 [n]

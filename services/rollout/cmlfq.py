@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.rollout.buffers import NOT_SAMPLED
 from services.rollout.lengths import Lengths, Past, State, state_of
 from services.rollout.routing import Bucket, Decision, decide
-from services.rollout.trajectory import NOT_SAMPLED, Trajectory
+from services.rollout.trajectory import Trajectory
 
 
 @dataclass(slots=True)
-class _Course:
+class Course:
     """A trajectory as far as it has got: its bucket, and its tool returns with tokens before."""
 
     bucket: int = 0
@@ -25,30 +26,24 @@ class _Course:
 
 
 class Scheduler:
-    """The buckets of trajectories in flight; learns from each that ends."""
+    """Which bucket a trajectory belongs to; learns from each that ends."""
 
     def __init__(self, buckets: Sequence[Bucket], prompts: int, lengths: Lengths) -> None:
         self.buckets = list(buckets)
         self.lengths = lengths
         self.outcomes: Counter[str] = Counter()  # of decisions so far
         self._prompts = max(1, prompts)  # rows of the data set: epochs share their trees
-        self._courses: dict[int, _Course] = {}
 
-    def bucket(self, t: Trajectory) -> int:
-        course = self._courses.get(t.id)
-        return course.bucket if course else 0
-
-    def order(self, t: Trajectory) -> tuple[int, ...]:
+    def order(self, t: Trajectory, course: Course) -> tuple[int, ...]:
         """Whose turn it is when several wait, lowest first; then who came first.
 
         With buckets, the long ones: the step ends with them. All others take turns, which shows
         soon who is long. With one, the oldest group: it is what a step waits for.
         """
-        return (-self.bucket(t),) if len(self.buckets) > 1 else (t.id,)
+        return (-course.bucket,) if len(self.buckets) > 1 else (t.id,)
 
-    def returned(self, t: Trajectory) -> Decision:
+    def returned(self, t: Trajectory, course: Course) -> Decision:
         """A tool has answered the trajectory's open round: where it goes on."""
-        course = self._courses.setdefault(t.id, _Course())
         course.returns = returns_of(t, course.returns)
         if len(self.buckets) == 1:
             return Decision("already_in_target", 0, "there is one bucket")
@@ -57,9 +52,8 @@ class Scheduler:
         self.outcomes[decision.outcome] += 1
         return decision
 
-    def restored(self, t: Trajectory) -> None:
+    def restored(self, t: Trajectory, course: Course) -> None:
         """Takes up a trajectory that a predecessor began, where its tool returns have it."""
-        course = self._courses.setdefault(t.id, _Course())
         course.returns = returns_of(t)
         if course.returns and len(self.buckets) > 1:
             path = [state for state, _ in course.returns]
@@ -69,17 +63,15 @@ class Scheduler:
         """Where a trajectory in bucket `current` goes on after these tool returns."""
         return decide(self.lengths.estimate(self._prompt(t), path), current, self.buckets)
 
-    def ended(self, t: Trajectory) -> Past | None:
+    def ended(self, t: Trajectory, course: Course) -> Past | None:
         """The trajectory is over; what is to be remembered of it, if it counts.
 
         One that failed says nothing of lengths, nor does evaluation, which samples otherwise.
         """
-        course = self._courses.pop(t.id, None)
         if len(self.buckets) == 1 or not t.recorded or t.ending is None or t.ending.error:
             return None
-        returns = returns_of(t, course.returns if course else [])
         sampled = int((t.versions != NOT_SAMPLED).sum())
-        past = Past(t.prompt % self._prompts, tuple(returns), sampled)
+        past = Past(t.prompt % self._prompts, tuple(returns_of(t, course.returns)), sampled)
         self.lengths.learn(past)
         return past
 

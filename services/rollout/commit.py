@@ -16,16 +16,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import Tokens
+from common.api.engine import Finish, Tokens
 from common.errors import BadMessage
 from common.experts import laid_out
 from common.mesh import Mesh
 from common.tokenrecord import TokenRows
 from common.wire import Array
-from services.rollout.staging import NOBODY, Staging, some
+from services.rollout.staging import NOBODY, Request, Staging, some
 from services.rollout.trajectory import Trajectory
 
-RUNNING, ABORTED = 0, 3  # finish codes of common.api.engine.Tokens
 WINDOW_S = 0.01  # half of what an engine gathers before it flushes; the first flush waits for none
 BACKLOG_TOKENS = 1 << 20  # more than these are not taken in while the disk is full
 
@@ -42,24 +41,24 @@ class GroupCommit:
         self._mesh, self._writer = mesh, writer
         self.sampled = 0  # tokens, evaluation's too
         self._staging = Staging()
-        self._turns: dict[int, asyncio.Future[int]] = {}
         self._layers: list[list[Tokens]] = []  # the n-th flush of each engine since the last commit
         self._depth: dict[str, int] = {}  # engine -> its flushes in `_layers`
         self._backlog = 0
         self._committed_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def open(self, trajectory: Trajectory) -> tuple[int, asyncio.Future[int]]:
-        """A new request's number, and the finish code of its turn once every token is written."""
-        request = self._staging.open(trajectory)
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._turns[request] = done
-        return request, done
+    @property
+    def out(self) -> int:
+        """Requests that are out."""
+        return self._staging.out
 
-    def forget(self, request: int) -> bool:
+    def open(self, trajectory: Trajectory) -> Request:
+        """A new request of a trajectory."""
+        return self._staging.open(trajectory, asyncio.get_running_loop().create_future())
+
+    def forget(self, request: Request) -> bool:
         """Takes nothing more for a request; False if it was over already."""
-        self._turns.pop(request, None)
-        return self._staging.close(request)
+        return self._staging.close(request.id) is not None
 
     def abort(self, engine: str, requests: Iterable[int]) -> None:
         """Ends requests of an engine that has gone, after what it had flushed."""
@@ -67,7 +66,7 @@ class GroupCommit:
         none = np.zeros(0, np.int32)
         if len(ids):
             zeros = np.zeros(len(ids), np.int32)
-            ends = np.full(len(ids), ABORTED, np.int8)
+            ends = np.full(len(ids), Finish.ABORTED, np.int8)
             floats = none.astype(np.float32)
             self._add(engine, Tokens(ids, zeros, none, floats, floats, none, ends, 0))
 
@@ -131,9 +130,9 @@ class GroupCommit:
         taken = new if wanted.all() else some(new, wanted)
         self.sampled += len(taken.tokens)
         self._staging.add(rows[wanted], taken)
-        over = (rows != NOBODY) & (finish != RUNNING)
-        for request, code in zip(requests[over].tolist(), finish[over].tolist(), strict=True):
-            self._end(request, code)
+        over = (rows != NOBODY) & (finish != Finish.RUNNING)
+        for number, code in zip(requests[over].tolist(), finish[over].tolist(), strict=True):
+            self._end(number, code)
 
     def _write(self, rows: NDArray[np.int64], new: TokenRows) -> TokenRows | None:
         """What of `new` goes to the ledger, under the trajectories' numbers."""
@@ -144,10 +143,10 @@ class GroupCommit:
         ids = self._staging.trajectories(rows[wanted])
         return replace(chosen, ids=ids)
 
-    def _end(self, request: int, code: int) -> None:
-        done = self._turns.pop(request, None)
-        if self._staging.close(request) and done is not None and not done.done():
-            done.set_result(code)
+    def _end(self, number: int, code: int) -> None:
+        request = self._staging.close(number)
+        if request is not None and not request.done.done():
+            request.done.set_result(code)
 
     async def close(self) -> None:
         """Drops what has not been written."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +11,10 @@ import numpy as np
 from common.evaluations import HELD_OUT, Plan, comparable, estimates
 from common.patience import patiently
 from common.state import jobs
+from common.tasks import all_of
+from services.rollout.buffers import NOT_SAMPLED
 from services.rollout.job import EVALUATION_GROUP, ShardJob
-from services.rollout.trajectory import NOT_SAMPLED, Trajectory
+from services.rollout.trajectory import Trajectory
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # of the modes of the held-out set
 SETS = 64  # datasets and modes of one version that have groups of their own
@@ -108,7 +109,7 @@ class Evaluation:
             ]
             for i in range(len(rows))
         ]
-        await _all(shard.run(t, row) for ts, row in zip(every, rows, strict=True) for t in ts)
+        await all_of(shard.run(t, row) for ts, row in zip(every, rows, strict=True) for t in ts)
         drawn = Drawn([[] for _ in rows])
         for rewards, ts in zip(drawn.rewards, every, strict=True):
             for t in ts:
@@ -144,17 +145,6 @@ async def evaluate(shard: ShardJob, plan: Plan, lineage: int) -> None:
     )
     if plan.tag not in {e["tag"] for e in recorded}:
         await Evaluation(shard, plan, lineage).run()
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """All of it; after an error of one nothing of the others goes on."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _of_another_version(t: Trajectory, version: int) -> bool:

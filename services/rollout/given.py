@@ -39,5 +39,7 @@ async def give(
         return
     n = len(answer)
     t.begin(prompt)
-    t.sampled(np.array(answer, np.int32), np.zeros(n, np.float32), np.full(n, t.version, np.int32))
+    t.buffer.sampled(
+        np.array(answer, np.int32), np.zeros(n, np.float32), np.full(n, t.version, np.int32)
+    )
     t.ending = Ending("done", REWARD)

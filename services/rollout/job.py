@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from common.api.engine import Sampling
+from common.api.engine import Finish, Sampling
 from common.bulk import BulkClient
 from common.errors import ConfigError, MeshError, ToolFailed
 from common.jobdata import JobData
@@ -19,6 +19,7 @@ from common.model.tokenizer import Tokenizer
 from common.patience import patiently
 from common.state import groups as rows
 from common.state import jobs, registry
+from common.tasks import all_of
 from services.rollout.cmlfq import Scheduler
 from services.rollout.commit import GroupCommit
 from services.rollout.environments import EnvironmentPool
@@ -29,11 +30,11 @@ from services.rollout.jobmodel import model_config
 from services.rollout.judging import judge_of
 from services.rollout.ledger import ShardLedger
 from services.rollout.lengths import Lengths
-from services.rollout.link import LENGTH, Turn
 from services.rollout.outside import Outside
 from services.rollout.router import Router
 from services.rollout.routing import Bucket
 from services.rollout.scoring import Scorer
+from services.rollout.stay import Stay
 from services.rollout.trajectory import Ending, Round, Trajectory
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
@@ -66,7 +67,6 @@ class ShardJob:
         self.bulk = BulkClient(mesh)
         self.scorer = Scorer(mesh, job)
         self.judge = judge_of(mesh, job, self.scorer)
-        self.active: dict[int, Trajectory] = {}
         self.groups_finished = 0
         self._dropped_in_a_row = 0
         self._groups: dict[int, asyncio.Task[None]] = {}
@@ -129,7 +129,7 @@ class ShardJob:
         size = self.config.algorithm.group_size
         if self.config.supervised:  # no engine is needed
             return max(0, 2 * self.config.algorithm.groups_per_step - len(self._groups))
-        seats = self.router.capacity - len(self.active)
+        seats = self.router.capacity - len(self.router.stays)
         room = min(seats, self.router.idle) + size
         return max(0, -(-room // size)) if self.router.links else 0
 
@@ -186,7 +186,7 @@ class ShardJob:
         if lineage <= self.lineage:
             return
         self.lineage, self._beginning = lineage, version
-        for t in self.active.values():
+        for t in self.active:
             t.version = min(t.version, version)
         self.router.enter(lineage)
 
@@ -210,7 +210,7 @@ class ShardJob:
         for t in members:
             t.temperature = self.config.rollout.temperature
             t.version = min(t.version, version)  # the ledger's may be of an abandoned lineage
-        await asyncio.gather(*(self._member(t, row) for t in members))
+        await all_of(self._member(t, row) for t in members)
         scored = [t for t in members if t.ending is not None and t.ending.reward is not None]
         if len(scored) >= self.config.min_group:
             await self._hand_in(group, prompt, members)
@@ -260,6 +260,11 @@ class ShardJob:
 
     # -- trajectories ----------------------------------------------------------------------------
 
+    @property
+    def active(self) -> list[Trajectory]:
+        """Those that are under way."""
+        return [stay.trajectory for stay in self.router.stays.values()]
+
     async def _member(self, t: Trajectory, row: dict[str, Any]) -> None:
         """A trajectory to its end, and what the job's frozen models make of it."""
         if self.config.supervised:
@@ -278,34 +283,37 @@ class ShardJob:
         """A trajectory to its end, from wherever the ledger has it."""
         if t.ending is not None:
             return
-        self.active[t.id] = t
+        stay = self.router.stay(t)
         try:
-            if t.rounds or t.open_round is not None:
-                self.router.scheduler.restored(t)
-            if t.length == 0:
-                t.begin(await self.environments.begin(t.id, row))
-                if t.recorded:
-                    head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
-                    await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
-            reason, score = await self._turns(t, row)
-            self.router.release(t)
-            ending = Ending(reason, await self._reward(t, row, score))
-        except ToolFailed as error:
-            self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
-            ending = Ending("failed", None, str(error))
+            async with stay:
+                ending = await self._to_end(stay, row)
         finally:
-            self.active.pop(t.id, None)
-            self.router.release(t)
             self.environments.close_one(t.id)
-            await self.outside.ended(str(t.id))
+            self.outside.ended(str(t.id))
             self.hungry.set()
         if t.recorded:
             end = [t.id, ending.reason, ending.reward, ending.error]
             self.ledger.defer(Kind.END, end, t.group)
         t.ending = ending
-        past = self.router.scheduler.ended(t)
+        past = self.router.scheduler.ended(t, stay.course)
         if past is not None and self.history is not None:
             self.history.append(past)
+
+    async def _to_end(self, stay: Stay, row: dict[str, Any]) -> Ending:
+        """How a trajectory ends that stays at the engines."""
+        t = stay.trajectory
+        try:
+            if t.length == 0:
+                t.begin(await self.environments.begin(t.id, row))
+                if t.recorded:
+                    head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
+                    await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
+            reason, score = await self._turns(stay, row)
+            stay.end()
+            return Ending(reason, await self._reward(t, row, score))
+        except ToolFailed as error:
+            self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
+            return Ending("failed", None, str(error))
 
     async def _reward(self, t: Trajectory, row: dict[str, Any], score: float | None) -> float:
         """The job's reward or judge, or else the environment's own score."""
@@ -321,21 +329,18 @@ class ShardJob:
             )
         return score
 
-    async def _turns(self, t: Trajectory, row: dict[str, Any]) -> tuple[str, float | None]:
+    async def _turns(self, stay: Stay, row: dict[str, Any]) -> tuple[str, float | None]:
         """(why the trajectory ended, the environment's own score)."""
-        config = self.config.rollout
+        config, t = self.config.rollout, stay.trajectory
 
         def replay(answered: bool = False) -> Any:
             return [row, t.replay(answered=answered), t.tokens[: t.turn_start].tolist()]
-
-        def turn() -> Turn:
-            return Turn(t, self._limit(t) - t.length)
 
         while True:
             # A turn that the ledger knows to have ended is not asked for again: it may have ended
             # just where there is no room for more.
             ended = t.open_round is not None
-            if not ended and await self.router.generate(turn) == LENGTH:
+            if not ended and await stay.generate(self._limit(t)) is Finish.LENGTH:
                 said, score = await self.environments.cut(t.id, t.turn.tolist(), replay)
                 t.open_round = Round(said, 0)
                 return "length", score
@@ -353,7 +358,7 @@ class ShardJob:
                 name, argument = value
                 earlier = t.called()
                 answer = await self.outside.tool(name, argument, str(t.id), earlier)
-                await self._answered(t, name, argument, answer)
+                await self._answered(stay, name, argument, answer)
                 action, value = await self._told(t, replay)
             if action == "done":
                 return "done", value
@@ -379,22 +384,24 @@ class ShardJob:
         assert t.open_round is not None
         return await self.environments.result(t.id, t.open_round.value, replay)
 
-    async def _answered(self, t: Trajectory, name: str, argument: Any, answer: Any) -> None:
+    async def _answered(self, stay: Stay, name: str, argument: Any, answer: Any) -> None:
+        t = stay.trajectory
         if t.recorded:
             await self.ledger.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
         if t.open_round is not None:
             t.open_round.called(name, argument, answer)
-            self.router.returned(t)
+            self.router.returned(stay)
 
     # -- stats and the end -----------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """What the live view and the planner read."""
-        lengths = np.array([t.length for t in self.active.values()] or [0])
-        histogram = np.histogram(lengths, (0, *BOUNDS, 1 << 40))[0] if self.active else np.zeros(0)
+        active = self.active
+        lengths = np.array([t.length for t in active] or [0])
+        histogram = np.histogram(lengths, (0, *BOUNDS, 1 << 40))[0] if active else np.zeros(0)
         return {
             "job": self.job.id,
-            "in_flight": len(self.active),
+            "in_flight": len(active),
             "waiting": self.router.waiting,
             "bounds": list(BOUNDS),
             "histogram": [int(n) for n in histogram],

@@ -5,55 +5,44 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from common.api.engine import Abort, Attach, Engine, Move, Moved, Sampling, Submit, Tokens
+from common.api.engine import (
+    Abort,
+    Attach,
+    Engine,
+    Finish,
+    Move,
+    Moved,
+    Sampling,
+    Submit,
+    Tokens,
+)
 from common.errors import MeshError, Refused
 from common.mesh import Mesh, Ref
 from services.rollout import balance
 from services.rollout.batching import Batcher
 from services.rollout.moving import MoveCosts
 from services.rollout.routing import EngineLoad
+from services.rollout.staging import Request
 from services.rollout.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    from services.rollout.stay import Stay
+
 NO_VERSION = -1  # of an engine that may serve nobody now
-STOP, LENGTH, ABORTED = 1, 2, 3  # finish codes of common.api.engine.Tokens
-REFUSED = 4  # of a turn that the engine did not take
 REST_S = 0.5  # an engine that failed a turn gets no other for so long: it may be draining
 SILENT_S = 1.0  # an engine with requests flushes every 20 ms
 TURN_S = 600.0  # a turn that takes longer is handed to another engine
 
 
-@dataclass(frozen=True, slots=True)
-class Outstanding:
-    """A request that is out."""
-
-    trajectory: Trajectory
-    done: asyncio.Future[int]  # its finish code
-    length: int  # of the trajectory when it was made
-
-    @property
-    def waits(self) -> bool:
-        """It has brought no token yet."""
-        return self.trajectory.length == self.length
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request as an engine sees it."""
-
-    trajectory: Trajectory
-    max_new: int
-
-
 class TokenSink(Protocol):
     """Numbers requests, and writes their tokens down before they count; see `GroupCommit`."""
 
-    def open(self, trajectory: Trajectory) -> tuple[int, asyncio.Future[int]]: ...
-    def forget(self, request: int) -> bool: ...
+    def open(self, trajectory: Trajectory) -> Request: ...
+    def forget(self, request: Request) -> bool: ...
     def abort(self, engine: str, requests: Iterable[int]) -> None: ...
     async def put(self, engine: str, flush: Tokens) -> None: ...
 
@@ -76,8 +65,8 @@ class EngineLink:
         self.bucket = 0
         self.lineage = 0  # that the job is in: weights of earlier ones may serve nobody
         self._weights = 0, NO_VERSION  # that it has: lineage and version
-        self.held: set[int] = set()  # trajectories whose slot is here
-        self.out: set[int] = set()  # those of them that are having a turn
+        self.held: set[Stay] = set()  # whose seats are here
+        self.out: dict[Stay, None] = {}  # those of them that are having a turn, oldest first
         self.ended: set[int] = set()  # trajectories whose slots the engine may reuse
         self._unwanted: list[int] = []  # requests to abort before the next is submitted
         self.host = ""
@@ -88,11 +77,10 @@ class EngineLink:
         self._mesh, self._sink, self._sampling = mesh, sink, sampling
         self._on_version = on_version  # its weights are newer now
         self._ref: Ref = mesh.ref(name)
-        self._requests: dict[int, Outstanding] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._heard = mesh.clock.monotonic()  # of a flush, or of a first request
         self._silence = ExitStack()  # holds the wait that is published while it is silent
-        self._batcher: Batcher[tuple[int, Turn], None] = Batcher(self._submit, in_flight=2)
+        self._batcher: Batcher[tuple[Request, int], None] = Batcher(self._submit, in_flight=2)
 
     @property
     def version(self) -> int:
@@ -144,8 +132,19 @@ class EngineLink:
         for costs in self._costs.values():
             costs.published(stats)
 
-    def rest(self) -> None:
-        """Takes no turn for a while."""
+    def take(self, stay: Stay) -> None:
+        """A stay has a seat here, and a turn."""
+        self.held.add(stay)
+        self.out[stay] = None
+        self.ended.discard(stay.trajectory.id)  # of an earlier stay here
+
+    def free(self, stay: Stay) -> None:
+        """A stay has nothing here any more."""
+        self.held.discard(stay)
+        self.out.pop(stay, None)
+
+    def failed(self) -> None:
+        """It did not finish a turn: it takes none for a while."""
         self._rests_until = self._mesh.clock.monotonic() + REST_S
 
     async def run(self) -> None:
@@ -160,46 +159,49 @@ class EngineLink:
             self._weights = 0, NO_VERSION
             self._silence.close()
             await self._batcher.close()
-            self._sink.abort(self.name, self._requests)  # after what the engine had flushed
-            self._requests.clear()
-            self.held.clear()
-            self.out.clear()
+            ids = [request.id for request in self._requests()]
+            self._sink.abort(self.name, ids)  # after what the engine had flushed
+            for stay in self.held:
+                stay.lost()
 
     def listen(self) -> None:
         """Publishes that this shard waits for the engine once it has been silent for a while."""
         silent = self._mesh.clock.monotonic() - self._heard > SILENT_S
-        if not self._requests:
+        if not self._requests():
             self._silence.close()
         elif silent:
             self._silence.close()
             self._silence.enter_context(self._mesh.waits.wait("tokens", self.name, self._heard))
 
-    async def generate(self, turn: Turn) -> int:
-        """Submits a turn; returns its finish code once every token of it is written down."""
-        if not self._requests:
-            self._heard = self._mesh.clock.monotonic()
-        request, future = self._sink.open(turn.trajectory)
-        self._requests[request] = Outstanding(turn.trajectory, future, turn.trajectory.length)
-        submitted = self._batcher.put((request, turn))
-        submitted.add_done_callback(lambda f: self._refused(request, f))
-        try:
-            return await self._ended(request, future)
-        finally:
-            self._requests.pop(request, None)
-            if self._sink.forget(request):
-                self._abort([request])
+    def _requests(self) -> list[Request]:
+        return [stay.request for stay in self.out if stay.request is not None]
 
-    async def _ended(self, request: int, future: asyncio.Future[int]) -> int:
+    async def generate(self, stay: Stay, max_new: int) -> Finish:
+        """Submits a turn; returns how it ended once every token of it is written down."""
+        if not self._requests():
+            self._heard = self._mesh.clock.monotonic()
+        request = stay.request = self._sink.open(stay.trajectory)
+        try:
+            submitted = self._batcher.put((request, max_new))
+            submitted.add_done_callback(lambda f: self._submitted(request, f))
+            return Finish(await self._ended(request))
+        finally:
+            stay.request = None
+            if self._sink.forget(request):
+                self._abort([request.id])
+            del self.out[stay]
+
+    async def _ended(self, request: Request) -> int:
         """How a turn ends; one that takes too long as aborted, behind what has come of it."""
         clock = self._mesh.clock
         try:
             async with clock.timeout(TURN_S, f"a turn on {self.name}"):
-                return await asyncio.shield(future)
+                return await asyncio.shield(request.done)
         except MeshError:
-            self._abort([request])
-            self._sink.abort(self.name, [request])
+            self._abort([request.id])
+            self._sink.abort(self.name, [request.id])
             async with clock.timeout(TURN_S, "tokens to be written"):
-                return await future
+                return await request.done
 
     def costs(self, source: EngineLink) -> MoveCosts:
         """What it takes to move a cache here from `source`."""
@@ -211,20 +213,19 @@ class EngineLink:
         moved: Moved = await self._ref.call(Engine.move, move)
         self.costs(source).moved(moved.bytes, moved.seconds)
 
-    def movable(self, count: int, pending: bool) -> list[Trajectory]:
-        """Up to `count` trajectories whose requests wait here, the latest first, or else run, the
-        shortest first, since those are computed again soonest.
+    def movable(self, count: int, pending: bool) -> list[Stay]:
+        """Up to `count` stays whose requests wait here, the latest first, or else run, the shortest
+        first, since those are computed again soonest.
         """
-        waits = [r.trajectory for r in self._requests.values() if r.waits == pending]
+        found = [s for s in self.out if s.request is not None and s.request.waits == pending]
         if pending:
-            return waits[::-1][:count]
-        return sorted(waits, key=lambda t: t.length)[:count]
+            return found[::-1][:count]
+        return sorted(found, key=lambda s: s.trajectory.length)[:count]
 
-    def let_go(self, t: Trajectory) -> None:
-        """Asks the engine to abort the trajectory's request: it ends when its last tokens are
-        here.
-        """
-        self._abort([i for i, r in self._requests.items() if r.trajectory is t])
+    def let_go(self, stay: Stay) -> None:
+        """Asks the engine to abort the stay's request: it ends when its last tokens are here."""
+        if stay.request is not None:
+            self._abort([stay.request.id])
 
     def _abort(self, requests: list[int]) -> None:
         abort = Abort(self._mesh.name, np.array(requests, np.int64))
@@ -232,33 +233,40 @@ class EngineLink:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    def _refused(self, request: int, submitted: asyncio.Future[None]) -> None:
-        error = None if submitted.cancelled() else submitted.exception()
-        if submitted.cancelled() or error is not None:
-            out = self._requests.pop(request, None)
-            self._unwanted.append(request)  # it may have been taken, its answer lost
-            if isinstance(error, Refused) and out is not None and not out.done.done():
-                self._sink.forget(request)
-                out.done.set_result(REFUSED)
-            elif out is not None:
-                self._sink.abort(self.name, [request])
+    def _submitted(self, request: Request, answered: asyncio.Future[None]) -> None:
+        """Ends a request that the engine did not take, or may have taken, its answer lost."""
+        error = None if answered.cancelled() else answered.exception()
+        if not answered.cancelled() and error is None:
+            if request.over and not request.done.done():  # given up before the engine had it
+                self._abort([request.id])
+            return
+        self._unwanted.append(request.id)
+        if isinstance(error, Refused):
+            if self._sink.forget(request) and not request.done.done():
+                request.done.set_result(Finish.REFUSED)
+        elif not request.over:
+            self._sink.abort(self.name, [request.id])
 
-    async def _submit(self, batch: list[tuple[int, Turn]]) -> list[Exception | None]:
-        ts = [turn.trajectory for _, turn in batch]
-        ended, self.ended = self.ended, set()
+    async def _submit(self, batch: list[tuple[Request, int]]) -> list[Exception | None]:
+        answers: list[Exception | None] = [None] * len(batch)
         if self._unwanted:
             abort = Abort(self._mesh.name, np.array(self._unwanted, np.int64))
             self._unwanted = []
             await self._ref.cast(Engine.abort, abort)
+        batch = [turn for turn in batch if not turn[0].over]  # the others were given up meanwhile
+        if not batch:
+            return answers
+        ts = [request.trajectory for request, _ in batch]
+        ended, self.ended = self.ended, set()
         submit = Submit(
             owner=self._mesh.name,
             incarnation=self._mesh.incarnation,
-            ids=np.array([request for request, _ in batch], np.int64),
+            ids=np.array([request.id for request, _ in batch], np.int64),
             sessions=np.array([t.id for t in ts], np.int64),
             lengths=np.array([t.length for t in ts], np.int32),
             tokens=np.concatenate([t.tokens for t in ts]),
             begins=np.array([t.length - len(t.turn) for t in ts], np.int32),
-            max_new=np.array([turn.max_new for _, turn in batch], np.int32),
+            max_new=np.array([max_new for _, max_new in batch], np.int32),
             temperature=np.array([t.temperature for t in ts], np.float32),
             seeds=np.array([t.seed for t in ts], np.int64),
             sampling=self._sampling,
@@ -269,7 +277,7 @@ class EngineLink:
         except MeshError:
             self.ended |= ended  # it may not have heard
             raise
-        return [None] * len(batch)
+        return answers
 
     async def _arrived(self, flush: Tokens) -> None:
         self._silence.close()

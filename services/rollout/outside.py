@@ -4,6 +4,7 @@ fails, and typed when the author's code does.
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -147,6 +148,7 @@ class Outside:
         }
         self._once = set(config.environment.once) | self._with_session
         self._homes: dict[str, str] = {}  # session -> the sandbox that has it
+        self._ending: set[asyncio.Task[None]] = set()  # sandboxes are being told of ended sessions
         self._tools: Batcher[_Call, Outcome] = Batcher(self._run_tools, in_flight=2)
         self._slow: Batcher[_Call, Outcome] = Batcher(self._run_tools, limit=1, in_flight=256)
         jailed_reward = builtin.jailed([part.use for part in config.reward.declared])
@@ -199,12 +201,16 @@ class Outside:
             return 0.0
         return float(_value(await self._decided(self._rewards, (row, turns)), "reward"))
 
-    async def ended(self, session: str) -> None:
-        """A trajectory is over: its session need not be kept."""
+    def ended(self, session: str) -> None:
+        """A trajectory is over: its session need not be kept. Its sandbox is told meanwhile."""
         name = self._homes.pop(session, "")
         if name:
-            request = EndSessions(self._job.id, [session])
-            await self._mesh.ref(name).cast(Sandbox.end_sessions, request)
+            end = self._mesh.ref(name).cast(
+                Sandbox.end_sessions, EndSessions(self._job.id, [session])
+            )
+            task = asyncio.get_running_loop().create_task(end, name=f"end of session {session}")
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     async def _decided(self, calls: Batcher[Q, Outcome], call: Q) -> Outcome:
         """The outcome, asked for again when the process that ran the call was lost or too slow."""
@@ -326,6 +332,7 @@ class Outside:
         await self._tools.close()
         await self._slow.close()
         await self._rewards.close()
+        await asyncio.gather(*self._ending)  # a cast is sent or dropped within its deadline
 
 
 def _value(outcome: Outcome, what: str) -> Any:

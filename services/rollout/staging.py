@@ -1,11 +1,14 @@
 """Tokens that are written down, of requests that are still out: one row of arrays per request, so
 that taking in what many engines flushed costs no Python per request.
 
-A row moves into its trajectory's own buffers when it is full, when its request is over, and when
-somebody reads the trajectory.
+A row moves into the columns of its trajectory's buffer when it is full, when its request is over,
+and when somebody reads the trajectory.
 """
 
 from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,37 @@ NOBODY = -1  # request of a row that is free
 _ROW = (1 << ROW_BITS) - 1
 
 
+@dataclass(slots=True, eq=False)
+class Request:
+    """A turn of a trajectory that is out at an engine."""
+
+    id: int
+    trajectory: Trajectory
+    done: asyncio.Future[int]  # its finish code, once every token of it is written down
+    length: int  # of the trajectory when it was made
+    row: int
+    staging: Staging
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is taken in for it."""
+        return not self.staging.has(self)
+
+    @property
+    def waits(self) -> bool:
+        """It has brought no token yet."""
+        return self.trajectory.length == self.length
+
+    @property
+    def staged(self) -> int:
+        """Tokens that are not yet in the trajectory's own columns."""
+        return self.staging.used(self.row)
+
+    def settle(self) -> None:
+        """Moves those there."""
+        self.staging.settle(self.row)
+
+
 class Staging:
     """Rows of requests that are out. A request's number is used once."""
 
@@ -34,37 +68,48 @@ class Staging:
         self._logprobs = np.zeros(0, np.float32)
         self._versions = np.zeros(0, np.int32)
         self._experts = NO_EXPERTS  # as long as the others once there are some
-        self._of: list[Trajectory | None] = []
+        self._of: list[Request | None] = []
         self._free: list[int] = []
         self._opened = 0
         self._grow()
 
-    def open(self, trajectory: Trajectory) -> int:
-        """The number of a new request, whose tokens go to `trajectory`."""
+    def open(self, trajectory: Trajectory, done: asyncio.Future[int]) -> Request:
+        """A new request, whose tokens go to `trajectory`, which has no other one out."""
         if not self._free:
             self._grow()
         row = self._free.pop()
         self._opened += 1
-        request = self._opened << ROW_BITS | row
-        self._request[row], self._trajectory[row] = request, trajectory.id
+        number = self._opened << ROW_BITS | row
+        request = Request(number, trajectory, done, trajectory.length, row, self)
+        self._request[row], self._trajectory[row] = number, trajectory.id
         self._recorded[row], self._used[row] = trajectory.recorded, 0
-        self._of[row] = trajectory
-        trajectory.stage(self, row)
+        self._of[row] = request
+        trajectory.buffer.stage(request)
         return request
 
-    def close(self, request: int) -> bool:
-        """The request is over: its tokens are the trajectory's; False if it was over already."""
-        row = request & _ROW
-        if row >= len(self._of) or self._request[row] != request:
-            return False
-        self.settle(row)
-        trajectory = self._of[row]
-        assert trajectory is not None
-        trajectory.stage(None, 0)
+    def close(self, number: int) -> Request | None:
+        """The request of that number is over, and its tokens are in its trajectory's own columns;
+        None if it was over already.
+        """
+        row = number & _ROW
+        if row >= len(self._of) or self._request[row] != number:
+            return None
+        request = self._of[row]
+        assert request is not None
+        request.trajectory.buffer.stage(None)
         self._of[row] = None
         self._request[row] = NOBODY
         self._free.append(row)
-        return True
+        return request
+
+    def has(self, request: Request) -> bool:
+        """Whether the request is still out."""
+        return self._of[request.row] is request
+
+    @property
+    def out(self) -> int:
+        """Requests that are out."""
+        return len(self._of) - len(self._free)
 
     def _grow(self) -> None:
         rows = len(self._of)
@@ -145,26 +190,26 @@ class Staging:
         ends = np.cumsum(new.counts)
         for i in np.flatnonzero(large).tolist():
             part = slice(int(ends[i] - new.counts[i]), int(ends[i]))
-            trajectory = self._of[int(rows[i])]
-            assert trajectory is not None
-            trajectory.sampled(*new.columns(part))
+            request = self._of[int(rows[i])]
+            assert request is not None
+            request.trajectory.buffer.sampled(*new.columns(part))
 
-    # -- what a trajectory asks ------------------------------------------------------------------
+    # -- what a trajectory's buffer asks -----------------------------------------------------------
 
-    def waiting(self, row: int) -> int:
-        """Tokens that are here and not yet in the trajectory's own buffers."""
+    def used(self, row: int) -> int:
+        """Tokens that are in the row."""
         return int(self._used[row])
 
     def settle(self, row: int) -> None:
-        """Moves the row's tokens into its trajectory's own buffers."""
+        """Moves the row's tokens into the columns of its trajectory's buffer."""
         used = int(self._used[row])
-        trajectory = self._of[row]
-        if not used or trajectory is None:
+        request = self._of[row]
+        if not used or request is None:
             return
         part = slice(row * ROW_TOKENS, row * ROW_TOKENS + used)
         self._used[row] = 0
-        experts = self._experts[part]
-        trajectory.sampled(self._tokens[part], self._logprobs[part], self._versions[part], experts)
+        columns = self._tokens[part], self._logprobs[part], self._versions[part]
+        request.trajectory.buffer.sampled(*columns, self._experts[part])
 
 
 def some(rows: TokenRows, chosen: NDArray[np.bool_]) -> TokenRows:

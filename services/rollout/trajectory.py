@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from common.experts import NO_EXPERTS, UNKNOWN
 from common.ledger import Kind, Record, group_of, trajectory_id
 from common.tokenrecord import TokenRows
-
-NOT_SAMPLED = -1  # weight version of a token that the model did not sample
+from services.rollout.buffers import NOT_SAMPLED, Experts, Floats, Ints, TokenBuffer
 
 
 @dataclass(slots=True)
@@ -50,135 +48,62 @@ class Ending:
     error: str = ""
 
 
-class Stage(Protocol):
-    """Where tokens of a turn that goes on lie until somebody reads them; see `Staging`."""
-
-    def waiting(self, row: int) -> int: ...
-    def settle(self, row: int) -> None: ...
-
-
 class Trajectory:
-    """Token ids, log-probabilities and versions side by side, in buffers that grow."""
+    """A prompt and what follows it: a view of its buffer of tokens, cut into turns."""
 
     def __init__(self, group: int, member: int, prompt: int, version: int, seed: int) -> None:
         self.id = trajectory_id(group, member)
         self.group, self.member, self.prompt, self.seed = group, member, prompt, seed
-        self.version = (
-            version  # of the mesh when its group was admitted: engines below it may not serve it
-        )
+        # Of the mesh when its group was admitted: engines below it may not serve it.
+        self.version = version
+        self.buffer = TokenBuffer()
         self.prompt_length = 0
         self.turn_start = 0  # where this turn's sampled tokens begin
         self.rounds: list[Round] = []
         self.open_round: Round | None = None  # the environment has seen the turn, and not answered
         self.ending: Ending | None = None
-        self.attempts = 0  # engines that failed since the last token
-        self.failing_since = 0.0  # by the clock: the first of them
-        self.engine = ""  # that holds its keys and values
         self.recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
         self.scores: dict[str, np.ndarray] = {}  # of frozen models, beside the tokens
-        self._stage: Stage | None = None  # while a request is out
-        self._row = 0
-        self._length = 0  # of what is in the buffers
-        self._tokens = np.zeros(64, np.int32)
-        self._logprobs = np.zeros(64, np.float32)
-        self._versions = np.full(64, NOT_SAMPLED, np.int32)
-        self._experts = NO_EXPERTS  # beside the others, once there are some
 
     @property
     def length(self) -> int:
         """Tokens that count: those of a turn that goes on as soon as they are written down."""
-        if self._stage is None:
-            return self._length
-        return self._length + self._stage.waiting(self._row)
+        return self.buffer.length
 
     @property
-    def tokens(self) -> np.ndarray:
-        self._settle()
-        return self._tokens[: self._length]
+    def tokens(self) -> Ints:
+        return self.buffer.tokens
 
     @property
-    def logprobs(self) -> np.ndarray:
-        self._settle()
-        return self._logprobs[: self._length]
+    def logprobs(self) -> Floats:
+        return self.buffer.logprobs
 
     @property
-    def versions(self) -> np.ndarray:
-        self._settle()
-        return self._versions[: self._length]
+    def versions(self) -> Ints:
+        return self.buffer.versions
 
     @property
-    def experts(self) -> np.ndarray:
+    def experts(self) -> Experts:
         """As `common.experts` has them: NO_EXPERTS if no token came with any."""
-        self._settle()
-        return self._experts[: self._length]
+        return self.buffer.experts
 
     @property
-    def turn(self) -> np.ndarray:
+    def turn(self) -> Ints:
         """Ids sampled in the current turn."""
         return self.tokens[self.turn_start :]
 
-    def stage(self, stage: Stage | None, row: int) -> None:
-        """Where the tokens of its request are from now on; None: nowhere but here."""
-        self._stage, self._row = stage, row
-
-    def _settle(self) -> None:
-        if self._stage is not None:
-            self._stage.settle(self._row)
-
-    def _room(self, n: int) -> slice:
-        end = self._length + n
-        if end > len(self._tokens):
-            grown = max(end, 2 * len(self._tokens))
-            extra = grown - len(self._tokens)
-            self._tokens = np.concatenate([self._tokens, np.zeros(extra, np.int32)])
-            self._logprobs = np.concatenate([self._logprobs, np.zeros(extra, np.float32)])
-            self._versions = np.concatenate([self._versions, np.full(extra, NOT_SAMPLED, np.int32)])
-            if width := self._experts.shape[1]:
-                unknown = np.full((extra, width), UNKNOWN, np.int16)
-                self._experts = np.concatenate([self._experts, unknown])
-        where = slice(self._length, end)
-        self._length = end
-        return where
-
-    def sampled(
-        self,
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
-        versions: np.ndarray,
-        experts: np.ndarray = NO_EXPERTS,
-    ) -> None:
-        """Tokens of the model."""
-        where = self._room(len(tokens))
-        self._tokens[where] = tokens
-        self._logprobs[where] = logprobs
-        self._versions[where] = versions
-        self._routed(where, experts)
-        self.attempts = 0
-
-    def _routed(self, where: slice, experts: np.ndarray) -> None:
-        """Notes the experts of tokens that there is room for; NO_EXPERTS: unknown."""
-        width = experts.shape[1]
-        if width and not self._experts.shape[1]:
-            self._experts = np.full((len(self._tokens), width), UNKNOWN, np.int16)
-        if self._experts.shape[1]:
-            self._experts[where] = experts if width else UNKNOWN
-
     def appended(self, ids: list[int]) -> None:
-        """Tokens of the prompt or the environment; the model's next turn begins after them."""
-        where = self._room(len(ids))
-        self._tokens[where] = ids
-        self._logprobs[where] = 0.0
-        self._versions[where] = NOT_SAMPLED
-        self._routed(where, NO_EXPERTS)
-        self.turn_start = self._length
+        """Takes tokens of the prompt or the environment; the model's next turn begins after them."""
+        self.buffer.appended(ids)
+        self.turn_start = self.length
         if self.open_round is not None:
             self.rounds.append(self.open_round)
             self.open_round = None
 
     def begin(self, prompt: list[int]) -> None:
         """(Re)starts at the prompt."""
-        self._length = 0
+        self.buffer.clear()
         self.rounds, self.open_round, self.ending = [], None, None
         self.appended(prompt)
         self.prompt_length = len(prompt)
@@ -251,7 +176,7 @@ class Restored:
             part = slice(at, at + count)
             at += count
             if identity in self.trajectories:
-                sampled = self.trajectories[identity].sampled
+                sampled = self.trajectories[identity].buffer.sampled
                 sampled(*rows.columns(part))
 
     def by_group(self) -> dict[int, list[Trajectory]]:

@@ -29,12 +29,12 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
         assert isinstance(shard, RolloutShard) and shard.serving is not None
         rollout.host.disk_bytes = 0
         await clock.sleep(FULL_S / 2)
-        halfway = {t.id: t.tokens.tolist() for t in shard.serving.active.values()}
+        halfway = {t.id: t.tokens.tolist() for t in shard.serving.active}
         await clock.sleep(FULL_S / 2)
         restored = Restored()
         for record in ledger.read(shard.serving.ledger.directory):
             restored.apply(record, shard.serving.seed_of)
-        waiting = {t.id: t.tokens.tolist() for t in shard.serving.active.values()}
+        waiting = {t.id: t.tokens.tolist() for t in shard.serving.active}
         entry = await registry.lookup(world.state, "rollout/0")
         assert entry is not None
         seen = {
@@ -42,9 +42,7 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
             "halfway": halfway,
             "waiting": waiting,
             "sampled": {
-                t.id: t.tokens.tolist()
-                for t in shard.serving.active.values()
-                if t.length > t.prompt_length
+                t.id: t.tokens.tolist() for t in shard.serving.active if t.length > t.prompt_length
             },
             "written": {t.id: t.tokens.tolist() for t in restored.trajectories.values()},
             "waits": [wait["what"] for wait in entry.waits],

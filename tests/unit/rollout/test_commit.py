@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.api.engine import Tokens
+from common.api.engine import Finish, Tokens
 from common.errors import BadMessage
 from common.mesh import Mesh
 from common.random import Random
@@ -21,10 +21,11 @@ from common.state.client import State
 from common.tokenrecord import TokenRows
 from common.transport.memory import MemoryNetwork, MemoryTransport
 from common.virtual import VirtualClock, run_virtual
-from services.rollout.commit import ABORTED, RUNNING, WINDOW_S, GroupCommit
+from services.rollout.commit import WINDOW_S, GroupCommit
+from services.rollout.staging import Request
 from services.rollout.trajectory import Trajectory
 
-STOP = 1
+RUNNING, STOP, ABORTED = Finish.RUNNING, Finish.STOP, Finish.ABORTED
 PROMPT = [7, 8, 9]
 
 
@@ -64,12 +65,13 @@ class Bench:
         self.commits = GroupCommit(self.mesh, self.written)
         self.made = 0
 
-    def open(self, recorded: bool = True) -> tuple[Trajectory, int, asyncio.Future[int]]:
+    def open(self, recorded: bool = True) -> tuple[Trajectory, Request, asyncio.Future[int]]:
         self.made += 1
         t = Trajectory(self.made // 8, self.made % 8, 0, 0, 0)
         t.recorded = recorded
         t.begin(PROMPT)
-        return t, *self.commits.open(t)
+        request = self.commits.open(t)
+        return t, request, request.done
 
     def in_ledger(self, t: Trajectory) -> list[int]:
         return self.written.tokens_of.get(t.id, [])
@@ -82,11 +84,11 @@ def on_bench(story: Callable[[Bench], Any]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-def flush(*rows: tuple[int, list[int], int]) -> Tokens:
+def flush(*rows: tuple[Request, list[int], int]) -> Tokens:
     """Of (request, tokens, finish)."""
     tokens = np.array([token for _, ts, _ in rows for token in ts], np.int32)
     return Tokens(
-        ids=np.array([request for request, _, _ in rows], np.int64),
+        ids=np.array([request.id for request, _, _ in rows], np.int64),
         counts=np.array([len(ts) for _, ts, _ in rows], np.int32),
         tokens=tokens,
         logprobs=-tokens.astype(np.float32),
@@ -150,10 +152,10 @@ def test_an_engine_that_goes_ends_its_requests_after_all_that_it_flushed() -> No
         t, request, done = bench.open()
         await bench.commits.put("a", flush((request, [1], RUNNING)))
         await bench.commits.put("a", flush((request, [2], RUNNING)))
-        bench.commits.abort("a", [request])
+        bench.commits.abort("a", [request.id])
         assert await done == ABORTED
         assert t.turn.tolist() == bench.in_ledger(t) == [1, 2]
-        _, again, _ = (t, *bench.commits.open(t))
+        again = bench.commits.open(t)
         await bench.commits.put("a", flush((request, [9], STOP), (again, [3], RUNNING)))
         await bench.commits.settled()
         assert t.turn.tolist() == bench.in_ledger(t) == [1, 2, 3]
@@ -212,7 +214,7 @@ def test_ledger_and_trajectories_never_differ(script: list[Any]) -> None:
         sent = [0] * 12  # tokens made for the request that is out
         over: dict[int, asyncio.Future[int]] = {}
 
-        def next_of(n: int, count: int, finish: int) -> tuple[int, list[int], int]:
+        def next_of(n: int, count: int, finish: int) -> tuple[Request, list[int], int]:
             first = 1000 * n + sent[n]
             sent[n] += count
             return turns[n][1], list(range(first, first + count)), finish
@@ -236,7 +238,7 @@ def test_ledger_and_trajectories_never_differ(script: list[Any]) -> None:
                     bench.commits.forget(turns[given_[0]][1])
                 case "gone":
                     mine = [n for n in range(12) if n % 3 == given_[0]]
-                    bench.commits.abort(str(given_[0]), [turns[n][1] for n in mine])
+                    bench.commits.abort(str(given_[0]), [turns[n][1].id for n in mine])
                 case "wait":
                     await bench.clock.sleep(given_[0])
                 case "full":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from common.ledger import Kind, Ledger, read
 from common.tokenrecord import TokenRows
 from services.rollout.engine_service import _cut
 from services.rollout.engines.base import Flush
-from services.rollout.staging import ROW_TOKENS, Staging
+from services.rollout.staging import ROW_TOKENS, Request, Staging
 from services.rollout.trajectory import Restored, Trajectory
 from tests.unit.rollout.test_commit import PROMPT, Bench, on_bench
 from tests.unit.rollout.test_ledger import HOST
@@ -33,11 +34,11 @@ def sent(tokens: np.ndarray) -> np.ndarray:
     return (tokens[:, None] % 100 + np.arange(WIDTH)).astype(np.int16)
 
 
-def flush(*rows: tuple[int, list[int], int], experts: bool = True) -> Tokens:
+def flush(*rows: tuple[Request, list[int], int], experts: bool = True) -> Tokens:
     """Of (request, tokens, finish)."""
     tokens = np.array([token for _, ts, _ in rows for token in ts], np.int32)
     return Tokens(
-        ids=np.array([request for request, _, _ in rows], np.int64),
+        ids=np.array([request.id for request, _, _ in rows], np.int64),
         counts=np.array([len(ts) for _, ts, _ in rows], np.int32),
         tokens=tokens,
         logprobs=-tokens.astype(np.float32),
@@ -142,7 +143,7 @@ def test_a_shard_that_starts_again_has_them_and_what_a_tool_appended_has_none(
     assert known == [*range(3, 143), 145]
     assert np.array_equal(t.experts[known], sent(t.tokens[known]))
     t.begin([1, 2, 3])
-    t.sampled(*token_rows((0, [5]), experts=False).columns(slice(None)))
+    t.buffer.sampled(*token_rows((0, [5]), experts=False).columns(slice(None)))
     assert (t.experts == UNKNOWN).all()
 
 
@@ -152,12 +153,13 @@ def test_rows_keep_them_apart(script: list[tuple[int, int]]) -> None:
     ts = [Trajectory(0, member, 0, 0, 0) for member in range(4)]
     for t in ts:
         t.begin(PROMPT)
-    requests = [staging.open(t) for t in ts]
+    loop = asyncio.new_event_loop()
+    requests = [staging.open(t, loop.create_future()) for t in ts]
     for n, (member, count) in enumerate(script):
-        rows = staging.rows_of(np.array([requests[member]]))
+        rows = staging.rows_of(np.array([requests[member].id]))
         staging.add(rows, token_rows((ts[member].id, [17 * n + i for i in range(count)])))
     for t, request in zip(ts, requests, strict=True):
-        staging.close(request)
+        staging.close(request.id)
         if t.length > len(PROMPT):
             holds(t)
 

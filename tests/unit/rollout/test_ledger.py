@@ -193,7 +193,7 @@ def test_a_tool_result_that_was_logged_is_not_asked_for_again(tmp_path: Path) ->
 def test_buffers_grow_with_the_trajectory() -> None:
     t = Trajectory(0, 0, 0, 0, 0)
     t.begin(list(range(100)))
-    t.sampled(*(np.arange(300).astype(kind) for kind in (np.int32, np.float32, np.int32)))
+    t.buffer.sampled(*(np.arange(300).astype(kind) for kind in (np.int32, np.float32, np.int32)))
     assert t.length == 400
     assert t.turn.tolist() == list(range(300))
 

@@ -27,6 +27,7 @@ from common.transport.memory import MemoryNetwork, MemoryTransport
 from common.virtual import VirtualClock, run_virtual
 from services.rollout.job import ShardJob
 from services.rollout.shard import RolloutShard
+from services.rollout.stay import Stay
 from services.rollout.trajectory import Ending, Trajectory
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, document
 
@@ -63,7 +64,7 @@ class World:
             version = (await jobs.job(self.state, JOB)).version
             t.begin([1, 2])
             ones = np.ones(1, np.int32)
-            t.sampled(ones, np.zeros(1, np.float32), version * ones)
+            t.buffer.sampled(ones, np.zeros(1, np.float32), version * ones)
             t.ending = Ending("done", 1.0)
 
         async def look() -> None:
@@ -77,9 +78,9 @@ class World:
             budget=BudgetConfig(steps=50),
         )
         job.mesh, job.job = self.mesh, JobData(JOB, job.config, Path(), Path())
-        job.held_out, job.active = [{"n": 0}], {}
+        job.held_out = [{"n": 0}]
         job.lineage, job._beginning, job._groups = -1, 0, {}
-        job.router = SimpleNamespace(enter=self.entered.append)  # type: ignore[assignment]
+        job.router = SimpleNamespace(enter=self.entered.append, stays={})  # type: ignore[assignment]
         job.run, job.look = run, look  # type: ignore[method-assign]
         return job
 
@@ -161,7 +162,7 @@ def test_nobody_waits_for_a_version_that_was_abandoned() -> None:
     async def story(world: World) -> None:
         job = world.job
         under_way = Trajectory(0, 0, 0, 15, seed=0)
-        job.active[under_way.id] = under_way
+        job.router.stays[under_way.id] = Stay(job.router, under_way)
         job.enter(0, 15)
         assert under_way.version == 15
         job.enter(1, 8)

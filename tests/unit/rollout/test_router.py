@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.api.engine import Sampling
+from common.api.engine import Finish, Sampling
 from common.errors import ToolFailed
 from common.mesh import Mesh
 from common.random import Random
@@ -22,9 +22,9 @@ from services.rollout.engine_service import EngineService
 from services.rollout.engines.base import Engine
 from services.rollout.engines.simulated import SimulatedEngine
 from services.rollout.lengths import Lengths, Past
-from services.rollout.link import LENGTH, Turn
-from services.rollout.router import ATTEMPTS, PATIENCE_S, Router
+from services.rollout.router import Router
 from services.rollout.routing import Bucket
+from services.rollout.stay import ATTEMPTS, PATIENCE_S
 from services.rollout.trajectory import Round, Trajectory
 from tests.unit.engines.engines_under_test import built_in
 
@@ -131,9 +131,9 @@ class Bench:
         router = router or self.router
         t = Trajectory(0, member, 0, 0, seed=member)
         t.begin(list(prompt))
-        finish = await router.generate(lambda: Turn(t, 3 + new - t.length))
-        router.release(t)
-        assert (finish, t.length) == (LENGTH, 3 + new)
+        async with router.stay(t) as stay:
+            finish = await stay.generate(3 + new)
+        assert (finish, t.length) == (Finish.LENGTH, 3 + new)
         return t
 
 
@@ -238,13 +238,12 @@ class TwoBuckets(Bench):
     async def two_turns(self, router: Router) -> Trajectory:
         t = Trajectory(0, 1, 0, 0, seed=1)
         t.begin([1, 2, 3])
-        await router.generate(lambda: Turn(t, 33 - t.length))
-        t.open_round = Round("", 30, "run", None, "error: no", answered=True)
-        router.returned(t)
-        t.appended([4, 5])
-        await router.generate(lambda: Turn(t, 55 - t.length))
-        router.release(t)
-        router.scheduler.ended(t)
+        async with router.stay(t) as stay:
+            await stay.generate(33)
+            t.open_round = Round("", 30, "run", None, "error: no", answered=True)
+            router.returned(stay)
+            t.appended([4, 5])
+            await stay.generate(55)
         return t
 
 
@@ -256,7 +255,7 @@ def test_a_trajectory_that_turns_out_long_changes_engine_and_takes_its_cache_alo
         other = await bench.add("engine/g1")
         await clock.sleep(2 * LOOK_S)
         moved = await bench.two_turns(bench.router)
-        assert bench.router.brought == {"move": 1}
+        assert bench.router.caches == {"move": 1}
         assert other.engine.tokens_generated == 20
         assert other.engine.tokens_computed < 25  # the first 32 came with it
         assert moved.tokens.tolist() == stayed.tokens.tolist()
@@ -326,7 +325,7 @@ def test_a_version_that_no_engine_has_is_waited_for_by_name_until_one_has_it() -
         await bench.generate(0)
         t = Trajectory(0, 1, 0, version=5, seed=1)
         t.begin([1, 2, 3])
-        ahead = asyncio.create_task(bench.router.generate(lambda: Turn(t, 3 + NEW - t.length)))
+        ahead = asyncio.create_task(bench.router.stay(t).generate(3 + NEW))
         await bench.clock.sleep(30.0)
         assert waits(bench) == [("engine/g0", "an engine at version 5")]
         del bench.engines["engine/g0"]
@@ -334,7 +333,7 @@ def test_a_version_that_no_engine_has_is_waited_for_by_name_until_one_has_it() -
         assert waits(bench) == [("an engine", "an engine at version 5")]
         late = await bench.add("engine/g1")
         await late.swap({}, 5, "fifth")
-        assert await ahead == LENGTH
+        assert await ahead == Finish.LENGTH
         await bench.clock.sleep(2 * LOOK_S)
         assert waits(bench) == []
 
@@ -374,7 +373,7 @@ def test_who_belongs_to_a_bucket_without_an_engine_is_not_last_for_ever() -> Non
         await bench.start()
         t = await bench.two_turns(bench.router)
         assert t.length == 55
-        assert bench.router.brought == {}  # it had no reason to leave
+        assert bench.router.caches == {}  # it had no reason to leave
         assert bench.engine.engine.tokens_computed < 55 + 20
 
     run_virtual(main, limit_s=3600.0)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.api.engine import Finish
 from common.config import JobConfig, RolloutConfig
 from common.errors import ToolFailed
 from common.ledger import Kind, Record
@@ -17,7 +18,6 @@ from common.model.tokenizer import Tokenizer
 from common.tokenrecord import TokenRows
 from services.rollout.environment_main import Environments
 from services.rollout.job import CALLS, ShardJob
-from services.rollout.link import LENGTH, STOP, Turn
 from services.rollout.trajectory import Restored, Trajectory
 
 ROOT = Path(__file__).parents[3]
@@ -81,15 +81,28 @@ class Rebuilt:
         return self._perform("cut", ids, replay)
 
 
-def shard_job(pool: Rebuilt, said: str, **rollout: Any) -> ShardJob:
-    """One that samples what is `said` in each turn, as far as there is room."""
+class Saying:
+    """A trajectory at an engine that says the same in each turn, as far as there is room."""
 
-    async def generate(turn: Callable[[], Turn]) -> int:
-        request = turn()
-        if request.max_new <= 0:
-            return LENGTH
-        request.trajectory.sampled(*arrays(TOKENIZER.encode(said)[: request.max_new]))
-        return STOP
+    def __init__(self, t: Trajectory, said: str, ends: Finish = Finish.STOP) -> None:
+        self.trajectory, self._said, self._ends = t, TOKENIZER.encode(said), ends
+        self.limits: list[int] = []
+
+    async def generate(self, limit: int) -> Finish:
+        self.limits.append(limit)
+        room = limit - self.trajectory.length
+        if room <= 0:
+            return Finish.LENGTH
+        self.trajectory.buffer.sampled(*arrays(self._said[:room]))
+        return self._ends
+
+
+async def turns(job: ShardJob, t: Trajectory, said: str) -> tuple[str, float | None]:
+    """Runs the trajectory, which says that in each turn."""
+    return await job._turns(Saying(t, said), {})  # type: ignore[arg-type]
+
+
+def shard_job(pool: Rebuilt, **rollout: Any) -> ShardJob:
 
     async def tool(name: str, argument: str, session: str, earlier: Any) -> str:
         return argument
@@ -97,7 +110,7 @@ def shard_job(pool: Rebuilt, said: str, **rollout: Any) -> ShardJob:
     job = ShardJob.__new__(ShardJob)
     job.config = JobConfig(rollout=RolloutConfig(**rollout))
     job.environments = pool  # type: ignore[assignment]
-    job.router = SimpleNamespace(generate=generate, returned=lambda t: None)  # type: ignore
+    job.router = SimpleNamespace(returned=lambda stay: None)  # type: ignore[assignment]
     job.outside = SimpleNamespace(tool=tool)  # type: ignore[assignment]
     return job
 
@@ -130,8 +143,8 @@ async def test_an_environment_that_is_rebuilt_for_its_cut_knows_the_last_tools_v
     t = Trajectory(0, 0, 0, 0, 0)
     t.recorded = False
     t.begin(await pool.begin({}))
-    job = shard_job(pool, "2", max_turns=3)
-    assert await job._turns(t, {}) == ("turns", 0.5)
+    job = shard_job(pool, max_turns=3)
+    assert await turns(job, t, "2") == ("turns", 0.5)
     assert Asking.seen == ["step 2", "result 2"] * 3 + ["cut "]
 
 
@@ -144,8 +157,8 @@ async def test_a_turn_that_ended_where_there_is_no_more_room_is_not_told_twice(
     call = [(Kind.TOOL, [KEY, "echo", "2", "7"])] if answered else []
     t = restored(opening, "2", *call)
     value = "7" if answered else "2"
-    job = shard_job(pool, "3", max_tokens=t.length)
-    assert await job._turns(t, {}) == ("length", 0.5)
+    job = shard_job(pool, max_tokens=t.length)
+    assert await turns(job, t, "3") == ("length", 0.5)
     assert Asking.seen == ["step 2", f"result {value}", "cut "]
     assert t.turns() == [
         {"role": "model", "text": "2"},
@@ -162,7 +175,7 @@ async def test_an_environment_that_never_stops_calling_tools_fails(
     t.recorded = False
     t.begin(await pool.begin({}))
     with pytest.raises(ToolFailed, match=f"over {CALLS} tool calls"):
-        await shard_job(pool, "2")._turns(t, {})
+        await turns(shard_job(pool), t, "2")
 
 
 @pytest.mark.parametrize("member, length", [(0, 3), (1, 1), (2, 3)])
@@ -173,17 +186,9 @@ async def test_a_trajectory_is_cut_at_the_length_that_its_job_forces(
     t = Trajectory(0, member, 0, 0, 0)
     t.recorded = False
     t.begin(await pool.begin({}))
-    job = shard_job(pool, "", lengths=[3, 1])
-    asked = []
-
-    async def generate(turn: Callable[[], Turn]) -> int:
-        request = turn()
-        asked.append(request.max_new)
-        request.trajectory.sampled(*arrays(TOKENIZER.encode("234567")[: request.max_new]))
-        return LENGTH
-
-    job.router.generate = generate  # type: ignore[method-assign]
-    assert await job._turns(t, {}) == ("length", 0.5)
-    assert asked == [length]
+    job = shard_job(pool, lengths=[3, 1])
+    stay = Saying(t, "234567", Finish.LENGTH)
+    assert await job._turns(stay, {}) == ("length", 0.5)  # type: ignore[arg-type]
+    assert stay.limits == [t.prompt_length + length]
     assert t.length == t.prompt_length + length
     assert Asking.seen == [f"cut {'234567'[:length]}"]

@@ -1,0 +1,20 @@
+"""Tasks that belong together: all of them end, or none goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """Runs all of it side by side. Raises the first error; by then nothing of the others goes on,
+    nor after a cancellation.
+    """
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
