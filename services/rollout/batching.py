@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 class Batcher(Generic[Q, R]):
     """Collects requests and sends them together; while `in_flight` batches are out, later ones wait
-    and grow.
+    and grow. One that is given up before it is sent is not sent.
 
     `send` takes a batch and returns one answer for each, in order; an answer that is an exception
     is raised to its caller.
@@ -51,14 +51,18 @@ class Batcher(Generic[Q, R]):
         self._scheduled = False
         while self._queue and len(self._tasks) < self._allowed:
             batch = self._next_batch()
+            if not batch:
+                continue
             task = asyncio.get_running_loop().create_task(self._run(batch))
             self._tasks.add(task)
             task.add_done_callback(self._done)
 
     def _next_batch(self) -> list[tuple[Q, asyncio.Future[R]]]:
-        batch = [self._queue.popleft()]
-        while self._queue and len(batch) < self._limit and not self._alone:
-            batch.append(self._queue.popleft())
+        batch: list[tuple[Q, asyncio.Future[R]]] = []
+        while self._queue and len(batch) < (1 if self._alone else self._limit):
+            request, future = self._queue.popleft()
+            if not future.done():
+                batch.append((request, future))
         return batch
 
     def _done(self, task: asyncio.Task[None]) -> None:

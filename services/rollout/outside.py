@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from common import builtin
@@ -122,14 +124,25 @@ class Sandboxes:
         self._out[name] = self._out.get(name, 0) + calls
 
 
+@dataclass(slots=True, eq=False)
+class _Session:
+    """The state of one trajectory's tools, at the sandbox that is its home."""
+
+    name: str = ""
+    home: str = ""  # the sandbox that has it, once one may have
+    calls: int = 0  # under way there
+    over: bool = False  # nobody will call again
+
+
+@dataclass(frozen=True, slots=True)
 class _Call:
-    """A tool's call, and where the state that it works on is."""
+    """A tool's call, and the state that it works on."""
 
-    __slots__ = ("argument", "begun", "name", "once", "session")
-
-    def __init__(self, name: str, argument: Any, session: str, begun: bool, once: bool) -> None:
-        self.name, self.argument, self.once = name, argument, once
-        self.session, self.begun = session, begun
+    name: str
+    argument: Any
+    session: _Session  # without a name: it needs none
+    begun: bool  # the session holds what earlier calls made
+    once: bool  # it is not run again when its process is lost
 
 
 class Outside:
@@ -147,7 +160,7 @@ class Outside:
             name for name in self._jailed if builtin.TOOLS[config.environment.tools[name]].session
         }
         self._once = set(config.environment.once) | self._with_session
-        self._homes: dict[str, str] = {}  # session -> the sandbox that has it
+        self._sessions: dict[str, _Session] = {}  # by trajectory
         self._ending: set[asyncio.Task[None]] = set()  # sandboxes are being told of ended sessions
         self._tools: Batcher[_Call, Outcome] = Batcher(self._run_tools, in_flight=2)
         self._slow: Batcher[_Call, Outcome] = Batcher(self._run_tools, limit=1, in_flight=256)
@@ -180,9 +193,10 @@ class Outside:
         if name not in tools:
             known = ", ".join(sorted(tools)) or "none"
             raise ToolFailed(f"no tool is called {name!r}", fix=f"the job names: {known}")
-        if name not in self._with_session:
-            session = ""
-        call = _Call(name, argument, session, self._begun(earlier), name in self._once)
+        kept = _Session()
+        if name in self._with_session and session:
+            kept = self._sessions.setdefault(session, _Session(session))
+        call = _Call(name, argument, kept, self._begun(earlier), name in self._once)
         outcome = await self._decided(self._slow if name in self._jailed else self._tools, call)
         if outcome.value is not None and name in self._jailed:
             return outcome.value
@@ -202,15 +216,22 @@ class Outside:
         return float(_value(await self._decided(self._rewards, (row, turns)), "reward"))
 
     def ended(self, session: str) -> None:
-        """A trajectory is over: its session need not be kept. Its sandbox is told meanwhile."""
-        name = self._homes.pop(session, "")
-        if name:
-            end = self._mesh.ref(name).cast(
-                Sandbox.end_sessions, EndSessions(self._job.id, [session])
-            )
-            task = asyncio.get_running_loop().create_task(end, name=f"end of session {session}")
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+        """A trajectory is over: its session need not be kept. Its sandbox is told meanwhile, after
+        the last call that is under way there.
+        """
+        kept = self._sessions.pop(session, None)
+        if kept is not None:
+            kept.over = True
+            self._end(kept)
+
+    def _end(self, session: _Session) -> None:
+        if not session.name or not session.home or session.calls:
+            return
+        request = EndSessions(self._job.id, [session.name])
+        told = self._mesh.ref(session.home).cast(Sandbox.end_sessions, request)
+        task = asyncio.get_running_loop().create_task(told, name=f"end of {session.name}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def _decided(self, calls: Batcher[Q, Outcome], call: Q) -> Outcome:
         """The outcome, asked for again when the process that ran the call was lost or too slow."""
@@ -229,7 +250,16 @@ class Outside:
         jailed = batch[0].name in self._jailed
         deadline_s = self._job.config.sandbox.wall_s if jailed else config.tool_deadline_s
         calls = [
-            ToolCall(i, self._job.id, c.name, c.argument, deadline_s, c.session, c.begun, c.once)
+            ToolCall(
+                i,
+                self._job.id,
+                c.name,
+                c.argument,
+                deadline_s,
+                c.session.name,
+                c.begun,
+                c.once,
+            )
             for i, c in enumerate(batch)
         ]
         patience_s = SLOWEST * deadline_s + QUEUE_S if jailed else 2 * deadline_s + 5.0
@@ -243,13 +273,25 @@ class Outside:
         """Calls that are not asked twice: those whose sandbox is lost come back as crashed."""
         outcomes: list[Outcome | Exception] = []
         for asked, call in zip(batch, calls, strict=True):
-            outcomes.append(await self._one(asked, call, patience_s))
+            with self._in_use(asked.session):
+                outcomes.append(await self._one(asked, call, patience_s))
         return outcomes
 
+    @contextmanager
+    def _in_use(self, session: _Session) -> Iterator[None]:
+        """While a call of the session is under way."""
+        session.calls += 1
+        try:
+            yield
+        finally:
+            session.calls -= 1
+            if session.over:
+                self._end(session)
+
     async def _one(self, asked: _Call, call: ToolCall, patience_s: float) -> Outcome:
-        name = self._homes.get(asked.session) or await self._chosen("", asked.session)
-        if asked.session:
-            self._homes[asked.session] = name
+        session = asked.session
+        name = session.home or await self._chosen("", session.name)
+        session.home = name
         for _ in range(ATTEMPTS):
             self._sandboxes.sent(name, 1)
             try:
@@ -265,7 +307,7 @@ class Outside:
                 if not error.retryable:
                     raise
                 self._sandboxes.forget()
-                self._homes.pop(asked.session, None)
+                session.home = ""
                 lost = f"the sandbox was lost, with all that the call has done: {error}"
                 value = {"status": CRASHED, "output": f"[{CRASHED}: {lost}]"}
                 jailed = asked.name in self._jailed

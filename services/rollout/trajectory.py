@@ -94,7 +94,7 @@ class Trajectory:
         return self.tokens[self.turn_start :]
 
     def appended(self, ids: list[int]) -> None:
-        """Takes tokens of the prompt or the environment; the model's next turn begins after them."""
+        """Takes tokens of the prompt or the environment; the model's next turn follows them."""
         self.buffer.appended(ids)
         self.turn_start = self.length
         if self.open_round is not None:

@@ -1,0 +1,90 @@
+"""Cancels what it watches at a chosen await, and fails a chosen call or script."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+from common.errors import MeshError
+from common.mesh import Mesh, Ref
+from common.state.client import State
+
+
+class Interruption:
+    """Counts the awaits of the coroutines that it watches, and cancels `task` at the `at`-th."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.awaits = at, 0
+        self.task: asyncio.Task[Any] | None = None
+
+    @property
+    def happened(self) -> bool:
+        return 0 < self.at <= self.awaits
+
+    async def watch(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await self._steps(work)
+
+    @types.coroutine
+    def _steps(self, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        answer: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                waited = work.send(answer) if error is None else work.throw(error)
+            except StopIteration as end:
+                return end.value
+            self.awaits += 1
+            if self.awaits == self.at and self.task is not None:
+                self.task.cancel()
+            answer = error = None
+            try:
+                answer = yield waited
+            except BaseException as thrown:
+                error = thrown
+
+
+class Faults:
+    """Fails the `at`-th of what is asked, or of what is asked by one name, once; `asked` names all
+    of it.
+    """
+
+    def __init__(self) -> None:
+        self.arm(0, None)
+
+    def arm(self, at: int, make: Callable[[], MeshError] | None, name: str = "") -> None:
+        self.at, self.make, self.name = at, make, name
+        self.asked: list[str] = []
+
+    def check(self, what: str) -> None:
+        self.asked.append(what)
+        count = self.asked.count(self.name) if self.name else len(self.asked)
+        if self.make is not None and what == (self.name or what) and count == self.at:
+            raise self.make()
+
+
+class FaultyRef(Ref):
+    async def call(self, method: Any, request: Any, *, deadline_s: float | None = None) -> Any:
+        faults: Faults = self._mesh.faults  # type: ignore[attr-defined]
+        faults.check(f"{method.name} of {self.name}")
+        return await super().call(method, request, deadline_s=deadline_s)
+
+
+class FaultyMesh(Mesh):
+    """A process whose calls may fail."""
+
+    faults: Faults
+
+    def ref(self, name: str) -> Ref:
+        return FaultyRef(self, name)
+
+
+class FaultyState(State):
+    """A Redis whose scripts may fail."""
+
+    faults: Faults
+
+    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+        self.faults.check(script)
+        return await super().run(script, keys, *args)

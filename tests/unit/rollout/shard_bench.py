@@ -1,0 +1,280 @@
+"""A job's shard under virtual time, with all that it asks: engines that only count, environments,
+a sandbox whose tools and rewards are trivial, and the weight store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from common.actor import Actor, call, cast
+from common.api.sandbox import (
+    OK,
+    EndSessions,
+    Loaded,
+    LoadJob,
+    Outcome,
+    Outcomes,
+    RunTools,
+    Sandbox,
+    ScoreBatch,
+)
+from common.bulk import ChunkStore
+from common.config import (
+    AlgorithmConfig,
+    BudgetConfig,
+    DatasetConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    JobConfig,
+    RewardConfig,
+    RolloutConfig,
+)
+from common.errors import StateUnavailable
+from common.jobdata import JobData
+from common.mesh import Mesh
+from common.model.tokenizer import Tokenizer, character_tokenizer
+from common.random import Random
+from common.simhost import SimulatedChannel, SimulatedHost
+from common.state import groups, jobs, steps
+from common.state.client import State
+from common.transport.memory import MemoryNetwork, MemoryTransport
+from common.virtual import VirtualClock, run_virtual
+from services.rollout.engine_service import EngineService
+from services.rollout.engines.simulated import SimulatedEngine
+from services.rollout.environment_main import Environments
+from services.rollout.job import ShardJob
+from services.weights.store import WeightStore
+from tests.contract.state.state_bench import JOB, TRAINER
+from tests.contract.state.state_bench import Bench as StateBench
+from tests.unit.rollout.interrupted import Faults, FaultyMesh, FaultyState, Interruption
+
+SLOTS, ENGINES = 4, 2
+TOKENS_PER_S = 100.0
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
+
+
+class OneCall:
+    """An environment that calls a tool after the first turn and is done after the second."""
+
+    open_now = 0
+
+    def open(self, row: dict[str, Any]) -> str:
+        OneCall.open_now += 1
+        self._turns = 0
+        return str(row["prompt"])
+
+    def step(self, text: str) -> dict[str, Any]:
+        self._turns += 1
+        return {"tool": "cell", "input": "1"} if self._turns == 1 else {"done": True}
+
+    def result(self, value: Any) -> dict[str, Any]:
+        return {"append": "ok"}
+
+    def cut(self, text: str) -> None:
+        return None
+
+    def close(self) -> None:
+        OneCall.open_now -= 1
+
+
+class TrivialSandbox(Actor):
+    """Every tool says what it was told, every reward is 1; knows which sessions are open."""
+
+    interface = Sandbox
+
+    def __init__(self) -> None:
+        self.sessions: set[str] = set()
+
+    @call(Sandbox.load)
+    def load(self, request: LoadJob) -> Loaded:
+        return Loaded(request.job, 1, "bwrap")
+
+    @call(Sandbox.run)
+    def run(self, request: RunTools) -> Outcomes:
+        self.sessions |= {c.session for c in request.calls if c.session}
+        value = {"status": OK, "output": "1"}
+        return Outcomes([Outcome(c.id, OK, value, "") for c in request.calls])
+
+    @call(Sandbox.score)
+    def score(self, request: ScoreBatch) -> Outcomes:
+        return Outcomes([Outcome(c.id, OK, 1.0, "") for c in request.calls])
+
+    @cast(Sandbox.end_sessions)
+    def end_sessions(self, request: EndSessions) -> None:
+        self.sessions -= set(request.sessions)
+
+
+class WatchedJob(ShardJob):
+    """Its groups and trajectories may be interrupted at any await."""
+
+    interruption = Interruption()
+
+    async def run(self, t: Any, row: dict[str, Any]) -> None:
+        await self.interruption.watch(super().run(t, row))
+
+    async def _group(self, *which: Any) -> None:
+        await self.interruption.watch(super()._group(*which))
+
+
+class ShardBench:
+    def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
+        self.clock, self.random, self.root = clock, random, root
+        self.network = MemoryNetwork(clock, random.child("network"))
+        plain = State.simulated(clock)
+        self.state = FaultyState(plain.url, plain.client, plain._sync, clock.monotonic)
+        self.calls, self.scripts = Faults(), Faults()
+        self.state.faults = Faults()  # of everybody but the shard
+        self.engines: list[EngineService] = []
+        self.sandbox = TrivialSandbox()
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    async def start(self) -> None:
+        self._write_bundle()
+        config = self._config()
+        await self._submit(config)
+        await self._serve_weights()
+        sandbox = self._mesh("sandbox/0")
+        await sandbox.join(self.sandbox)
+        for number in range(ENGINES):
+            await self._add_engine(number)
+        mesh = self._mesh("rollout/0", FaultyMesh)
+        assert isinstance(mesh, FaultyMesh)
+        mesh.faults = self.calls
+        shard_state = FaultyState(self.state.url, self.state.client, self.state._sync)
+        shard_state.faults = self.scripts
+        await mesh.join(None)
+        mesh.state = shard_state
+        self.mesh = mesh
+        data = JobData(JOB, config, self.root / "bundle", self.root)
+        self.job = WatchedJob(mesh, data, self.root)
+        await self.job.take_over()
+        self.job.enter(0, 0)
+        self.tasks.append(asyncio.create_task(self._look()))
+        await self.clock.sleep(3.0)
+
+    def _write_bundle(self) -> None:
+        bundle = self.root / "bundle"
+        (bundle / "modules").mkdir(parents=True)
+        character_tokenizer(CHARACTERS, str(bundle / "tokenizer.json"))
+        rows = "\n".join(json.dumps({"prompt": f"question {n}?"}) for n in range(8))
+        (bundle / "train.jsonl").write_text(rows)
+        (bundle / "held_out.jsonl").write_text(rows)
+
+    def _config(self) -> JobConfig:
+        return JobConfig(
+            name=JOB,
+            dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl"),
+            environment=EnvironmentConfig(use="m:f", tools={"cell": "python_session"}),
+            reward=RewardConfig(use="m:f"),
+            algorithm=AlgorithmConfig(group_size=3, groups_per_step=2000),
+            rollout=RolloutConfig(slots=SLOTS, max_tokens=200, stop=["#"]),
+            evaluation=EvaluationConfig(problems=3),
+            budget=BudgetConfig(steps=9),
+        )
+
+    async def _submit(self, config: JobConfig) -> None:
+        trainer = await StateBench(self.state, None).seat(TRAINER)
+        document = config.document()
+        document["bundle"] = {"dir": str(self.root / "bundle"), "digest": "0"}
+        await jobs.submit(self.state, JOB, document, str(self.root), "submit")
+        await steps.commit_initial(self.state, JOB, TRAINER, trainer, 0, "m0", "c0")
+        await jobs.set_phase(self.state, JOB, "training", trainer, TRAINER)
+
+    async def _serve_weights(self) -> None:
+        (self.root / "store").mkdir()
+        chunks = ChunkStore(self.root / "store")
+        mesh = self._mesh("weights")
+        await mesh.join(WeightStore(mesh, chunks), bulk_address=chunks.local_address)
+
+    async def _add_engine(self, number: int) -> None:
+        engine = SimulatedEngine(
+            self.clock, SLOTS, TOKENS_PER_S, median_length=20.0, max_length=200, version=0
+        )
+        mesh = self._mesh(f"engine/g{number}")
+        service = EngineService(mesh, engine, SLOTS, lambda action: action())
+        await mesh.join(service, stats=lambda: {"job": JOB, "ready": True})
+        self.engines.append(service)
+
+        async def drive() -> None:
+            while True:
+                service.turn()
+                await self.clock.sleep(0.05)
+
+        self.tasks.append(asyncio.create_task(drive()))
+
+    def _mesh(self, name: str, kind: type[Mesh] = Mesh) -> Mesh:
+        async def environment(arguments: list[str], channel: SimulatedChannel) -> None:
+            tokenizer = Tokenizer.load(str(self.root / "bundle" / "tokenizer.json"))
+            served = Environments(OneCall, tokenizer, "prompt")
+            while True:
+                batch = msgpack.unpackb(await channel.recv(), raw=False)
+                answers = [[key, *served.perform(key, op, value)] for key, op, value in batch]
+                channel.send(msgpack.packb(answers, use_bin_type=True))
+
+        programs = {"services.rollout.environment_main": environment}
+        return kind(
+            name=name,
+            kind=name.partition("/")[0],
+            state=self.state,
+            transport=MemoryTransport(self.network, f"mem://{name}"),
+            clock=self.clock,
+            random=self.random.child(name),
+            host=SimulatedHost(self.clock, self.random.child("host " + name), programs),
+        )
+
+    async def _look(self) -> None:
+        while True:
+            with suppress(StateUnavailable):
+                await self.job.look()
+            await self.clock.sleep(0.5)
+
+    # -- what a test does ------------------------------------------------------------------------
+
+    async def group(self) -> asyncio.Task[None]:
+        """Another group, admitted and begun."""
+        mesh = self.mesh
+        token = self.random.token()
+        (admitted,) = await groups.admit(self.state, JOB, mesh.name, mesh.token, 1, token)
+        self.job.start(admitted, [])
+        return self.job._groups[admitted.group]
+
+    async def settled(self) -> None:
+        """Long enough for whatever is under way to come to its end."""
+        await self.clock.sleep(5.0)
+
+    def left(self) -> dict[str, Any]:
+        """What somebody holds, by holder; empty when nothing goes on."""
+        router = self.job.router
+        found: dict[str, Any] = {
+            "stays": list(router.stays),
+            "queue": router.waiting,
+            "requests": self.job.commits.out,
+            "waits": [w for w in self.mesh.waits.published([]) if w["what"] != "a hint"],
+            "environments": OneCall.open_now,
+            "sessions": sorted(self.sandbox.sessions),
+            "missing room": ENGINES * SLOTS - router.idle,
+            "missing engines": ENGINES - len(router.links),
+        }
+        for link in router.links.values():
+            found[f"seats of {link.name}"] = len(link.held)
+            found[f"turns of {link.name}"] = len(link.out)
+        for service in self.engines:
+            found[f"requests at {service.mesh.name}"] = service.engine.running
+        return {what: held for what, held in found.items() if held}
+
+
+def on_shard(root: Path, story: Callable[[ShardBench], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        OneCall.open_now = 0
+        bench = ShardBench(clock, random, root)
+        await bench.start()
+        await story(bench)
+
+    run_virtual(main, limit_s=200_000.0)

@@ -1,0 +1,187 @@
+"""Wherever a turn, a group or an evaluation is cut off, and whatever call fails, nothing stays
+behind: no seat, no place in the queue, no request, buffer, session or wait. The shard goes on at
+full width.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import DeadlineExceeded, MeshError, Overloaded, PeerLost, StateUnavailable
+from common.evaluations import Plan
+from common.random import Random
+from common.virtual import VirtualClock, run_virtual
+from services.rollout.evaluation import Evaluation
+from services.rollout.trajectory import Round, Trajectory
+from tests.unit.rollout.interrupted import Interruption
+from tests.unit.rollout.shard_bench import ENGINES, SLOTS, ShardBench, on_shard
+from tests.unit.rollout.test_router import LOOK_S, TwoBuckets
+
+PLAN = Plan("step-0", 0, ("sampled", "greedy"))
+
+
+# -- a turn --------------------------------------------------------------------------------------
+
+
+async def two_turns(bench: TwoBuckets, t: Trajectory) -> None:
+    """A turn at one engine and, after a tool's failure, one at the other, with its cache."""
+    router = bench.router
+    async with router.stay(t) as stay:
+        await stay.generate(33)
+        t.open_round = Round("", 30, "run", None, "error: no", answered=True)
+        router.returned(stay)
+        t.appended([4, 5])
+        await stay.generate(55)
+
+
+def left(bench: TwoBuckets) -> dict[str, Any]:
+    router = bench.router
+    found = {
+        "stays": list(router.stays),
+        "queue": router.waiting,
+        "waits": bench.rollout.waits.published([]),
+        "held": [stay.trajectory.id for link in router.links.values() for stay in link.held],
+        "out": [stay.trajectory.id for link in router.links.values() for stay in link.out],
+        "requests": router._sink.out,  # type: ignore[attr-defined]
+        "running": sum(service.engine.running for service in bench.engines.values()),
+    }
+    return {what: held for what, held in found.items() if held}
+
+
+@pytest.mark.parametrize("crowd, awaits", [(0, 3), (2 * SLOTS, 3)], ids=["moves", "queues"])
+def test_a_turn_that_is_cancelled_at_any_await_leaves_nothing(crowd: int, awaits: int) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = TwoBuckets(clock, random)
+        await bench.start()
+        await bench.add("engine/g1")
+        await clock.sleep(2 * LOOK_S)
+        at = 0
+        while True:
+            at += 1
+            interruption = Interruption(at)
+            others = [bench.begin(100 * at + n) for n in range(crowd)]
+            await asyncio.sleep(0)
+            t = Trajectory(at, 1, 0, 0, seed=1)
+            t.begin([1, 2, 3])
+            turn = asyncio.create_task(interruption.watch(two_turns(bench, t)))
+            interruption.task = turn
+            await asyncio.sleep(0)
+            assert bench.router.waiting == bool(crowd)
+            await asyncio.gather(turn, return_exceptions=True)
+            await asyncio.gather(*others)
+            await clock.sleep(3.0)
+            assert left(bench) == {}, f"cancelled at await {at}"
+            assert bench.router.idle == ENGINES * SLOTS
+            if not interruption.happened:
+                break
+        assert interruption.awaits >= awaits and t.length == 55
+        assert crowd or bench.router.caches["move"] > 1, "it was cancelled while its cache came"
+
+    run_virtual(main, limit_s=36_000.0)
+
+
+# -- groups and evaluations ----------------------------------------------------------------------
+
+
+def test_a_group_that_is_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None:
+    async def story(bench: ShardBench) -> None:
+        at = 0
+        while True:
+            at += 1
+            interruption = bench.job.interruption = Interruption(at)
+            group = await bench.group()
+            interruption.task = group
+            await asyncio.gather(group, return_exceptions=True)
+            await bench.settled()
+            assert bench.left() == {}, f"cancelled at await {at}"
+            if not interruption.happened:
+                break
+        assert at > 20 and bench.job.groups_finished >= 1
+        await at_full_width(bench)
+
+    on_shard(tmp_path, story)
+
+
+def test_an_evaluation_that_is_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None:
+    async def story(bench: ShardBench) -> None:
+        at = 0
+        while True:
+            at += 1
+            interruption = bench.job.interruption = Interruption(at)
+            work = interruption.watch(Evaluation(bench.job, PLAN, at).run())
+            task = asyncio.create_task(work)
+            interruption.task = task
+            results = await asyncio.gather(task, return_exceptions=True)
+            await bench.settled()
+            assert bench.left() == {}, f"cancelled at await {at}"
+            if not interruption.happened:
+                break
+        assert at > 20 and results[0]["failed"] == 0
+        await at_full_width(bench)
+
+    on_shard(tmp_path, story)
+
+
+async def at_full_width(bench: ShardBench) -> None:
+    """All engines are full again, and what fills them ends."""
+    bench.job.interruption = Interruption()
+    many = [await bench.group() for _ in range(2 * ENGINES * SLOTS)]
+    widest = 0
+    while not all(group.done() for group in many):
+        await bench.clock.sleep(0.02)
+        running = sum(service.engine.running for service in bench.engines)
+        widest = max(widest, running)
+    assert widest == ENGINES * SLOTS
+    await bench.settled()
+    assert bench.left() == {}
+
+
+ERRORS = [PeerLost, DeadlineExceeded, Overloaded]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_each_call_of_a_group_and_an_evaluation_may_fail(
+    error: type[MeshError], tmp_path: Path
+) -> None:
+    async def story(bench: ShardBench) -> None:
+        failed: set[str] = set()
+        for at in range(1, 100):
+            bench.calls.arm(at, lambda: error("it was made to"))
+            await (await bench.group())
+            result = await Evaluation(bench.job, PLAN, at).run()
+            await bench.settled()
+            assert bench.left() == {}, bench.calls.asked
+            assert result["problems"] == 3 and result["mixed"] == 0
+            if len(bench.calls.asked) < at:
+                break
+            failed.add(bench.calls.asked[at - 1].split()[0])
+        assert {"submit", "run", "score"} <= failed, failed
+        assert bench.job.groups_finished == at
+        await at_full_width(bench)
+
+    on_shard(tmp_path, story)
+
+
+def test_redis_may_fail_each_script_of_a_group_and_an_evaluation(tmp_path: Path) -> None:
+    async def story(bench: ShardBench) -> None:
+        async def both(number: int) -> list[str]:
+            await (await bench.group())
+            await Evaluation(bench.job, PLAN, number).run()
+            await bench.settled()
+            assert bench.left() == {}, bench.scripts.asked
+            return bench.scripts.asked
+
+        bench.scripts.arm(0, None)
+        names = dict.fromkeys(await both(0))
+        assert {"group_ready", "evaluation", "entries"} <= names.keys()
+        for number, name in enumerate(names, 1):
+            bench.scripts.arm(1, lambda: StateUnavailable("it was made to"), name)
+            asked = await both(number)
+            assert asked.count(name) > 1, f"{name} was not asked again"
+        await at_full_width(bench)
+
+    on_shard(tmp_path, story)
