@@ -8,7 +8,8 @@ import pytest
 
 from common.config import JobConfig
 from common.errors import ConfigError
-from meshrl.jobfile import apply_override, kinds, load, nearest
+from meshrl.jobfile import apply_override, load
+from meshrl.jobschema import kinds, nearest
 from meshrl.toml_lines import key_lines, line_of
 
 
@@ -151,10 +152,13 @@ def test_lines_are_found_through_multi_line_strings_and_arrays() -> None:
     [
         ("[{max_tokens=60}]", "rollout.buckets[0].batch is missing"),
         ("[{max_tokens=60, batch=8, size=1}]", "unknown key rollout.buckets[0].size"),
-        ("[{max_tokens='x', batch=8}]", "rollout.buckets[0].max_tokens must be int"),
+        (
+            "[{max_tokens='x', batch=8}]",
+            "rollout.buckets[0].max_tokens must be a whole number, not 'x'",
+        ),
         ("[{max_tokens=60, batch=8}, {max_tokens=60, batch=8}]", "must rise in max_tokens"),
         ("[{max_tokens=60, batch=1000}]", "batch = 1000 must lie in 1 to rollout.slots"),
-        ("[{max_tokens=60, batch=8, engines=0}]", "engines = 0"),
+        ("[{max_tokens=60, batch=8, engines=0}]", "engines = 0 must be above 0"),
     ],
 )
 def test_a_bucket_that_cannot_be_is_refused_where_it_stands(
