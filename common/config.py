@@ -12,6 +12,7 @@ from common.constraints import (
     AlgorithmName,
     Count,
     Dtype,
+    Endpoint,
     EnginePath,
     Figure,
     File,
@@ -33,7 +34,7 @@ class MeshConfig(Table):
     # accelerators (CPU slots here) that the planner may place roles on
     workers: Annotated[Whole, Ge(2)] = 3
     device: Literal["cpu", "cuda"] = "cpu"  # what workers compute on
-    bind: Text = "tcp://127.0.0.1:*"  # where every process listens
+    bind: Endpoint = "tcp://127.0.0.1:*"  # where every process listens
     advertise: str = ""  # what it tells others; empty: the bound address
     metrics: str = "127.0.0.1:*"  # where each process serves its metrics and health; off
 

@@ -7,6 +7,7 @@ that were checked when they were submitted, and never import pydantic.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
@@ -30,10 +31,18 @@ class Table:
         return handler(source) | {"strict": False}  # a table itself comes as a dict
 
 
+class Misfit(ValueError):
+    """A value inside of a table does not fit; `place` says where in it."""
+
+    def __init__(self, place: str, wrong: str) -> None:
+        super().__init__(wrong)
+        self.place = place
+
+
 def _is_name(text: str) -> bool:
     """True; ValueError says what a name is made of."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
-        raise ValueError("must be letters, digits, '.', '_', '-', and begin with one of the first")
+        raise ValueError("must be letters, digits, '.', '_', '-', and not begin with a mark")
     return True
 
 
@@ -48,11 +57,20 @@ def _is_path(text: str) -> bool:
     """True; ValueError when no file can be called that."""
     if "\0" in text:
         raise ValueError("holds a zero byte, which no path does")
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        raise ValueError("begins with the home directory of a user that this host has not")
+    return True
+
+
+def _is_endpoint(text: str) -> bool:
+    """True; ValueError says what processes can listen at."""
+    if not re.fullmatch(r"tcp://[^\s/]+:(\*|\d{1,5})", text):
+        raise ValueError("must be tcp://INTERFACE:PORT, with * for any free port")
     return True
 
 
 def _is_plain(table: dict[str, Any]) -> bool:
-    """True; ValueError names the value that cannot be written as JSON and be sent."""
+    """True; Misfit names a value that cannot be written as JSON and be sent."""
     pending = list(table.items())
     for place, value in pending:
         if isinstance(value, dict):
@@ -60,11 +78,11 @@ def _is_plain(table: dict[str, Any]) -> bool:
         elif isinstance(value, list):
             pending += [(f"{place}[{i}]", inner) for i, inner in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"holds {place} = {value}, which is no finite number")
+            raise Misfit(place, f"must be a finite number, not {value}")
         elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-            raise ValueError(f"holds {place} = {value:.3e}, which is beyond 64 bits")
+            raise Misfit(place, "must be a number of at most 64 bits")
         elif not isinstance(value, str | int | float):
-            raise ValueError(f"holds {place} = {value}, a {type(value).__name__}: write it as text")
+            raise Misfit(place, f"must not be a {type(value).__name__}: write it as text")
     return True
 
 
@@ -77,6 +95,7 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 
 Text = Annotated[str, MinLen(1)]
 Name = Annotated[str, Predicate(_is_name)]
+Endpoint = Annotated[str, Predicate(_is_endpoint)]
 Figure = Annotated[str, Predicate(_is_figure)]
 File = Annotated[str, Predicate(_is_path)]
 Options = Annotated[dict[str, Any], Predicate(_is_plain)]

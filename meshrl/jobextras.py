@@ -33,4 +33,4 @@ def check(config: JobConfig, fail: Fail) -> None:
             look()
         except ConfigError as error:
             place = error.where if error.where.startswith("lora.") else key
-            raise fail(place, error.message, error.fix) from error
+            raise fail(place, f"{place}: {error.message}", error.fix) from error

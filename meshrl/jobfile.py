@@ -19,6 +19,12 @@ from meshrl import jobalgorithm, jobextras, jobmodels, jobsandbox, jobschema, re
 from meshrl.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")
+_ONCE = "A key or table of that name stands above: keep one of them"
+_SYNTAX_FIXES = {  # by how tomllib's message begins
+    "Cannot overwrite": _ONCE,
+    "Cannot declare": _ONCE,
+    "Invalid value": "Text takes quotes; true and false are written small",
+}
 
 
 def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
@@ -31,8 +37,11 @@ def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
         document = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8: {error.reason}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(_syntax(path, text, str(error))) from error
+        raise _syntax(path, text, str(error)) from error
     places = {key: f"{path}, line {n}" for key, n in key_lines(text).items()}
     for override in overrides:
         key = apply_override(document, override)
@@ -44,12 +53,13 @@ def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
     return _Checker(path, places).check(document, base), base
 
 
-def _syntax(path: Path, text: str, wrong: str) -> str:
+def _syntax(path: Path, text: str, wrong: str) -> ConfigError:
     """What `tomllib` says, with the line itself."""
+    fix = next((fix for start, fix in _SYNTAX_FIXES.items() if wrong.startswith(start)), "")
     if not (place := re.search(r" \(at (line (\d+), column \d+)\)$", wrong)):
-        return f"{path}: {wrong}"
-    line = text.splitlines()[int(place[2]) - 1].strip()
-    return f"{path}, {place[1]}: {wrong[: place.start()]}: {line}"
+        return ConfigError(f"{path}: {wrong}", fix=fix)
+    line = text.split("\n")[int(place[2]) - 1].strip()
+    return ConfigError(f"{path}, {place[1]}: {wrong[: place.start()]}: {line}", fix=fix)
 
 
 def apply_override(document: dict[str, Any], override: str) -> str:
@@ -69,7 +79,7 @@ def apply_override(document: dict[str, Any], override: str) -> str:
     for table in tables:
         place = place.setdefault(table, {})
         if not isinstance(place, dict):
-            raise ConfigError(f"--set {override}: {table} is not a table")
+            raise ConfigError(f"--set {override}: {table} of {key} is not a table")
     place[last] = value
     return key
 
@@ -161,38 +171,50 @@ class _Checker:
     def _files(self, config: JobConfig) -> None:
         model = config.model
         if model.path and not (Path(model.path) / "config.json").is_file():
-            raise self.fail("model.path", f"{model.path} holds no config.json")
+            raise self.fail("model.path", f"model.path: {model.path} holds no config.json")
         if not model.path and not model.config:
             raise self.fail("model", "no model", "Set model.path, or [model.config] for a new one")
         tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
         if not tokenizer.is_file():
-            raise self.fail("model.tokenizer", f"there is no tokenizer at {tokenizer}")
+            raise self.fail(
+                "model.tokenizer",
+                f"model.tokenizer: there is no tokenizer at {tokenizer}",
+                "Name a tokenizer.json",
+            )
         taskset = config.environment.verifiers
         if not (config.dataset.train or taskset):
-            raise self.fail("dataset", "no dataset", "Set dataset.train to a JSONL or Parquet file")
+            raise self.fail(
+                "dataset.train", "no dataset", "Set dataset.train to a JSONL or Parquet file"
+            )
         prompt = "" if config.environment.use or taskset else config.dataset.prompt
         seen: set[bytes] = set()
         for key in ("dataset.train", "dataset.held_out"):
             if not (name := at(config, key)):
                 continue
             if not rows.exists(Path(name)):
-                raise self.fail(key, f"there is no file {name}")
+                raise self.fail(key, f"{key}: there is no file {name}")
             own = set()
-            for row in rows.read(Path(name), prompt, chat=bool(config.environment.chat)):
+            for row in self._rows(key, name, config, prompt):
                 if row.identity in seen:
                     raise self.fail(key, f"{row.place} is also in dataset.train")
                 if config.supervised and key == "dataset.train":
                     jobmodels.answered(config, row, self.fail)
                 own.add(row.identity)
             if not own:
-                raise self.fail(key, f"{name} holds no rows")
+                raise self.fail(key, f"{key}: {name} holds no rows")
             seen = own
-        for d in config.evaluation.datasets:
-            found = rows.exists(Path(d.path)) and rows.read(
-                Path(d.path), prompt, chat=bool(config.environment.chat)
-            )
-            if not found or not any(True for _ in found):
-                raise self.fail("evaluation.datasets", f"{d.name}: {d.path} holds no rows")
+        for i, d in enumerate(config.evaluation.datasets):
+            key = f"evaluation.datasets[{i}].path"
+            if not rows.exists(Path(d.path)):
+                raise self.fail(key, f"{key}: there is no file {d.path}")
+            if not any(True for _ in self._rows(key, d.path, config, prompt)):
+                raise self.fail(key, f"{key}: {d.path} holds no rows")
+
+    def _rows(self, key: str, name: str, config: JobConfig, prompt: str) -> Iterator[rows.Row]:
+        try:
+            yield from rows.read(Path(name), prompt, chat=bool(config.environment.chat))
+        except ConfigError as error:
+            raise self.fail(key, f"{key}: {error.message}", error.fix) from error
 
     def _verifiers(self, config: JobConfig) -> None:
         environment = config.environment

@@ -70,35 +70,38 @@ def _rewards(config: JobConfig, fail: Fail) -> None:
     if reward.options and not builtin.is_builtin(reward.use):
         wrong = "reward.options are of a built-in reward.use"
         raise fail("reward.options", wrong, "A function of your own reads the row")
-    for part in reward.declared:
-        key = "reward.parts" if reward.parts else "reward.use"
+    for i, part in enumerate(reward.declared):
+        table = f"reward.parts[{i}]" if reward.parts else "reward"
+        key = f"{table}.use"
         if builtin.is_builtin(part.use):
-            _built_in(part, key, fail)
+            _built_in(part, table, fail)
         elif builtin.is_mcp(part.use):
             raise fail(key, f"{key}: {part.use!r} is a tool, not a reward", "")
         elif part.options:
             raise fail(key, f"{key}: options of {part.use!r}, which is no built-in reward", "")
 
 
-def _built_in(part: RewardPartConfig, key: str, fail: Fail) -> None:
+def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
+    key, place = f"{table}.use", f"{table}.options"
     known = builtin.REWARDS.get(part.use)
     if known is None:
         names = ", ".join(builtin.REWARDS)
         wrong = f"{key}: {part.use!r} is no built-in reward; there are {names}"
         raise fail(key, wrong, "One of your own is written module:function")
-    place = "reward.parts" if key == "reward.parts" else "reward.options"
     for option in part.options:
         if option not in known.options:
             names = ", ".join(sorted(known.options))
-            raise fail(place, f"{part.use} has no option {option!r}; it has {names}", "")
+            wrong = f"{place}: {part.use} has no option {option!r}; it has {names}"
+            raise fail(f"{place}.{option}", wrong, "")
     for option in known.required - set(part.options):
-        raise fail(place, f"{part.use} needs the option {option!r}", "")
+        raise fail(place, f"{place}: {part.use} needs the option {option!r}", "")
     pattern = part.options.get("pattern")
     if pattern is not None:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            raise fail(place, f"{part.use}: {pattern!r} is no pattern: {error}", "") from error
+            wrong = f"{place}: {part.use}: {pattern!r} is no pattern: {error}"
+            raise fail(f"{place}.pattern", wrong, "") from error
 
 
 def absolute(sandbox: Any, base: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from datetime import date, time
 from functools import cache
@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.config import JobConfig
+from common.constraints import Misfit
 from common.errors import ConfigError
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
@@ -38,6 +39,11 @@ _KINDS = {
     "dict_type": "a table",
     "dataclass_type": "a table",
 }
+_PLAIN = {
+    "missing": "is missing",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+}
 _MANY = {int: "whole numbers", str: "strings", float: "numbers"}
 _SCALAR = re.compile(r"true|false|[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?")
 
@@ -55,14 +61,20 @@ def validated(document: dict[str, Any], fail: Fail) -> JobConfig:
         raise _unknown(_key(first["loc"]), first["input"], fail)
     key = _key(first["loc"])
     said = dict.fromkeys(_said(key, e) for e in errors if _key(e["loc"]) == key)
-    value = _shown(first["input"])
-    if first["type"] in _KINDS or first["type"] == "list_type":
-        wrong = f"{key} must be {', or '.join(said)}, not {value}"
-    elif first["type"] in ("missing", "string_too_short"):
-        wrong = f"{key} {next(iter(said))}"
-    else:
-        wrong = f"{key} = {value} {next(iter(said))}"
-    raise fail(key, wrong, _fix(key, first))
+    raise fail(*_told(key, first, ", or ".join(said)), _fix(key, first))
+
+
+def _told(key: str, error: ErrorDetails, said: str) -> tuple[str, str]:
+    """The key that an error is of, and the whole sentence."""
+    sort, value = error["type"], _shown(error["input"])
+    misfit = error.get("ctx", {}).get("error")
+    if isinstance(misfit, Misfit):
+        key = f"{key}.{misfit.place}"
+    if sort in _KINDS or sort == "list_type":
+        return key, f"{key} must be {said}, not {value}"
+    if sort in _PLAIN or isinstance(misfit, Misfit):
+        return key, f"{key} {said}"
+    return key, f"{key} = {value} {said}"
 
 
 @cache
@@ -84,15 +96,20 @@ def nearest(key: str) -> str:
     if key in known:
         return key
     table, _, last = key.rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == table}
-    if table.endswith("]"):  # a table of a list
-        (row,) = get_args(kinds()[table.rpartition("[")[0]])
-        siblings = {field.name: f"{table}.{field.name}" for field in fields(row)}
+    siblings = {name: f"{table}.{name}" if table else name for name in _names(table)}
     elsewhere = {k.rpartition(".")[2]: k for k in reversed(known)}
     for names, cutoff in ((siblings, 0.75), (elsewhere, 0.85)):
         if matches := difflib.get_close_matches(last, names, n=1, cutoff=cutoff):
             return names[matches[0]]
-    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.6)), "")
+    part = [name for name in siblings if name.startswith(last) or name.endswith(f"_{last}")]
+    return siblings[part[0]] if last and part else ""
+
+
+def _names(table: str) -> list[str]:
+    """The keys of a table, which may be one of a list; none of one that is not there."""
+    kind = kinds().get(table.partition("[")[0], None if table else JobConfig)
+    kind = get_args(kind)[0] if get_origin(kind) is list else kind
+    return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
 def _key(loc: tuple[int | str, ...]) -> str:
@@ -123,12 +140,16 @@ def _holds(document: Any, part: int | str) -> bool:
 
 def _unknown(key: str, value: Any, fail: Fail) -> ConfigError:
     """The error of an unknown key; of an unknown table nothing is like, that of its first key."""
-    guess = nearest(key)
-    while not guess and isinstance(value, dict) and value:
+    while not (guess := nearest(key)) and isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
-        guess = nearest(key)
-    fix = f"Did you mean {guess}?" if guess else "`meshrl run --dry-run` prints all keys"
+    table = key.rpartition(".")[0]
+    if guess:
+        fix = f"Did you mean {guess}?"
+    elif table and (names := _names(table)):
+        fix = f"{table} has {', '.join(names)}"
+    else:
+        fix = "`meshrl run --dry-run` prints all keys"
     return fail(key, f"unknown key {key}", fix)
 
 
@@ -140,15 +161,14 @@ def _said(key: str, error: ErrorDetails) -> str:
     if sort == "list_type":
         return f"a list of {_many(kinds().get(key))}"
     if sort == "literal_error":
-        return f"must be one of {', '.join(_choices(key))}"
+        choices = [choice or "''" for choice in get_args(kinds()[key])]
+        return f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}"
     if sort in _BOUNDS:
         words, name = _BOUNDS[sort]
         return f"must be {words} {str(error['ctx'][name]).removesuffix('.0')}"
     if sort == "value_error":
         return str(error["ctx"]["error"])
-    return {"missing": "is missing", "string_too_short": "must not be empty"}.get(
-        sort, error["msg"]
-    )
+    return _PLAIN.get(sort, error["msg"])
 
 
 def _many(kind: Any) -> str:
@@ -156,20 +176,18 @@ def _many(kind: Any) -> str:
     return "tables" if is_dataclass(of) else _MANY[of]
 
 
-def _choices(key: str) -> Iterable[str]:
-    return (choice or "''" for choice in get_args(kinds()[key]))
-
-
 def _fix(key: str, error: ErrorDetails) -> str:
     sort, value = error["type"], error["input"]
     if sort == "literal_error":
-        close = difflib.get_close_matches(str(value), _choices(key), n=1)
+        close = difflib.get_close_matches(str(value).lower(), get_args(kinds()[key]), 1, 0.75)
         return f"Did you mean {close[0]}?" if close else ""
     if sort == "dataclass_type":
-        return f"Write [{key}], and its keys below it"
+        table = f"[[{key.rpartition('[')[0]}]]" if key.endswith("]") else f"[{key}]"
+        return f"Write {table}, and its keys below it"
     if sort == "list_type":
-        table = _many(kinds().get(key)) == "tables"
-        return f"Write [[{key}]] for each of them" if table else f"Write [{_shown(value)}]"
+        if _many(kinds().get(key)) == "tables":
+            return f"Write [[{key}]] for each of them"
+        return f"Write [{_shown(value)}]"
     if isinstance(value, str) and _SCALAR.fullmatch(value) and sort in _KINDS:
         return f"Write {value} without quotes"
     return ""

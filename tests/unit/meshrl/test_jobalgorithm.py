@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from common.config import AlgorithmConfig
-from common.corrections import NAMES
+from common.corrections import LARGEST
 from common.errors import ConfigError
 from meshrl import jobalgorithm, jobfile, jobschema
 from services.trainer.algorithms import ALGORITHMS, aggregation, corrections, kl
@@ -22,7 +22,7 @@ def test_the_choices_of_a_job_file_are_those_of_the_trainer() -> None:
     assert sorted(choices["algorithm.name"]) == sorted(ALGORITHMS)
     assert choices["algorithm.aggregation"] == ("", *aggregation.NAMES)
     assert choices["algorithm.kl"] == kl.ESTIMATES
-    assert choices["algorithm.correction"] == NAMES
+    assert choices["algorithm.correction"] == ("none", *LARGEST)
     assert choices["algorithm.correction_level"] == corrections.LEVELS
     assert AlgorithmConfig().name in ALGORITHMS
     rewardless = {name for name, one in ALGORITHMS.items() if one.advantages is advantage_of_one}
