@@ -11,7 +11,6 @@ from common.config import AlgorithmConfig
 # Largest weight, by correction: what their sources use, and what decoupled PPO does without.
 LARGEST = {"decoupled": math.inf, "tis": 2.0, "mis": 5.0}
 LOWEST = {"mis": 0.5}  # that is kept
-NAMES = ("none", *LARGEST)
 
 
 def bounds(config: AlgorithmConfig) -> tuple[float, float]:

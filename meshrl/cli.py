@@ -10,8 +10,6 @@ from typing import Annotated
 
 import typer
 
-from meshrl import jobfile
-
 app = typer.Typer(
     name="meshrl",
     help="Reinforcement learning for language models on a mesh of accelerators.",
@@ -70,6 +68,8 @@ def run(
 
         meshrl run examples/calculator.toml --dry-run
     """
+    from meshrl import jobfile
+
     config, base = jobfile.load(job, _overrides(set_, seed))
     if dry_run:
         from meshrl import dryrun
@@ -199,7 +199,7 @@ def submit(
 
         meshrl submit examples/calculator.toml --set budget.steps=12
     """
-    from meshrl import commands
+    from meshrl import commands, jobfile
 
     config, base = jobfile.load(job, _overrides(set_, seed))
     commands.submit(config, base, force, mesh)

@@ -43,7 +43,7 @@ def _is_section(value: Any) -> bool:
 
 def _key(key: str) -> str:
     plain = key.replace("-", "").replace("_", "")
-    return key if plain.isalnum() and plain.isascii() else json.dumps(key)
+    return key if plain.isalnum() and plain.isascii() else _value(key)
 
 
 def _value(value: Any) -> str:
@@ -51,4 +51,6 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(_value(v) for v in value) + "]"
-    return json.dumps(value)  # strings, numbers and booleans are written alike in both
+    # Strings, numbers and booleans are written alike in both, but for characters beyond 16 bits,
+    # which JSON escapes as two, and for DEL, which only TOML escapes.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

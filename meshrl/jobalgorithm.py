@@ -11,28 +11,14 @@ from common.config import JobConfig
 from common.corrections import bounds
 from common.errors import ConfigError
 
-AT_LEAST: dict[str, float] = {
-    "algorithm.loss_constant": 0,
-    "algorithm.overlong_penalty": 0,
-    "algorithm.kl_coefficient": 0,
-    "algorithm.updates": 1,
-    "algorithm.discount": 0,
-    "algorithm.gae_lambda": 0,
-    "algorithm.value_clip": 0,
-    "algorithm.value_coefficient": 0,
-}
-SHARES = ("discount", "gae_lambda")  # at most 1
 REWARDLESS = ("sft", "distill")  # that learn from something else
 FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # of sampling, and where they leave nothing out
 Fail = Callable[..., ConfigError]
 
 
 def check(config: JobConfig, fail: Fail) -> None:
-    """Numbers that are out of range or do not go together."""
+    """Values that do not go together."""
     chosen = config.algorithm
-    for name in SHARES:
-        if getattr(chosen, name) > 1:
-            raise fail(f"algorithm.{name}", f"algorithm.{name} must be at most 1")
     if chosen.updates > chosen.groups_per_step:
         raise fail(
             "algorithm.updates", "algorithm.updates exceeds the groups of a step that they share"

@@ -33,6 +33,4 @@ def check(config: JobConfig, fail: Fail) -> None:
             look()
         except ConfigError as error:
             place = error.where if error.where.startswith("lora.") else key
-            raise fail(place, error.message, error.fix) from error
-    if config.lora.alpha <= 0:
-        raise fail("lora.alpha", f"lora.alpha = {config.lora.alpha} must be above 0", "")
+            raise fail(place, f"{place}: {error.message}", error.fix) from error

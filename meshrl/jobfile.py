@@ -2,76 +2,28 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from common import corrections
 from common.config import INITIAL, JobConfig
 from common.errors import ConfigError
 from common.model.chat import Chat, format_of
 from common.model.tokenizer import Tokenizer
 from common.pace import profile
-from meshrl import jobalgorithm, jobextras, jobmodels, jobsandbox, references, rows
+from meshrl import jobalgorithm, jobextras, jobmodels, jobsandbox, jobschema, references, rows
 from meshrl.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")
-CHOICES = {
-    "mesh.device": ("cpu", "cuda"),
-    "training.dtype": ("float32", "bfloat16"),
-    "rollout.kv_on_update": ("keep", "recompute"),
-    "rollout.engine": ("torch", "sglang"),
-    "rollout.sglang_weights": ("auto", "disk", "tensors", "distributed"),
-    "rollout.path": ("auto", "native", "eager", "graphs"),
-    "rollout.dtype": ("float32", "bfloat16"),
-    **{f"models.{role}.engine": ("torch",) for role in jobmodels.FROZEN},
-    **{
-        f"models.{role}.engine_path": ("auto", "native", "eager", "graphs")
-        for role in jobmodels.FROZEN
-    },
-    **{f"models.{role}.dtype": ("float32", "bfloat16") for role in jobmodels.FROZEN},
-    "algorithm.name": jobmodels.ALGORITHMS,
-    "algorithm.kl": ("k1", "k2", "k3"),
-    "algorithm.kl_in": ("loss", "reward"),
-    "algorithm.aggregation": ("", "tokens", "sequences", "constant"),
-    "algorithm.correction": corrections.NAMES,
-    "algorithm.correction_level": ("token", "sequence"),
-}
-AT_LEAST: dict[str, float] = {
-    "mesh.workers": 2,  # one trains, one rolls out
-    "dataset.tasks": 0,
-    "dataset.held_out_tasks": 0,
-    "environment.processes": 1,
-    "rollout.shards": 1,
-    "rollout.slots": 1,
-    "rollout.max_tokens": 2,
-    "rollout.max_turns": 1,
-    "rollout.kv_tokens": 0,
-    "rollout.top_k": 0,
-    "rollout.min_p": 0.0,
-    "algorithm.group_size": 1,
-    "algorithm.groups_per_step": 1,
-    "algorithm.max_staleness": 0,
-    "training.bin_tokens": 1,
-    "training.checkpoint_every": 1,
-    "training.keep_checkpoints": 1,
-    "training.ranks": 1,
-    **{f"models.{role}.max_tokens": 0 for role in jobmodels.FROZEN},
-    "reward.judge.max_tokens": 1,
-    "reward.judge.in_flight": 1,
-    "lora.rank": 0,
-    **jobalgorithm.AT_LEAST,
-    "evaluation.every": 0,
-    "budget.steps": 1,
-    "planner.min_rollout": 1,
-    "planner.training": 1,
-    "planner.imbalance": 1.0,
+_ONCE = "A key or table of that name stands above: keep one of them"
+_SYNTAX_FIXES = {  # by how tomllib's message begins
+    "Cannot overwrite": _ONCE,
+    "Cannot declare": _ONCE,
+    "Invalid value": "Text takes quotes; true and false are written small",
 }
 
 
@@ -85,13 +37,29 @@ def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
         document = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8: {error.reason}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise _syntax(path, text, str(error)) from error
     places = {key: f"{path}, line {n}" for key, n in key_lines(text).items()}
     for override in overrides:
-        places[apply_override(document, override)] = f"--set {override}"
+        key = apply_override(document, override)
+        places = {
+            k: place for k, place in places.items() if not k.startswith((f"{key}.", f"{key}["))
+        }
+        places[key] = f"--set {override}"
     base = path.resolve().parent
     return _Checker(path, places).check(document, base), base
+
+
+def _syntax(path: Path, text: str, wrong: str) -> ConfigError:
+    """What `tomllib` says, with the line itself."""
+    fix = next((fix for start, fix in _SYNTAX_FIXES.items() if wrong.startswith(start)), "")
+    if not (place := re.search(r" \(at (line (\d+), column \d+)\)$", wrong)):
+        return ConfigError(f"{path}: {wrong}", fix=fix)
+    line = text.split("\n")[int(place[2]) - 1].strip()
+    return ConfigError(f"{path}, {place[1]}: {wrong[: place.start()]}: {line}", fix=fix)
 
 
 def apply_override(document: dict[str, Any], override: str) -> str:
@@ -104,42 +72,16 @@ def apply_override(document: dict[str, Any], override: str) -> str:
         value: Any = tomllib.loads(f"x = {raw}")["x"]
     except tomllib.TOMLDecodeError:
         value = raw.strip()
-    if kinds().get(key) is str and not isinstance(value, str):
+    if jobschema.kinds().get(key) is str and not isinstance(value, str):
         value = raw.strip()
     *tables, last = key.split(".")
     place = document
     for table in tables:
         place = place.setdefault(table, {})
         if not isinstance(place, dict):
-            raise ConfigError(f"--set {override}: {table} is not a table")
+            raise ConfigError(f"--set {override}: {table} of {key} is not a table")
     place[last] = value
     return key
-
-
-def kinds(cls: type[Any] = JobConfig, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> type, for every key of a job file; tables map to their dataclass."""
-    found: dict[str, Any] = {}
-    hints = get_type_hints(cls)
-    for field in fields(cls):
-        kind = hints[field.name]
-        found[prefix + field.name] = kind
-        if is_dataclass(kind) and isinstance(kind, type):
-            found |= kinds(kind, f"{prefix}{field.name}.")
-    return found
-
-
-def nearest(key: str) -> str:
-    """The valid key that a mistyped one most likely means; empty when nothing is close."""
-    known = list(kinds())
-    if key in known:
-        return key
-    table, _, last = key.rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == table}
-    elsewhere = {k.rpartition(".")[2]: k for k in reversed(known)}
-    for names, cutoff in ((siblings, 0.75), (elsewhere, 0.85)):
-        if matches := difflib.get_close_matches(last, names, n=1, cutoff=cutoff):
-            return names[matches[0]]
-    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.6)), "")
 
 
 class _Checker:
@@ -150,10 +92,9 @@ class _Checker:
         self.places = places
 
     def check(self, document: dict[str, Any], base: Path) -> JobConfig:
-        self._keys_and_types(document)
-        config = self._absolute(self._built(document), base)
+        config = self._absolute(jobschema.validated(document, self.fail), base)
         config = jobmodels.supervised(config, document, self.fail)
-        self._values(config)
+        self._sizes(config)
         jobmodels.check(config, document, self.fail)
         jobalgorithm.check(config, self.fail)
         self._files(config)
@@ -164,32 +105,11 @@ class _Checker:
         self._references(config, base)
         return self._chat(config)
 
-    def _built(self, document: dict[str, Any]) -> JobConfig:
-        try:
-            return JobConfig.from_document(document)
-        except ConfigError as error:  # in a table of a list, which was not looked into before
-            table = re.search(r"[\w.]+(?=\[)", error.message)
-            raise self.fail(table.group() if table else "", error.message, error.fix) from error
-
     def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
         lines = {k: i for i, k in enumerate(self.places, 1)}
         index = line_of(lines, key)
         place = list(self.places.values())[index - 1] if index else str(self.path)
         return ConfigError(f"{place}: {message}", fix=fix)
-
-    def _keys_and_types(self, document: dict[str, Any]) -> None:
-        known = kinds()
-        for key, value in _leaves(document, known):
-            kind = known.get(key)
-            if kind is None:
-                guess = nearest(key)
-                raise self.fail(
-                    key,
-                    f"unknown key {key}",
-                    f"Did you mean {guess}?" if guess else "`meshrl run --dry-run` prints all keys",
-                )
-            if not _fits(kind, value):
-                raise self.fail(key, f"{key} must be {_name(kind)}, not {value!r}")
 
     def _absolute(self, config: JobConfig, base: Path) -> JobConfig:
         def place(text: str) -> str:
@@ -217,25 +137,7 @@ class _Checker:
             sandbox=replace(config.sandbox, python=jobsandbox.absolute(config.sandbox, base)),
         )
 
-    def _values(self, config: JobConfig) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
-            raise self.fail("name", f"name {config.name!r} must be letters, digits, '.', '_', '-'")
-        for key, allowed in CHOICES.items():
-            if (value := at(config, key)) not in allowed:
-                raise self.fail(key, f"{key} = {value!r} must be one of {', '.join(allowed)}")
-        for key, least in AT_LEAST.items():
-            if (number := at(config, key)) < least:
-                raise self.fail(key, f"{key} = {number} must be at least {least}")
-        if config.rollout.temperature <= 0:
-            raise self.fail("rollout.temperature", "rollout.temperature must be above 0")
-        if not 0 < config.rollout.top_p <= 1:
-            raise self.fail("rollout.top_p", "rollout.top_p must be above 0 and at most 1")
-        if config.rollout.min_p > 1:
-            raise self.fail("rollout.min_p", "rollout.min_p must be at most 1")
-        if "" in config.rollout.stop_text:
-            raise self.fail("rollout.stop_text", "rollout.stop_text holds an empty text")
-        if any(length < 1 for length in config.rollout.lengths):
-            raise self.fail("rollout.lengths", "rollout.lengths must all be at least 1")
+    def _sizes(self, config: JobConfig) -> None:
         self._scheduling(config)
         if config.min_group > config.algorithm.group_size:
             raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
@@ -253,12 +155,12 @@ class _Checker:
         buckets = config.rollout.buckets
         if [b.max_tokens for b in buckets] != sorted({b.max_tokens for b in buckets}):
             raise self.fail("rollout.buckets", "rollout.buckets must rise in max_tokens")
-        for bucket in buckets:
-            if not (1 <= bucket.batch <= config.rollout.slots and bucket.engines > 0):
+        for i, bucket in enumerate(buckets):
+            if bucket.batch > config.rollout.slots:
                 raise self.fail(
-                    "rollout.buckets",
-                    f"rollout.buckets: batch = {bucket.batch} must lie in 1 to rollout.slots, and "
-                    f"engines = {bucket.engines} above 0",
+                    key := f"rollout.buckets[{i}].batch",
+                    f"{key} = {bucket.batch} must lie in 1 to rollout.slots = "
+                    f"{config.rollout.slots}",
                 )
         if config.rollout.pace:
             try:
@@ -269,38 +171,50 @@ class _Checker:
     def _files(self, config: JobConfig) -> None:
         model = config.model
         if model.path and not (Path(model.path) / "config.json").is_file():
-            raise self.fail("model.path", f"{model.path} holds no config.json")
+            raise self.fail("model.path", f"model.path: {model.path} holds no config.json")
         if not model.path and not model.config:
             raise self.fail("model", "no model", "Set model.path, or [model.config] for a new one")
         tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
         if not tokenizer.is_file():
-            raise self.fail("model.tokenizer", f"there is no tokenizer at {tokenizer}")
+            raise self.fail(
+                "model.tokenizer",
+                f"model.tokenizer: there is no tokenizer at {tokenizer}",
+                "Name a tokenizer.json",
+            )
         taskset = config.environment.verifiers
         if not (config.dataset.train or taskset):
-            raise self.fail("dataset", "no dataset", "Set dataset.train to a JSONL or Parquet file")
+            raise self.fail(
+                "dataset.train", "no dataset", "Set dataset.train to a JSONL or Parquet file"
+            )
         prompt = "" if config.environment.use or taskset else config.dataset.prompt
         seen: set[bytes] = set()
         for key in ("dataset.train", "dataset.held_out"):
             if not (name := at(config, key)):
                 continue
             if not rows.exists(Path(name)):
-                raise self.fail(key, f"there is no file {name}")
+                raise self.fail(key, f"{key}: there is no file {name}")
             own = set()
-            for row in rows.read(Path(name), prompt, chat=bool(config.environment.chat)):
+            for row in self._rows(key, name, config, prompt):
                 if row.identity in seen:
                     raise self.fail(key, f"{row.place} is also in dataset.train")
                 if config.supervised and key == "dataset.train":
                     jobmodels.answered(config, row, self.fail)
                 own.add(row.identity)
             if not own:
-                raise self.fail(key, f"{name} holds no rows")
+                raise self.fail(key, f"{key}: {name} holds no rows")
             seen = own
-        for d in config.evaluation.datasets:
-            found = rows.exists(Path(d.path)) and rows.read(
-                Path(d.path), prompt, chat=bool(config.environment.chat)
-            )
-            if not found or not any(True for _ in found):
-                raise self.fail("evaluation.datasets", f"{d.name}: {d.path} holds no rows")
+        for i, d in enumerate(config.evaluation.datasets):
+            key = f"evaluation.datasets[{i}].path"
+            if not rows.exists(Path(d.path)):
+                raise self.fail(key, f"{key}: there is no file {d.path}")
+            if not any(True for _ in self._rows(key, d.path, config, prompt)):
+                raise self.fail(key, f"{key}: {d.path} holds no rows")
+
+    def _rows(self, key: str, name: str, config: JobConfig, prompt: str) -> Iterator[rows.Row]:
+        try:
+            yield from rows.read(Path(name), prompt, chat=bool(config.environment.chat))
+        except ConfigError as error:
+            raise self.fail(key, f"{key}: {error.message}", error.fix) from error
 
     def _verifiers(self, config: JobConfig) -> None:
         environment = config.environment
@@ -373,45 +287,3 @@ def at(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = getattr(config, part)
     return config
-
-
-def _leaves(document: dict[str, Any], known: dict[str, Any], prefix: str = "") -> Iterator[Any]:
-    for name, value in document.items():
-        key = prefix + name
-        if isinstance(value, dict) and value and is_dataclass(known.get(key, JobConfig)):
-            yield from _leaves(value, known, key + ".")
-        else:
-            yield key, value
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    origin, arguments = get_origin(kind) or kind, get_args(kind)
-    if origin is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if origin is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(arguments[0], v) for v in value)
-    if origin is dict:
-        return isinstance(value, dict) and (
-            arguments[1] is Any or all(_fits(arguments[1], v) for v in value.values())
-        )
-    if is_dataclass(kind):
-        return isinstance(value, dict)
-    if origin is UnionType:
-        return any(_fits(argument, value) for argument in arguments)
-    return isinstance(value, origin)
-
-
-def _name(kind: Any) -> str:
-    if is_dataclass(kind):
-        return "a table"
-    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-    if get_origin(kind) is list:
-        of = "whole numbers" if get_args(kind) == (int,) else "strings"
-        return f"a list of {of}"
-    if get_origin(kind) is dict:
-        return "a table"
-    if get_origin(kind) is UnionType:
-        return ", or ".join(_name(argument) for argument in get_args(kind))
-    return words.get(kind, str(kind))

@@ -11,24 +11,8 @@ from typing import Any
 from common import builtin
 from common.config import JobConfig, RewardPartConfig
 from common.errors import ConfigError
-from common.isolation import ORDER
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
-TIERS = ORDER[:0:-1]  # all but "none", the best first
-LEAST: dict[str, float] = {
-    "processes": 1,
-    "wall_s": 0.1,
-    "cpu_s": 0.1,
-    "memory_mb": 32,
-    "max_processes": 1,
-    "open_files": 16,
-    "scratch_mb": 1,
-    "files": 16,
-    "output_kb": 1,
-    "sessions": 1,
-    "session_idle_s": 1,
-}
-MOST = {"max_processes": 4096, "open_files": 1024, "memory_mb": 1 << 20, "scratch_mb": 1 << 20}
 _MCP = re.compile(r"mcp:([^/]+)/(.+)")
 
 
@@ -37,17 +21,6 @@ def check(config: JobConfig, fail: Fail) -> None:
     _tools(config, fail)
     _rewards(config, fail)
     sandbox = config.sandbox
-    if sandbox.tier not in TIERS:
-        wrong = f"sandbox.tier = {sandbox.tier!r} must be one of {', '.join(TIERS)}"
-        raise fail("sandbox.tier", wrong, "")
-    for key, least in LEAST.items():
-        if (value := getattr(sandbox, key)) < least:
-            name = f"sandbox.{key}"
-            raise fail(name, f"{name} = {value} must be at least {least:g}", "")
-    for key, most in MOST.items():
-        if (value := getattr(sandbox, key)) > most:
-            name = f"sandbox.{key}"
-            raise fail(name, f"{name} = {value} must be at most {most}", "")
     if sandbox.python and not os.access(sandbox.python, os.X_OK):
         raise fail("sandbox.python", f"there is no interpreter at {sandbox.python}", "")
 
@@ -97,35 +70,38 @@ def _rewards(config: JobConfig, fail: Fail) -> None:
     if reward.options and not builtin.is_builtin(reward.use):
         wrong = "reward.options are of a built-in reward.use"
         raise fail("reward.options", wrong, "A function of your own reads the row")
-    for part in reward.declared:
-        key = "reward.parts" if reward.parts else "reward.use"
+    for i, part in enumerate(reward.declared):
+        table = f"reward.parts[{i}]" if reward.parts else "reward"
+        key = f"{table}.use"
         if builtin.is_builtin(part.use):
-            _built_in(part, key, fail)
+            _built_in(part, table, fail)
         elif builtin.is_mcp(part.use):
             raise fail(key, f"{key}: {part.use!r} is a tool, not a reward", "")
         elif part.options:
             raise fail(key, f"{key}: options of {part.use!r}, which is no built-in reward", "")
 
 
-def _built_in(part: RewardPartConfig, key: str, fail: Fail) -> None:
+def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
+    key, place = f"{table}.use", f"{table}.options"
     known = builtin.REWARDS.get(part.use)
     if known is None:
         names = ", ".join(builtin.REWARDS)
         wrong = f"{key}: {part.use!r} is no built-in reward; there are {names}"
         raise fail(key, wrong, "One of your own is written module:function")
-    place = "reward.parts" if key == "reward.parts" else "reward.options"
     for option in part.options:
         if option not in known.options:
             names = ", ".join(sorted(known.options))
-            raise fail(place, f"{part.use} has no option {option!r}; it has {names}", "")
+            wrong = f"{place}: {part.use} has no option {option!r}; it has {names}"
+            raise fail(f"{place}.{option}", wrong, "")
     for option in known.required - set(part.options):
-        raise fail(place, f"{part.use} needs the option {option!r}", "")
+        raise fail(place, f"{place}: {part.use} needs the option {option!r}", "")
     pattern = part.options.get("pattern")
     if pattern is not None:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            raise fail(place, f"{part.use}: {pattern!r} is no pattern: {error}", "") from error
+            wrong = f"{place}: {part.use}: {pattern!r} is no pattern: {error}"
+            raise fail(f"{place}.pattern", wrong, "") from error
 
 
 def absolute(sandbox: Any, base: Path) -> str:

@@ -11,14 +11,23 @@ _PART = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*"
 def key_lines(text: str) -> dict[str, int]:
     """Dotted key -> line number (from 1) of every table header and every `key =` at a line's start.
 
-    Keys inside inline tables are not listed; `line_of` falls back to their parent.
+    The tables of `[[list]]` are `list[0]`, `list[1]` and so on. Keys inside inline tables are not
+    listed; `line_of` falls back to their parent.
     """
     found: dict[str, int] = {}
+    rows: dict[str, int] = {}  # tables of each list so far
     table = ""
     for number, line in _statements(text):
         stripped = line.strip()
         if stripped.startswith("["):
-            table = ".".join(_parts(stripped.lstrip("[")))
+            table = ""
+            for part in _parts(stripped.lstrip("[")):
+                name = f"{table}.{part}" if table else part
+                table = f"{name}[{rows[name] - 1}]" if name in rows else name
+            if stripped.startswith("[["):
+                found.setdefault(name, number)
+                rows[name] = rows.get(name, 0) + 1
+                table = f"{name}[{rows[name] - 1}]"
             found.setdefault(table, number)
         elif parts := _parts(stripped):
             found.setdefault(".".join(([table] if table else []) + parts), number)
@@ -30,7 +39,7 @@ def line_of(lines: dict[str, int], key: str) -> int:
     while key:
         if key in lines:
             return lines[key]
-        key = key.rpartition(".")[0]
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
     return 0
 
 

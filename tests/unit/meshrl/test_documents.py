@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from common.config import JobConfig
 from meshrl.cli import app
-from meshrl.jobfile import at, kinds
+from meshrl.jobfile import at
+from meshrl.jobschema import kinds
 
 ROOT = Path(__file__).parents[3]
 KEYS = [key for key, kind in kinds().items() if not is_dataclass(kind)]

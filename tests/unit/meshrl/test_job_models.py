@@ -108,7 +108,10 @@ def test_a_job_of_given_answers_has_groups_of_one_and_needs_no_reward(place: Pat
         (["algorithm.group_size=1"], "at least 2"),
         (["evaluation.best=more.mean"], "no figure of this job"),
         (['evaluation.datasets=[{name = "held_out", path = "more.jsonl"}]'], "taken"),
-        (['evaluation.datasets=[{name = "more", path = "nothing"}]'], "holds no rows"),
+        (
+            ['evaluation.datasets=[{name = "more", path = "nothing"}]'],
+            r"\[0\]\.path: there is no file",
+        ),
         (['evaluation.datasets=[{name = "more"}]'], "path is missing"),
         (
             ['evaluation.datasets=[{name = "a", path = "more.jsonl", pass_at = [2]}]'],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from common.config import AlgorithmConfig
+from common.corrections import LARGEST
 from common.errors import ConfigError
-from meshrl import jobalgorithm, jobfile
+from meshrl import jobalgorithm, jobfile, jobschema
 from services.trainer.algorithms import ALGORITHMS, aggregation, corrections, kl
 from services.trainer.algorithms.hooks import advantage_of_one
 
@@ -16,10 +18,11 @@ EXAMPLE = Path(__file__).parents[3] / "examples/calculator.toml"
 
 
 def test_the_choices_of_a_job_file_are_those_of_the_trainer() -> None:
-    choices = jobfile.CHOICES
+    choices = {key: get_args(kind) for key, kind in jobschema.kinds().items()}
     assert sorted(choices["algorithm.name"]) == sorted(ALGORITHMS)
     assert choices["algorithm.aggregation"] == ("", *aggregation.NAMES)
     assert choices["algorithm.kl"] == kl.ESTIMATES
+    assert choices["algorithm.correction"] == ("none", *LARGEST)
     assert choices["algorithm.correction_level"] == corrections.LEVELS
     assert AlgorithmConfig().name in ALGORITHMS
     rewardless = {name for name, one in ALGORITHMS.items() if one.advantages is advantage_of_one}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from common.config import JobConfig
 from common.errors import ConfigError
-from meshrl.jobfile import apply_override, kinds, load, nearest
+from meshrl.dryrun import to_toml
+from meshrl.jobfile import apply_override, load
+from meshrl.jobschema import kinds, nearest
 from meshrl.toml_lines import key_lines, line_of
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def rewrite(job: Path, old: str, new: str) -> None:
@@ -151,10 +156,13 @@ def test_lines_are_found_through_multi_line_strings_and_arrays() -> None:
     [
         ("[{max_tokens=60}]", "rollout.buckets[0].batch is missing"),
         ("[{max_tokens=60, batch=8, size=1}]", "unknown key rollout.buckets[0].size"),
-        ("[{max_tokens='x', batch=8}]", "rollout.buckets[0].max_tokens must be int"),
+        (
+            "[{max_tokens='x', batch=8}]",
+            "rollout.buckets[0].max_tokens must be a whole number, not 'x'",
+        ),
         ("[{max_tokens=60, batch=8}, {max_tokens=60, batch=8}]", "must rise in max_tokens"),
         ("[{max_tokens=60, batch=1000}]", "batch = 1000 must lie in 1 to rollout.slots"),
-        ("[{max_tokens=60, batch=8, engines=0}]", "engines = 0"),
+        ("[{max_tokens=60, batch=8, engines=0}]", "engines = 0 must be above 0"),
     ],
 )
 def test_a_bucket_that_cannot_be_is_refused_where_it_stands(
@@ -174,3 +182,13 @@ def test_buckets_and_pace_are_taken_as_written(job: Path) -> None:
     ]
     assert JobConfig.from_document(config.document()) == config
     assert "there is no pace 'tpu'" in refusal(job, "rollout.pace=tpu")
+
+
+@pytest.mark.parametrize("example", ["calculator", "chat", "code"])
+def test_what_a_dry_run_prints_is_the_same_job(tmp_path: Path, example: str) -> None:
+    base = shutil.copytree(EXAMPLES, tmp_path / "examples")
+    stops = 'rollout.stop=["😀", "\\u007f", "\\\\"]'
+    config, _ = load(base / f"{example}.toml", [stops])
+    printed = base / "printed.toml"
+    printed.write_text(to_toml(config.document()), encoding="utf-8")
+    assert load(printed, []) == (config, base)

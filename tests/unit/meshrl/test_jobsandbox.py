@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from common.errors import ConfigError, Refused
-from meshrl import isolation, jobfile
+from common.isolation import ORDER
+from meshrl import isolation, jobfile, jobschema
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "calculator.toml"
 
@@ -71,6 +73,10 @@ def test_parts_of_all_kinds_and_tools_of_all_kinds_are_accepted() -> None:
     references = dict(jobfile.all_references(config))
     assert references["reward.parts"] == "calculator:reward"
     assert "environment.tools.p" not in references
+
+
+def test_the_tiers_of_a_job_file_are_those_of_isolation_the_best_first() -> None:
+    assert get_args(jobschema.kinds()["sandbox.tier"]) == ORDER[:0:-1]
 
 
 def test_a_job_that_runs_no_code_of_the_model_needs_no_isolation(
