@@ -139,7 +139,8 @@ async def gangs(state: State) -> list[Gang]:
 
 async def gang(state: State, id: str) -> Gang | None:
     """One gang; None when there is none of that id."""
-    return next((found for found in await gangs(state) if found.id == id), None)
+    row = (await state.run("row", [f"{GANG}{id}"], {}))["row"]
+    return _gang(row | {"id": id}) if row else None
 
 
 async def lose_gang(state: State, leader_token: int, gang: str, reason: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import redis
+import redis.asyncio
 from state_bench import Bench
 
 from common.errors import Fenced, NotFound
 from common.state import events, gangs, leader, registry
+from common.state.client import State
 
 
 async def lead(bench: Bench, owner: str = "planner/0", ttl_ms: int = 600_000) -> int:
@@ -140,6 +145,35 @@ async def test_a_declined_move_is_off_the_record(bench: Bench) -> None:
     await gangs.decline_move(bench.state, led, "m1", "there is no gang g7")
     await leader.resign(bench.state, "planner", led)
     assert await gangs.take_moves(bench.state, await lead(bench, "b")) == []
+
+
+async def test_a_worker_reads_as_little_however_many_gangs_there_are(bench: Bench) -> None:
+    async def read() -> int:
+        told = Telling(bench.state.client)
+        state = State("told", told, redis.Redis())  # type: ignore[arg-type]
+        found = await gangs.gang(state, "g0")
+        assert found is not None and found.id == "g0" and await gangs.gang(state, "g1000") is None
+        return told.characters
+
+    for number in range(200):
+        token = await bench.seat(f"worker/g{number}")
+        await gangs.join_gang(bench.state, f"g{number}", f"worker/g{number}", token, "cpu")
+        if number == 0:
+            alone = await read()
+    assert await read() == alone
+
+
+class Telling:
+    """A client of Redis that counts what it was answered."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self.characters = 0
+
+    async def execute_command(self, *words: Any) -> Any:
+        reply = await self._client.execute_command(*words)
+        self.characters += len(repr(reply))
+        return reply
 
 
 async def test_a_gang_does_what_its_worker_does_that_is_furthest_from_done(bench: Bench) -> None:
