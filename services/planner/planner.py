@@ -33,6 +33,19 @@ SHORT_S = (
 ROLES = ("rollout", "training", "idle")
 
 
+class Term:
+    """What a leader remembers from look to look; each time that it is elected it begins anew."""
+
+    def __init__(self) -> None:
+        self.job = ""
+        self.window = StageWindow(1)
+        self.last_move_step = -(10**6)
+        self.observed = -math.inf  # when the stage times were looked at last
+        self.missed: dict[str, float] = {}  # gang -> since when a worker of it is not there
+        self.short_since: float | None = None  # when the mesh became too small for the job
+        self.times: dict[str, float] = {}
+
+
 class Planner(Actor):
     """One of several; the others stand by and take over when the leader's lease expires."""
 
@@ -42,17 +55,9 @@ class Planner(Actor):
         self.mesh = mesh
         self.token = 0  # of the leadership; 0: standing by
         self._changed = asyncio.Event()
-        self._window: StageWindow | None = None
-        self._job = ""
-        self._last_move_step = -(10**6)
-        self._observed = -math.inf  # when the stage times were looked at last
-        self._pending: dict[tuple[str, int], dict[str, Any]] = {}  # moves that are under way
-        self._asked: list[gangs.Move] = []  # by people, and not yet decided
-        self._missed: dict[str, float] = {}  # gang -> since when a worker of it is not there
-        self._short_since: float | None = None  # when the mesh became too small for the job
+        self._term = Term()
         self._stale = False
         self._keeper: Stoppable | None = None
-        self._times: dict[str, float] = {}
         self._started = mesh.clock.monotonic()
 
     @cast(PlannerInterface.look)
@@ -60,7 +65,7 @@ class Planner(Actor):
         self._changed.set()
 
     def stats(self) -> dict[str, Any]:
-        return {"leader": bool(self.token), **self._times}
+        return {"leader": bool(self.token), **(self._term.times if self.token else {})}
 
     # -- leadership ------------------------------------------------------------------------------
 
@@ -78,8 +83,7 @@ class Planner(Actor):
                 if not error.retryable:
                     raise
                 self.mesh.telemetry.log.warning("looking again", error=str(error))
-                self._missed.clear()
-                self._stale = True  # what was written may have been done, its answer lost
+                self._stale = True  # after an outage all leases look expired for a moment
             await self._pause()
 
     async def _campaign(self) -> None:
@@ -91,16 +95,10 @@ class Planner(Actor):
         self.token = token
 
     async def _take_over(self, token: int) -> None:
-        """Learns which moves the predecessor left under way, and keeps the lease from a thread."""
-        self._pending = {}
-        self._window = None
-        self._missed.clear()
-        for event in await events.read_all(self.mesh.state):
-            if event.kind == "desired" and event.fields.get("policy"):
-                key = (event.fields["gang"], int(event.fields["epoch"]))
-                self._pending[key] = dict(event.fields) | {"started_ms": event.ms}
-            elif event.kind == "move":
-                self._pending.pop((event.fields["gang"], int(event.fields["epoch"])), None)
+        """Begins a term, and keeps the lease from a thread. What a predecessor left under way is on
+        record.
+        """
+        self._term = Term()
 
         def keep() -> bool:
             held = leader.keep(self.mesh.state, ELECTION, token, LEASE_MS)
@@ -150,16 +148,16 @@ class Planner(Actor):
     async def _impossible(self, row: jobs.JobRow, known: list[gangs.Gang]) -> bool:
         """Whether this mesh is too small for the job: such a one waits, but not for ever."""
         now = self.mesh.clock.monotonic()
-        there = [g for g in known if now - self._missed.get(g.id, now) <= GONE_S]
+        there = [g for g in known if now - self._term.missed.get(g.id, now) <= GONE_S]
         ranks = int(row.document["training"].get("ranks", 1))
         samples = row.document["algorithm"]["name"] != "sft"
         why = shortage(there, ranks, samples, bool(self._frozen(row)))
         if not why:
-            self._short_since = None
+            self._term.short_since = None
             return False
-        if self._short_since is None:
-            self._short_since = now
-        if now - self._short_since > SHORT_S:
+        if self._term.short_since is None:
+            self._term.short_since = now
+        if now - self._term.short_since > SHORT_S:
             mesh = self.mesh
             await jobs.set_phase(mesh.state, row.id, "failed", mesh.token, mesh.name, error=why)
         return True
@@ -177,11 +175,11 @@ class Planner(Actor):
 
     def _follow(self, row: jobs.JobRow | None) -> None:
         job = row.id if row else ""
-        if job != self._job or self._window is None:
+        if job != self._term.job:
             size = row.document["algorithm"]["groups_per_step"] if row else 1
-            self._job, self._window = job, StageWindow(size)
-            self._short_since = None
-            self._last_move_step = -(10**6)
+            self._term.job, self._term.window = job, StageWindow(size)
+            self._term.short_since = None
+            self._term.last_move_step = -(10**6)
 
     async def _lose_gangs(self, entries: list[registry.Entry]) -> None:
         """Marks gangs lost whose worker this leader has missed in every look for LOST_S.
@@ -193,20 +191,23 @@ class Planner(Actor):
         for gang in await gangs.gangs(self.mesh.state):
             leases = {w if "/" in w else f"worker/{w}" for w in gang.workers}
             if leases <= alive and gang.whole:
-                self._missed.pop(gang.id, None)
+                self._term.missed.pop(gang.id, None)
                 continue
-            missed_s = now - self._missed.setdefault(gang.id, now)
+            missed_s = now - self._term.missed.setdefault(gang.id, now)
             away = not leases <= alive  # else it has not been whole yet
             if away and missed_s > LOST_S and gang.actual_state != "lost":
                 why = "its worker is gone"
                 await gangs.lose_gang(self.mesh.state, self.token, gang.id, why)
 
     async def _decide(
-        self, decision: Decision, row: jobs.JobRow | None, details: dict[str, Any]
+        self,
+        decision: Decision,
+        row: jobs.JobRow | None,
+        details: dict[str, Any],
+        operation: str = "",
     ) -> None:
-        """Writes a decision and hints at it."""
-        operation = self.mesh.random.token(8)
-        epoch = await gangs.set_desired(
+        """Writes a decision, once for an operation, and hints at it."""
+        await gangs.set_desired(
             self.mesh.state,
             self.token,
             decision.gang,
@@ -214,13 +215,10 @@ class Planner(Actor):
             row.id if row and decision.role != "idle" else "",
             decision.core,
             decision.policy,
-            operation,
+            operation or self.mesh.random.token(8),
             pinned=decision.policy == "user",
             details=details,
         )
-        if details.get("policy"):
-            started = {"started_ms": int(self.mesh.clock.wall() * 1000)}
-            self._pending[decision.gang, epoch] = dict(details) | started
         try:
             await self.mesh.ref(f"worker/{decision.gang}").cast(Worker.look, Look("desired"))
         except MeshError as error:
@@ -230,9 +228,7 @@ class Planner(Actor):
 
     async def _moves_asked_for(self, known: list[gangs.Gang], row: jobs.JobRow) -> None:
         by_id = {g.id: g for g in known}
-        self._asked += await gangs.take_moves(self.mesh.state, self.token)
-        while self._asked:
-            move = self._asked[0]
+        for move in await gangs.moves_asked_for(self.mesh.state):
             gang = by_id.get(move.gang)
             why = ""
             if gang is None:
@@ -249,8 +245,8 @@ class Planner(Actor):
                 await gangs.decline_move(self.mesh.state, self.token, move.op_id, why)
             else:
                 details = {"policy": "user", "from": gang.desired_role, "to": move.role}
-                await self._decide(Decision(gang.id, move.role, False, "user"), row, details)
-            self._asked.pop(0)
+                decision = Decision(gang.id, move.role, False, "user")
+                await self._decide(decision, row, details, move.op_id)
 
     async def _balance(
         self,
@@ -260,21 +256,21 @@ class Planner(Actor):
         config: PlannerConfig,
     ) -> None:
         """Moves one gang when the stage times say so."""
-        if self._window is None or row.phase != "training" or row.steps_done <= config.warmup_steps:
+        if row.phase != "training" or row.steps_done <= config.warmup_steps:
             return
         usable = [g for g in known if g.actual_state != "lost"]
         if not all(g.settled for g in usable):
-            self._window.reset()
+            self._term.window.reset()
             return
         now = self.mesh.clock.monotonic()
-        if now - self._observed < config.interval_s:
+        if now - self._term.observed < config.interval_s:
             return
-        self._observed = now
-        self._window.observe(read(row.id, (e for e in entries if e.alive)))
-        times = self._window.times()
-        if times is None or row.steps_done < self._last_move_step + config.cooldown_steps:
+        self._term.observed = now
+        self._term.window.observe(read(row.id, (e for e in entries if e.alive)))
+        times = self._term.window.times()
+        if times is None or row.steps_done < self._term.last_move_step + config.cooldown_steps:
             return
-        self._times = asdict(times)
+        self._term.times = asdict(times)
         split = Split(
             rollout=sum(g.desired_role == "rollout" for g in usable),
             training=sum(g.desired_role == "training" for g in usable),
@@ -293,33 +289,26 @@ class Planner(Actor):
             "step": row.steps_done,
             "before": progress(known, entries, gang.id),
         }
-        self._last_move_step = row.steps_done
-        self._window.reset()
+        self._term.last_move_step = row.steps_done
+        self._term.window.reset()
         await self._decide(Decision(gang.id, grows, False, "stage_time"), row, details)
 
     async def _finish_moves(self, known: list[gangs.Gang], entries: list[registry.Entry]) -> None:
         """Says of each move when it is complete, and what the other gangs did meanwhile."""
+        under_way = {move.gang: move for move in await gangs.moving(self.mesh.state)}
         for gang in known:
-            for key in [k for k in self._pending if k[0] == gang.id]:
-                if key[1] < gang.epoch:
-                    del self._pending[key]  # decided anew before it was done
-                elif gang.settled:
-                    details = self._pending.pop(key)
-                    before = details.pop("before", {})
-                    after = progress(known, entries, gang.id)
-                    others = {
-                        other: {"before": n, "after": after[other]}
-                        for other, n in before.items()
-                        if other in after
-                    }
-                    fields = details | {
-                        "gang": gang.id,
-                        "epoch": gang.epoch,
-                        "finished_ms": int(self.mesh.clock.wall() * 1000),
-                        "others": others,
-                    }
-                    await events.append(self.mesh.state, "move", fields)
-                    self._last_move_step = int(fields.get("step", self._last_move_step))
+            move = under_way.get(gang.id)
+            if move is None or move.epoch != gang.epoch or not gang.settled:
+                continue
+            after = progress(known, entries, gang.id)
+            details = dict(move.details)
+            details["others"] = {
+                other: {"before": before, "after": after[other]}
+                for other, before in details.pop("before", {}).items()
+                if other in after
+            }
+            await gangs.finish_move(self.mesh.state, self.token, move, details)
+            self._term.last_move_step = int(details.get("step", self._term.last_move_step))
 
 
 def progress(known: list[gangs.Gang], entries: list[registry.Entry], but: str) -> dict[str, int]:
