@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from state_bench import Bench, HandClock
 
-from common.errors import Refused
+from common.errors import Fenced, Refused
 from common.state import epoch, events, leader, registry
 from common.state.client import State
 from common.state.registry import Entry
@@ -242,3 +242,13 @@ async def test_a_script_sent_twice_under_one_operation_acts_once(state: State) -
         "append", ["{mesh}"], args
     )
     assert len(await events.read_all(state)) == 1
+
+
+async def test_an_event_that_is_told_under_a_lease_needs_it_and_is_told_once(bench: Bench) -> None:
+    token = await bench.seat("trainer/job")
+    for _ in range(2):
+        await events.append_as(bench.state, "trainer/job", token, "told", {"empty": []}, "op")
+    with pytest.raises(Fenced):
+        await events.append_as(bench.state, "trainer/job", token + 1, "told", {}, "other")
+    told = [e.fields for e in await events.read_all(bench.state) if e.kind == "told"]
+    assert told == [{"empty": []}]
