@@ -170,12 +170,6 @@ async def test_after_an_outage_the_first_to_return_raises_the_epoch_once(bench: 
     assert [e.kind for e in await events.read_all(state)].count("epoch") == 1
 
 
-async def test_an_epoch_is_raised_once_by_all_who_saw_the_same_outage(state: State) -> None:
-    answers = [await epoch.raise_epoch(state, 0, 9000) for _ in range(3)]
-    assert answers == [1, 1, 1]
-    assert await epoch.raise_epoch(state, 1, 9000) == 2
-
-
 async def test_who_registers_again_after_an_outage_keeps_a_name_nobody_took(bench: Bench) -> None:
     state = bench.state
     token = await registry.register(state, entry("a"), 20)
