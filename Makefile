@@ -70,7 +70,9 @@ clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
 # Decisions are pure functions in modules named after what they decide; they are typed strictly.
-POLICIES := $(wildcard services/planner/allocation.py services/planner/placement.py services/planner/stages.py \
+POLICIES := $(wildcard services/planner/allocation.py services/planner/balancing.py services/planner/feasibility.py \
+	services/planner/job.py services/planner/moves.py services/planner/placement.py services/planner/presence.py \
+	services/planner/requests.py services/planner/settling.py services/planner/stages.py \
 	services/rollout/routing.py services/rollout/moving.py services/rollout/batching.py services/rollout/lengths.py services/rollout/cmlfq.py \
 	services/rollout/balance.py services/rollout/throughput.py services/trainer/batching.py \
 	services/rollout/engines/torch_engine/blocks.py services/rollout/engines/torch_engine/buckets.py \

@@ -15,11 +15,3 @@ from common.state.keys import MESH
 async def mesh_epoch(state: State) -> int:
     """The number of outages so far that outlasted a lease."""
     return int(await state.command("GET", f"{MESH}:epoch") or 0)
-
-
-async def raise_epoch(state: State, seen: int, away_ms: int) -> int:
-    """Raises the epoch after an outage of `away_ms`, unless it is above `seen` already; returns
-    what it is then.
-    """
-    args = {"seen": seen, "away_ms": away_ms}
-    return int((await state.run("epoch", [MESH], args))["epoch"])

@@ -27,6 +27,14 @@ async def append(state: State, kind: str, fields: dict[str, Any]) -> None:
     await state.run("append", [MESH], args)
 
 
+async def append_as(
+    state: State, name: str, token: int, kind: str, fields: dict[str, Any], op_id: str
+) -> None:
+    """Adds an event, once for an operation; Fenced without the live lease (name, token)."""
+    args = {"op": op_id, "kind": kind, "fields": json.dumps(fields), "name": name, "token": token}
+    await state.run("append", [MESH], args)
+
+
 async def read(state: State, since: str = "0", count: int = 1000) -> list[Event]:
     """Up to `count` events after the one whose id is `since`, oldest first."""
     rows = await state.command(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,8 @@ from common.state.keys import MESH, PLANNER
 
 GANGS = f"{MESH}:gangs"
 GANG = f"{MESH}:gang:"
+MOVES = f"{MESH}:moves"
+MOVING = f"{MESH}:moving"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,16 @@ class Move:
     op_id: str
 
 
+@dataclass(frozen=True)
+class Moving:
+    """A move that a leader has decided and that is not complete yet."""
+
+    gang: str
+    epoch: int  # of the decision
+    started_ms: int
+    details: dict[str, Any]  # as they were given to `set_desired`
+
+
 async def join_gang(
     state: State, gang: str, worker: str, token: int, accelerator: str, size: int = 1
 ) -> Gang:
@@ -88,8 +99,9 @@ async def set_desired(
     """Writes what the gang should do and returns the new epoch; Fenced for a leader that is no
     longer one.
 
-    `details` (stage times, thresholds) become fields of the event `desired`. Moves that asked for
-    this are settled.
+    `details` (stage times, thresholds) are those of a move: they become fields of the event
+    `desired`, and the move is under way until `finish_move` or the next decision about the gang.
+    Moves that asked for this are settled.
     """
     args = {
         "election": PLANNER,
@@ -139,7 +151,8 @@ async def gangs(state: State) -> list[Gang]:
 
 async def gang(state: State, id: str) -> Gang | None:
     """One gang; None when there is none of that id."""
-    return next((found for found in await gangs(state) if found.id == id), None)
+    row = (await state.run("row", [f"{GANG}{id}"], {}))["row"]
+    return _gang(row | {"id": id}) if row else None
 
 
 async def lose_gang(state: State, leader_token: int, gang: str, reason: str) -> None:
@@ -155,20 +168,45 @@ async def request_move(state: State, gang: str, role: str, op_id: str) -> None:
     await state.run("request_move", [MESH], {"gang": gang, "role": role, "op": op_id})
 
 
-async def take_moves(state: State, leader_token: int) -> list[Move]:
-    """The moves asked for that this leader has not seen; the next leader sees those that this one
-    leaves undone.
-    """
-    args = {"election": PLANNER, "token": leader_token, "op": uuid.uuid4().hex}
-    moves = (await state.run("take_moves", [MESH], args))["moves"]
-    asked = sorted(moves or [], key=lambda move: (move["asked_ms"], move["op"]))
-    return [Move(move["gang"], move["role"], move["op"]) for move in asked]
+async def moves_asked_for(state: State) -> list[Move]:
+    """The moves on record, in the order in which they were asked for."""
+    row = (await state.run("row", [MOVES], {}))["row"] or {}
+    moves = [json.loads(move) | {"op": op} for op, move in row.items()]
+    moves.sort(key=lambda move: (move["asked_ms"], move["op"]))
+    return [Move(move["gang"], move["role"], move["op"]) for move in moves]
 
 
 async def decline_move(state: State, leader_token: int, op_id: str, reason: str) -> None:
     """Strikes a move off the record, with the reason in the event `move_declined`."""
     args = {"election": PLANNER, "token": leader_token, "move": op_id, "reason": reason}
     await state.run("decline_move", [MESH], args)
+
+
+async def moving(state: State) -> list[Moving]:
+    """The moves that are under way, one of a gang at most, by gang."""
+    row = (await state.run("row", [MOVING], {}))["row"] or {}
+    found = {gang: json.loads(move) for gang, move in row.items()}
+    return [
+        Moving(gang, move["epoch"], move["started_ms"], json.loads(move["details"]))
+        for gang, move in sorted(found.items())
+    ]
+
+
+async def finish_move(
+    state: State, leader_token: int, move: Moving, details: dict[str, Any]
+) -> None:
+    """Strikes a complete move off the record and tells of it, with `details`, in the event `move`,
+    once. Nothing happens when the gang was decided about anew.
+    """
+    about = {"gang": move.gang, "epoch": move.epoch, "started_ms": move.started_ms}
+    args = {
+        "election": PLANNER,
+        "token": leader_token,
+        "gang": move.gang,
+        "epoch": move.epoch,
+        "details": json.dumps(details | about),
+    }
+    await state.run("finish_move", [MESH], args)
 
 
 def _flag(value: bool) -> str:

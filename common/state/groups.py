@@ -40,8 +40,6 @@ class GroupRow:
     min_version: int  # of its tokens
     max_version: int
     passed: int  # steps that took younger groups
-    opened_ms: int
-    ready_ms: int
     foreign_above: int = NATIVE  # tokens of later versions are of an abandoned lineage
 
 

@@ -10,16 +10,6 @@ from common.errors import NotFound
 from common.state.client import State
 from common.state.keys import MESH, job_prefix
 
-PHASES = (
-    "queued",
-    "warm_start",
-    "baseline",
-    "training",
-    "evaluation",
-    "finished",
-    "failed",
-    "stopped",
-)
 ENDED = frozenset({"finished", "failed", "stopped"})
 JOBS = f"{MESH}:jobs"
 DELETED = f"{MESH}:deleted"

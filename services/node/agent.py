@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.actor import Actor, call
-from common.api.node import ListWorkers, Node, WorkerProcess, WorkerProcesses
+from common.actor import Actor
 from common.errors import ConfigError, DeadlineExceeded, StateUnavailable
 from common.leasewatch import LeaseWatch
 from common.mesh import Mesh
@@ -56,8 +55,6 @@ def seats(workers: int, prefix: str, ranks: int) -> list[Seat]:
 
 
 class NodeAgent(Actor, Hooks):
-    interface = Node
-
     def __init__(
         self,
         mesh: Mesh,
@@ -99,20 +96,6 @@ class NodeAgent(Actor, Hooks):
             task.cancel()
         await self._supervisor.stop(GRACE_S)
         self._notes.unlink(missing_ok=True)
-
-    @call(Node.workers)
-    def workers(self, m: ListWorkers) -> WorkerProcesses:
-        found = [
-            WorkerProcess(
-                gang=name.removeprefix("worker/"),
-                pid=child.pid,
-                adopted=name in self._adopted,
-                restarts=self._supervisor.restarts(name),
-            )
-            for name, child in self._supervisor.children.items()
-        ]
-        accelerators = [accelerator.name for accelerator in self._accelerators]
-        return WorkerProcesses(self._mesh.name, accelerators, found)
 
     def _spec(self, seat: Seat, accelerator: Accelerator) -> ChildSpec:
         module = [sys.executable, "-m", "services.node.worker"]

@@ -10,7 +10,8 @@ last one left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from common.state.gangs import Gang
 
@@ -23,6 +24,7 @@ class Decision:
     role: str
     core: bool
     policy: str  # default | repair | stage_time | user | release
+    details: dict[str, Any] = field(default_factory=dict)  # of a move: what it was decided by
 
 
 def next_decision(

@@ -7,7 +7,7 @@ slots that is in use, so that the stage time is that of full engines.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from services.planner.allocation import StageTimes
@@ -52,33 +52,34 @@ def read(job: str, entries: Iterable[Published]) -> Counters:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class StageWindow:
     """Differences of counters since the processes last changed."""
 
-    def __init__(self, groups_per_step: int) -> None:
-        self._groups_per_step = groups_per_step
-        self._first: Counters | None = None
-        self._last: Counters | None = None
+    groups_per_step: int
+    first: Counters | None = None
+    last: Counters | None = None
 
-    def observe(self, counters: Counters) -> None:
-        """Takes a look; other processes than before begin a new window."""
-        if self._first is None or self._first.sources != counters.sources:
-            self._first = counters
-        self._last = counters
+    def observed(self, counters: Counters) -> StageWindow:
+        """The window after a look; other processes than before begin a new one."""
+        first = self.first
+        if first is None or first.sources != counters.sources:
+            first = counters
+        return replace(self, first=first, last=counters)
 
-    def reset(self) -> None:
-        self._first = self._last = None
+    def emptied(self) -> StageWindow:
+        return StageWindow(self.groups_per_step)
 
     def times(self) -> StageTimes | None:
         """Seconds per step of each stage with these gangs; None until enough has been seen."""
-        first, last = self._first, self._last
+        first, last = self.first, self.last
         if first is None or last is None or not last.engines:
             return None
         steps, groups = last.steps - first.steps, last.groups - first.groups
-        if steps < LEAST_STEPS or groups < LEAST_STEPS * self._groups_per_step:
+        if steps < LEAST_STEPS or groups < LEAST_STEPS * self.groups_per_step:
             return None
         busy = (last.occupied_s - first.occupied_s) / last.engines
         return StageTimes(
-            rollout_s=busy / groups * self._groups_per_step,
+            rollout_s=busy / groups * self.groups_per_step,
             train_s=(last.train_busy_s - first.train_busy_s) / steps,
         )

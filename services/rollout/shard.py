@@ -7,9 +7,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from common.actor import Actor, cast
-from common.api.hint import Look
-from common.api.rollout import Rollout
+from common.actor import Actor
 from common.errors import MeshError
 from common.evaluations import AFTER, BEFORE, Plan, bracket, due
 from common.jobdata import JobData
@@ -26,8 +24,6 @@ ENDED = ("finished", "failed", "stopped")
 class RolloutShard(Actor):
     """Serves one job at a time, the oldest that is active."""
 
-    interface = Rollout
-
     def __init__(self, mesh: Mesh, logs: Path) -> None:
         self.mesh, self.logs = mesh, logs
         self.serving: ShardJob | None = None
@@ -36,10 +32,6 @@ class RolloutShard(Actor):
         self._evaluated: set[str] = set()  # of it
         self._evaluating: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[Any]] = set()
-
-    @cast(Rollout.look)
-    def look(self, hint: Look) -> None:
-        self._changed.set()
 
     def stats(self) -> dict[str, Any]:
         return self.serving.stats() if self.serving else {}
@@ -62,10 +54,10 @@ class RolloutShard(Actor):
         return next((row for row in rows if row.phase in ACTIVE), None)
 
     async def _pause(self) -> None:
-        """Until a hint comes, LOOK_S at most."""
+        """Until the phase has changed here, LOOK_S at most."""
         self._changed.clear()
         try:
-            async with self.mesh.clock.timeout(LOOK_S, "a hint"):
+            async with self.mesh.clock.timeout(LOOK_S, "a change of phase"):
                 await self._changed.wait()
         except MeshError:
             return

@@ -25,7 +25,7 @@ from common.errors import MeshError, NotFound, RankLost
 from common.jobdata import JobData
 from common.mesh import Mesh
 from common.patience import patiently
-from common.state import events, jobs, registry, steps
+from common.state import jobs, registry, steps
 from kernels.cost import Calibration, expected
 from services.trainer.batch import Batch, Refill, staleness
 from services.trainer.beginning import adapt, first_weights, outline, start
@@ -37,11 +37,10 @@ from services.trainer.hold import evaluated
 from services.trainer.intake import POLL_S, Intake
 from services.trainer.learner import Learner
 from services.trainer.publishing import Publisher
+from services.trainer.rank_losses import RankLosses
 from services.trainer.recovery import Recovery
 from services.trainer.stats import update_metrics
 from services.trainer.step import Step, Stepped
-
-LOSSES = 3  # of ranks, in a row and at one step: what is wrong does not mend by repeating it
 
 
 class TrainerCore(Actor):
@@ -232,7 +231,7 @@ class TrainerCore(Actor):
         """Steps until the budget is spent, or the job has ended; RankLost when no step gets done
         because ranks are lost.
         """
-        row, losses = await self._row(), 0
+        row, losses = await self._row(), RankLosses(self.mesh, self.data.id)
         budget = self.data.config.budget.steps
         while self.steps_done < budget and row.phase not in ("failed", "stopped", "finished"):
             if row.phase != "training":
@@ -240,22 +239,15 @@ class TrainerCore(Actor):
                 row = await self._row()
                 continue
             try:
-                if losses:
+                if losses.in_a_row:
                     await self._regain()
                 await self._step(self.steps_done + 1)
-                losses = 0
+                losses.in_a_row = 0
             except RankLost as error:
-                losses += 1
-                await self._note_loss(error)
-                if losses == LOSSES:
-                    raise
+                await losses.note(error)
         self.phase = "done"
         while True:  # the role process stays until its gang is moved
             await self.mesh.clock.sleep(60.0)
-
-    async def _note_loss(self, error: RankLost) -> None:
-        self.mesh.telemetry.log.warning("step cut off", error=str(error))
-        await events.append(self.mesh.state, "rank_lost", {"job": self.data.id, "why": str(error)})
 
     async def _regain(self) -> None:
         """The gang is formed anew, and stands where the last committed step left the job."""

@@ -13,7 +13,9 @@ from common.config import FrozenModelConfig, JobConfig, ModelsConfig, PlannerCon
 from common.random import Random
 from common.state import gangs, jobs
 from common.virtual import VirtualClock, run_virtual
-from services.planner.planner import GONE_S, LOST_S, SHORT_S, Planner
+from services.planner.feasibility import SHORT_S
+from services.planner.planner import Planner
+from services.planner.presence import GONE_S, LOST_S
 from tests.mesh.simulation import JOB, Process, World
 
 FROZEN = ModelsConfig(reference=FrozenModelConfig(path="initial"))

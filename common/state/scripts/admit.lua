@@ -24,7 +24,7 @@ for n = 1, math.min(a.want, capacity) do
     cursor = cursor + 1
   end
   redis.call('HSET', group_key(group), 'state', 'open', 'shard', a.shard, 'prompt', prompt,
-    'version', version, 'samples', size, 'passed', passed, 'opened_ms', NOW)
+    'version', version, 'samples', size, 'passed', passed)
   redis.call('ZADD', index('open'), group, group)
   opened[n] = {group = group, prompt = prompt, version = version,
     lineage = tonumber(job.lineage)}

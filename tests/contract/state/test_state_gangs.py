@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import redis
+import redis.asyncio
 from state_bench import Bench
 
 from common.errors import Fenced, NotFound
 from common.state import events, gangs, leader, registry
+from common.state.client import State
 
 
 async def lead(bench: Bench, owner: str = "planner/0", ttl_ms: int = 600_000) -> int:
@@ -112,24 +117,21 @@ async def test_a_lost_gang_is_marked_once(bench: Bench) -> None:
     assert [e.kind for e in await events.read_all(bench.state)].count("lost") == 1
 
 
-async def test_a_move_is_taken_once_by_each_leader_until_it_is_settled(bench: Bench) -> None:
+async def test_a_move_that_is_asked_for_is_on_record_until_it_is_settled(bench: Bench) -> None:
     token = await bench.seat("worker/g0")
     await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
-    first = await lead(bench, "a")
-    asked = gangs.Move("g0", "training", "m1")
-    for _ in range(2):
-        await gangs.request_move(bench.state, "g0", "training", "m1")
-    assert await gangs.take_moves(bench.state, first) == [asked]
-    assert await gangs.take_moves(bench.state, first) == []
-    await leader.resign(bench.state, "planner", first)
-    second = await lead(bench, "b")
-    assert await gangs.take_moves(bench.state, second) == [asked]
+    led = await lead(bench, "a")
+    assert await gangs.moves_asked_for(bench.state) == []
+    asked = [gangs.Move("g0", "training", "m1"), gangs.Move("g0", "rollout", "m0")]
+    for move in asked:
+        for _ in range(2):
+            await gangs.request_move(bench.state, move.gang, move.role, move.op_id)
+        await bench.pass_ms(5)
+    assert await gangs.moves_asked_for(bench.state) == asked
     await gangs.set_desired(
-        bench.state, second, "g0", "training", "job", False, "asked", "m1", pinned=True
+        bench.state, led, "g0", "training", "job", False, "asked", "m1", pinned=True
     )
-    await leader.resign(bench.state, "planner", second)
-    third = await lead(bench, "c")
-    assert await gangs.take_moves(bench.state, third) == []
+    assert await gangs.moves_asked_for(bench.state) == asked[1:]
     found = await gangs.gang(bench.state, "g0")
     assert found and found.pinned
 
@@ -137,9 +139,87 @@ async def test_a_move_is_taken_once_by_each_leader_until_it_is_settled(bench: Be
 async def test_a_declined_move_is_off_the_record(bench: Bench) -> None:
     led = await lead(bench, "a")
     await gangs.request_move(bench.state, "g7", "training", "m1")
-    await gangs.decline_move(bench.state, led, "m1", "there is no gang g7")
-    await leader.resign(bench.state, "planner", led)
-    assert await gangs.take_moves(bench.state, await lead(bench, "b")) == []
+    with pytest.raises(Fenced):
+        await gangs.decline_move(bench.state, led + 1, "m1", "there is no gang g7")
+    for _ in range(2):
+        await gangs.decline_move(bench.state, led, "m1", "there is no gang g7")
+    assert await gangs.moves_asked_for(bench.state) == []
+    assert [e.kind for e in await events.read_all(bench.state)].count("move_declined") == 1
+
+
+async def test_a_move_is_under_way_until_it_is_finished_and_told_of_once(bench: Bench) -> None:
+    token = await bench.seat("worker/g0")
+    await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
+    led = await lead(bench, "a")
+    details = {"policy": "stage_time", "rollout_s": 0.1234567890123456789, "before": {}}
+    for _ in range(2):
+        epoch = await gangs.set_desired(
+            bench.state, led, "g0", "training", "job", False, "", "op", details=details
+        )
+    [move] = await gangs.moving(bench.state)
+    assert (move.gang, move.epoch, move.details) == ("g0", epoch, details)
+    await bench.pass_ms(20)
+    with pytest.raises(Fenced):
+        await gangs.finish_move(bench.state, led + 1, move, move.details)
+    for _ in range(2):
+        await gangs.finish_move(bench.state, led, move, move.details | {"others": {}})
+    assert await gangs.moving(bench.state) == []
+    [told] = [e.fields for e in await events.read_all(bench.state) if e.kind == "move"]
+    assert told["finished_ms"] - told["started_ms"] >= 20
+    assert told == details | {
+        "others": {},
+        "gang": "g0",
+        "epoch": epoch,
+        "started_ms": move.started_ms,
+        "finished_ms": told["finished_ms"],
+    }
+
+
+async def test_the_next_decision_about_a_gang_replaces_its_move(bench: Bench) -> None:
+    token = await bench.seat("worker/g0")
+    await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
+    led = await lead(bench, "a")
+    for role in ("training", "rollout"):
+        await gangs.set_desired(
+            bench.state, led, "g0", role, "job", False, "", role, details={"to": role}
+        )
+        if role == "training":
+            [first] = await gangs.moving(bench.state)
+    await gangs.finish_move(bench.state, led, first, first.details)
+    [second] = await gangs.moving(bench.state)
+    assert second.details == {"to": "rollout"}
+    await gangs.set_desired(bench.state, led, "g0", "idle", "", False, "release", "last")
+    assert await gangs.moving(bench.state) == []
+    assert "move" not in {e.kind for e in await events.read_all(bench.state)}
+
+
+async def test_a_worker_reads_as_little_however_many_gangs_there_are(bench: Bench) -> None:
+    async def read() -> int:
+        told = Telling(bench.state.client)
+        state = State("told", told, redis.Redis())  # type: ignore[arg-type]
+        found = await gangs.gang(state, "g0")
+        assert found is not None and found.id == "g0" and await gangs.gang(state, "g1000") is None
+        return told.characters
+
+    for number in range(200):
+        token = await bench.seat(f"worker/g{number}")
+        await gangs.join_gang(bench.state, f"g{number}", f"worker/g{number}", token, "cpu")
+        if number == 0:
+            alone = await read()
+    assert await read() == alone
+
+
+class Telling:
+    """A client of Redis that counts what it was answered."""
+
+    def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._client = client
+        self.characters = 0
+
+    async def execute_command(self, *words: Any) -> Any:
+        reply = await self._client.execute_command(*words)
+        self.characters += len(repr(reply))
+        return reply
 
 
 async def test_a_gang_does_what_its_worker_does_that_is_furthest_from_done(bench: Bench) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from state_bench import Bench, HandClock
 
-from common.errors import Refused
+from common.errors import Fenced, Refused
 from common.state import epoch, events, leader, registry
 from common.state.client import State
 from common.state.registry import Entry
@@ -170,12 +170,6 @@ async def test_after_an_outage_the_first_to_return_raises_the_epoch_once(bench: 
     assert [e.kind for e in await events.read_all(state)].count("epoch") == 1
 
 
-async def test_an_epoch_is_raised_once_by_all_who_saw_the_same_outage(state: State) -> None:
-    answers = [await epoch.raise_epoch(state, 0, 9000) for _ in range(3)]
-    assert answers == [1, 1, 1]
-    assert await epoch.raise_epoch(state, 1, 9000) == 2
-
-
 async def test_who_registers_again_after_an_outage_keeps_a_name_nobody_took(bench: Bench) -> None:
     state = bench.state
     token = await registry.register(state, entry("a"), 20)
@@ -242,3 +236,13 @@ async def test_a_script_sent_twice_under_one_operation_acts_once(state: State) -
         "append", ["{mesh}"], args
     )
     assert len(await events.read_all(state)) == 1
+
+
+async def test_an_event_that_is_told_under_a_lease_needs_it_and_is_told_once(bench: Bench) -> None:
+    token = await bench.seat("trainer/job")
+    for _ in range(2):
+        await events.append_as(bench.state, "trainer/job", token, "told", {"empty": []}, "op")
+    with pytest.raises(Fenced):
+        await events.append_as(bench.state, "trainer/job", token + 1, "told", {}, "other")
+    told = [e.fields for e in await events.read_all(bench.state) if e.kind == "told"]
+    assert told == [{"empty": []}]

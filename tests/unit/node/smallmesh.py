@@ -8,12 +8,13 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common.errors import StateUnavailable
 from common.host import SystemHost
 from common.process import SystemChild, start_time
 from common.settings import SETTINGS_ENV, MeshSettings
-from common.state import gangs, leader, registry
+from common.state import events, gangs, leader, registry
 from common.state.client import State
 from common.state.embedded import command
 from common.state.gangs import Gang
@@ -90,6 +91,15 @@ class SmallMesh:
                 return entry.pid
             await asyncio.sleep(0.05)
         raise AssertionError(f"no {name} but {other_than}\n{self.logs()}")
+
+    async def told(self, kind: str, count: int) -> list[dict[str, Any]]:
+        """The first `count` events of a kind."""
+        for _ in range(1200):
+            found = [e.fields for e in await events.read(self.state) if e.kind == kind]
+            if len(found) >= count:
+                return found[:count]
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"not {count} times {kind}: {found}\n{self.logs()}")
 
     def processes(self) -> list[int]:
         """All running processes that were started with this mesh's settings."""

@@ -9,13 +9,7 @@ import signal
 import pytest
 from smallmesh import SmallMesh, gone
 
-from common.api.node import ListWorkers, Node
-from common.clock import SystemClock
-from common.host import SystemHost
-from common.mesh import Mesh
-from common.random import Random
 from common.state import events
-from common.transport.zmq import ZmqTransport
 
 OUTAGE_S = 7.5  # longer than a lease
 
@@ -114,24 +108,14 @@ async def test_workers_outlive_the_agent_and_the_next_one_adopts_them(mesh: Smal
     await agent.wait(5)
     mesh.start_agent(workers=2)
     await mesh.pid_of("node/here", other_than=agent.pid)
-    caller = Mesh(
-        name="test",
-        kind="test",
-        state=mesh.state,
-        transport=ZmqTransport(mesh.settings.bind, ""),
-        clock=SystemClock(),
-        random=Random.system(),
-        host=SystemHost(),
-    )
-    found = await caller.ref("node/here").call(Node.workers, ListWorkers(), deadline_s=15)
-    assert [(w.gang, w.pid, w.adopted) for w in found.workers] == [
-        ("g0", before[0], True),
-        ("g1", before[1], True),
+    ups = await mesh.told("worker_up", 4)
+    assert [(up["name"], up["pid"], up["how"]) for up in ups[2:]] == [
+        ("worker/g0", before[0], "adopted"),
+        ("worker/g1", before[1], "adopted"),
     ]
     assert [await mesh.pid_of(name) for name in names] == before
     os.kill(before[1], signal.SIGKILL)
     await mesh.pid_of("worker/g1", other_than=before[1])
-    await caller.leave()
 
 
 @pytest.mark.parametrize("redis_too", [False, True])

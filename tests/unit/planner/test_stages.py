@@ -20,19 +20,17 @@ def look(step: int, groups: int, busy: float, trained: float, incarnation: str =
 
 
 def test_times_are_per_step_and_per_present_gang() -> None:
-    window = StageWindow(groups_per_step=16)
-    window.observe(read("job", look(4, 64, 10.0, 4.0)))
+    window = StageWindow(groups_per_step=16).observed(read("job", look(4, 64, 10.0, 4.0)))
     assert window.times() is None
-    window.observe(read("job", look(8, 128, 12.0, 8.0)))
+    window = window.observed(read("job", look(8, 128, 12.0, 8.0)))
     times = window.times()
     assert times is not None
     assert (times.rollout_s, times.train_s) == (0.5, 1.0)
 
 
 def test_a_restarted_process_begins_a_new_window() -> None:
-    window = StageWindow(groups_per_step=16)
-    window.observe(read("job", look(4, 64, 10.0, 4.0)))
-    window.observe(read("job", look(8, 128, 12.0, 8.0, incarnation="b")))
+    window = StageWindow(groups_per_step=16).observed(read("job", look(4, 64, 10.0, 4.0)))
+    window = window.observed(read("job", look(8, 128, 12.0, 8.0, incarnation="b")))
     assert window.times() is None
 
 

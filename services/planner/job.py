@@ -1,0 +1,37 @@
+"""A job as the planner sees it: what it needs of the mesh, and how far it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import PlannerConfig
+from common.state.jobs import JobRow
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    id: str
+    phase: str
+    steps_done: int
+    workers: int  # that its file names
+    ranks: int  # of its core, a worker each
+    samples: bool  # whether anything is rolled out for it
+    scoring: bool  # whether it has frozen models, which one gang hosts
+    groups_per_step: int
+    config: PlannerConfig
+
+
+def planned(row: JobRow) -> PlannedJob:
+    """The job of a row."""
+    document = row.document
+    return PlannedJob(
+        id=row.id,
+        phase=row.phase,
+        steps_done=row.steps_done,
+        workers=document["mesh"]["workers"],
+        ranks=int(document["training"].get("ranks", 1)),
+        samples=document["algorithm"]["name"] != "sft",
+        scoring=any(model["path"] for model in document.get("models", {}).values()),
+        groups_per_step=document["algorithm"]["groups_per_step"],
+        config=PlannerConfig(**document["planner"]),
+    )

@@ -1,0 +1,29 @@
+"""What becomes of the moves that people ask for."""
+
+from __future__ import annotations
+
+from common.state.gangs import Gang, Move
+from services.planner.placement import IDLE, ROLLOUT, SCORING, TRAINING, Decision
+
+ROLES = (ROLLOUT, TRAINING, IDLE)  # that a gang may be given by hand
+
+
+def refusal(move: Move, gang: Gang | None) -> str:
+    """Why a move is declined; empty when it is made. `gang`: the one it names, if there is one."""
+    if gang is None:
+        return f"no gang is called {move.gang}"
+    if move.role not in ROLES:
+        return f"{move.role} is no role; choose from {', '.join(ROLES)}"
+    if gang.desired_core:
+        return f"{gang.id} is the core of training; move another one"
+    if gang.desired_role == SCORING:
+        return f"{gang.id} hosts the job's frozen models; move another one"
+    if gang.size > 1:
+        return f"{gang.id} is a gang of {gang.size} workers, for a core of so many ranks"
+    return ""
+
+
+def granted(move: Move, gang: Gang) -> Decision:
+    """The decision that makes the move."""
+    details = {"policy": "user", "from": gang.desired_role, "to": move.role}
+    return Decision(gang.id, move.role, False, "user", details)

@@ -1,0 +1,69 @@
+"""What state a mesh must be in before stage times may move a gang.
+
+The job trains and its warm-up is over; every gang does what was decided last; the last look at the
+stage times is an interval ago, and the last move `cooldown_steps`; and since the processes last
+changed there were enough steps and groups to tell the times from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.state.gangs import Gang
+from services.planner.allocation import StageTimes
+from services.planner.job import PlannedJob
+from services.planner.presence import usable
+from services.planner.stages import Published, StageWindow, read
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a leader remembers of the stage times of a job."""
+
+    job: str = ""
+    window: StageWindow = field(default_factory=lambda: StageWindow(1))
+    observed_s: float = -math.inf  # when it looked at the counters last
+    last_move_step: float = -math.inf
+
+    def moved(self, step: int) -> Watch:
+        """A gang moves from that step on: times of before say nothing of those after."""
+        return replace(self, window=self.window.emptied(), last_move_step=step)
+
+    def arrived(self, details: Mapping[str, Any]) -> Watch:
+        """A move of these details is complete, which may have been a predecessor's."""
+        return replace(self, last_move_step=details.get("step", self.last_move_step))
+
+
+def following(watch: Watch, job: PlannedJob | None) -> Watch:
+    """The watch of this job, which begins when the mesh takes it up."""
+    if job is None:
+        return replace(Watch(), observed_s=watch.observed_s)
+    if job.id == watch.job:
+        return watch
+    return Watch(job.id, StageWindow(job.groups_per_step), watch.observed_s)
+
+
+def look(
+    watch: Watch,
+    job: PlannedJob,
+    gangs: Sequence[Gang],
+    entries: Iterable[Published],
+    now_s: float,
+) -> tuple[Watch, StageTimes | None]:
+    """The watch after this look, and the stage times when a move may be decided by them.
+
+    `entries` are those of live processes.
+    """
+    if job.phase != "training" or job.steps_done <= job.config.warmup_steps:
+        return watch, None
+    if not all(g.settled for g in usable(gangs)):
+        return replace(watch, window=watch.window.emptied()), None
+    if now_s - watch.observed_s < job.config.interval_s:
+        return watch, None
+    window = watch.window.observed(read(job.id, entries))
+    watch = replace(watch, window=window, observed_s=now_s)
+    cooling = job.steps_done < watch.last_move_step + job.config.cooldown_steps
+    return watch, None if cooling else window.times()
