@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeVar
 import aiohttp
 import httpx
 
-from common.clock import loop_timeout
 from common.errors import DeadlineExceeded, PeerLost, RemoteFailure
 
 CONNECT_S = 10.0  # to a server on this host
@@ -116,8 +115,7 @@ class Http:
             return answer.result(deadline_s + GRACE_S)
         except TimeoutError:
             answer.cancel()
-            message = f"{path} took longer than {deadline_s:g} s, and the loop that asks stands"
-            raise DeadlineExceeded(message, where=self.url) from None
+            raise self._late(path, deadline_s) from None
 
     def stream(self, path: str, body: dict[str, Any], heard: Heard) -> Answer[None]:
         """Server-sent events until the server ends them; cancelling the answer hangs up. On the
@@ -133,8 +131,10 @@ class Http:
 
     async def _answer(self, method: str, path: str, body: Any, deadline_s: float) -> Any:
         try:
-            async with loop_timeout(deadline_s, f"{path} of {self.url}"):
+            async with asyncio.timeout(deadline_s):
                 response = await self._calls.request(method, path, json=body)
+        except TimeoutError:
+            raise self._late(path, deadline_s) from None
         except httpx.HTTPError as error:
             raise PeerLost(f"{path}: {error!r}", where=self.url, fix=LOG) from error
         if response.is_error:
@@ -144,6 +144,10 @@ class Http:
         except ValueError:
             message = f"{path} answered no JSON: {response.text[:REASON]}"
             raise RemoteFailure(message, where=self.url, fix=LOG) from None
+
+    def _late(self, path: str, deadline_s: float) -> DeadlineExceeded:
+        message = f"{path} took longer than {deadline_s:g} s"
+        return DeadlineExceeded(message, where=self.url, fix=LOG)
 
     def _refusal(self, path: str, status: int, content: bytes) -> RemoteFailure:
         reason = content.decode(errors="replace")[:REASON]
