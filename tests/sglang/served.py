@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,25 @@ from services.rollout.engines.sglang import Server, SGLangEngine
 from tests.sglang.interpreter import python
 from tests.unit.engines.engines_under_test import TINY, decoder, text_of
 
-START_S = 500.0  # on a machine that is shared
+START_S, STOP_S = 500.0, 20.0  # on a machine that is shared
 SLOTS, MAX_LENGTH = 64, 1000
 
 
 def start(place: Path | None = None) -> Server:
-    """From the main thread, as the server ends with the thread that started it."""
+    """From the main thread, as the server ends with the thread that started it. Afterwards the loop
+    runs on another one: tests take the place of an engine's thread."""
     place = place or Path(tempfile.mkdtemp(prefix="sglang-"))
     how = sglang.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH)
-    return asyncio.run(sglang.start(SystemHost(), SystemClock(), how, "auto", START_S))
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(
+        sglang.start(SystemHost(), SystemClock(), how, "auto", START_S)
+    )
+    threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
+    return server
 
 
 def stop(server: Server) -> None:
-    asyncio.run(server.stop())
+    server.http.spawn(server.stop()).result(STOP_S)
     shutil.rmtree(server.launch.model.parent)
 
 

@@ -86,7 +86,7 @@ def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
     monkeypatch.setattr("services.rollout.engines.sglang_engine.server.free_port", lambda: port)
     with pytest.raises(PeerLost, match="another server has taken the port"):
         start(sglang.launch(str(python()), TINY, tmp_path, 4, 64))
-    asyncio.run(other._examine("disk"))
+    other.http.spawn(other._examine("disk")).result(20.0)
     assert other.ranks == served.engine().tensor_parallel == 1
 
 
@@ -94,7 +94,7 @@ def test_an_answer_that_is_no_json_is_an_error_of_the_server() -> None:
     http = served.server().http
     with pytest.raises(RemoteFailure, match="/docs answered no JSON"):
         http.call("GET", "/docs", deadline_s=20.0)
-    assert "no JSON" in asyncio.run(http.off_thread(http.probe("/docs", 20.0), 20.0))
+    assert "no JSON" in http.spawn(http.probe("/docs", 20.0)).result(20.0)
 
 
 def test_slots_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:

@@ -165,11 +165,10 @@ class SGLangEngine:
             # By update too: a new lineage gives the same numbers to other weights.
             cache = f"w:{self.version}.{self._control.updates}"
             body = v0_5.generate(request, most, sent.rid, cache, self._config.vocab_size)
-            came = partial(self._put, sent.rid)
-            sent.stream = self._http.stream(v0_5.GENERATE, body, came, came)
+            sent.stream = self._http.stream(v0_5.GENERATE, body, partial(self._put, sent.rid))
 
     def _put(self, rid: str, event: dict[str, Any] | Exception | None) -> None:
-        """On the thread that reads: an event of a stream, its error, or None at its end."""
+        """On the loop: an event of a stream, its error, or None at its end."""
         self._control.heard()
         self._arrived.put((rid, event))
 

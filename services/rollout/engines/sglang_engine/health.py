@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,7 @@ STRIKES = 3
 
 class Watch:
     """`failure` is asked by the engine's thread, which is told by what it raises; looks run on the
-    thread that talks to the server. While tokens come there is nothing to ask.
+    loop that talks to the server. While tokens come there is nothing to ask.
 
     `stands`: the server is paused. It would not generate for a health check then, and is asked for
     something that its scheduler answers in a pause too.
@@ -30,13 +31,14 @@ class Watch:
         answer_s: float = ANSWER_S,
     ) -> None:
         """`lost` is asked for the error of a server that has ended."""
-        self._http, self._lost, self._answer_s = http, lost, answer_s
+        self._http, self._lost = http, lost
+        self._look_s, self._answer_s = look_s, answer_s
         self.stands = False
         self._strikes = 0
         self._heard = False
         self._graces = 0
         self._ended: MeshError | None = None
-        self._looks = http.every(look_s, self._look)
+        self._looks = http.spawn(self._go_on_looking())
 
     def alive(self) -> None:
         """It has said something."""
@@ -56,6 +58,11 @@ class Watch:
         if self._ended is None:
             self._ended = self._lost()
         return self._ended
+
+    async def _go_on_looking(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_s)
+            await self._look()
 
     async def _look(self) -> None:
         graces = self._graces

@@ -135,7 +135,8 @@ class Server:
             log=launch.log,
             own_session=True,
         )
-        server = cls(launch, child, Http(f"http://127.0.0.1:{port}"), name, clock)
+        http = Http(f"http://127.0.0.1:{port}", launch.slots)
+        server = cls(launch, child, http, name, clock)
         try:
             await server._ready(deadline_s)
             await server._examine(weights)
@@ -153,16 +154,12 @@ class Server:
                     where=str(self.launch.log),
                     fix="read the log; rollout.sglang_options changes its flags",
                 )
-            if not await self._get(v0_5.READY):
+            if not await self.http.probe(v0_5.READY, PROBE_S):
                 return
             await self._clock.sleep(LOOK_S)
         raise DeadlineExceeded(
             f"SGLang was not ready in {deadline_s:g} s: {self.tail()}", where=str(self.launch.log)
         )
-
-    async def _get(self, path: str) -> str:
-        """Why a GET fails, or nothing."""
-        return await self.http.off_thread(self.http.probe(path, PROBE_S), PROBE_S)
 
     async def _examine(self, weights: str) -> None:
         """Its version, and whether it offers what the adapter uses.
@@ -192,7 +189,7 @@ class Server:
             )
 
     async def _fetch(self, path: str) -> Mapping[str, Any]:
-        answer = await self.http.off_thread(self.http.get(path, PROBE_S), PROBE_S)
+        answer = await self.http.get(path, PROBE_S)
         if not isinstance(answer, dict):
             raise RemoteFailure(f"{path} is no object", where=self.http.url)
         return answer
@@ -215,6 +212,6 @@ class Server:
 
     async def stop(self) -> None:
         """Ends it and everything it started. It holds nothing that a slower end would save."""
-        self.http.close()
+        await self.http.close()
         self.child.kill()
         await self.child.wait(STOP_S)

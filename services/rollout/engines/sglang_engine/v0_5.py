@@ -26,6 +26,7 @@ from services.rollout.engines.base import ABORTED, LENGTH, RUNNING, STOP, Reques
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     "TQDM_DISABLE": "1",  # each update would add bars to the log, and they would be its end
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "60",  # seconds; for longer than ours keeps a connection
 }
 SUPPORT = 4096  # tokens that a sampling mask may name; SGLang's own default
 FINISH = {"stop": STOP, "length": LENGTH, "abort": ABORTED}
