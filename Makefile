@@ -20,7 +20,7 @@ test: $(READY)
 test-sglang: export MESHRL_SGLANG_PYTHON := $(CURDIR)/.venvs/sglang/bin/python
 test-sglang: $(READY)
 	tests/sglang/cpu/install.sh .venvs/sglang
-	$(BIN)/python -m pytest -n 0 -k sglang tests/sglang tests/unit/engines tests/unit/meshrl
+	$(BIN)/python -m pytest -n 0 -k sglang tests/sglang tests/unit/common/generation tests/unit/engine tests/unit/meshrl
 	$(BIN)/meshrl run $(JOB) --force --set out=runs/sglang --set rollout.engine=sglang \
 		--set rollout.sglang_python=$(MESHRL_SGLANG_PYTHON) $(SHORT)
 
@@ -33,7 +33,7 @@ SHORT := --set mesh.workers=2 --set rollout.slots=16 --set budget.steps=3 \
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy common meshrl $(POLICIES)
+	$(BIN)/mypy common meshrl services sim
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -68,14 +68,3 @@ $(READY): pyproject.toml constraints.txt
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
-
-# Decisions are pure functions in modules named after what they decide; they are typed strictly.
-POLICIES := $(wildcard services/planner/allocation.py services/planner/balancing.py services/planner/feasibility.py \
-	services/planner/job.py services/planner/moves.py services/planner/placement.py services/planner/presence.py \
-	services/planner/requests.py services/planner/settling.py services/planner/stages.py \
-	services/rollout/routing.py services/rollout/moving.py services/rollout/batching.py services/rollout/lengths.py services/rollout/cmlfq.py \
-	services/rollout/balance.py services/rollout/throughput.py services/trainer/batching.py \
-	services/rollout/engines/torch_engine/blocks.py services/rollout/engines/torch_engine/buckets.py \
-	services/trainer/bins.py services/trainer/membership.py services/trainer/algorithms/*.py services/trainer/batch.py services/trainer/stats.py \
-	services/sandbox \
-	services/weights/retention.py kernels/packing.py kernels/cost.py)

@@ -1,0 +1,1 @@
+"""What every program shares; rooms are its parts. Open `runtime/mesh.py` first."""

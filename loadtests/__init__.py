@@ -1,0 +1,1 @@
+"""Measurements of MeshRL under load, each a program: `python -m loadtests.rpc`."""

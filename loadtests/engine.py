@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from loadtests.contestants import (
+from loadtests.measuring.contestants import (
     VLLM,
     Answer,
     Contestant,

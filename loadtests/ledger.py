@@ -30,8 +30,8 @@ import numpy as np
 
 from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import embedded
-from loadtests.ledger_traffic import GREEDY_PROMPT, GREEDY_PROMPTS
-from loadtests.ledger_worker import ASKED
+from loadtests.workers.ledger_traffic import GREEDY_PROMPT, GREEDY_PROMPTS
+from loadtests.workers.ledger_worker import ASKED
 
 ENGINES, IN_FLIGHT = 64, 2000
 HOSTS = 2  # processes that the simulated engines share
@@ -67,11 +67,11 @@ class Processes:
         return process
 
     def worker(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "loadtests.ledger_worker", *words]
+        argv = [sys.executable, "-m", "loadtests.workers.ledger_worker", *words]
         return self._start(argv, "workers", env=self._environment, **options)
 
     def shard(self, *words: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "loadtests.ledger_shard", *words]
+        argv = [sys.executable, "-m", "loadtests.workers.ledger_shard", *words]
         return self._start(argv, "shard", env=self._environment, stdout=subprocess.PIPE)
 
     def told(self) -> str:
@@ -216,8 +216,8 @@ class Engines:
 
 def compared(outputs: Path, undisturbed: Path) -> dict[str, Any]:
     """Trajectories of the ledger beside what an engine makes of their prompts alone."""
-    from common.ledger import group_of
-    from loadtests.ledger_shard import GROUP
+    from common.records.ledger import group_of
+    from loadtests.workers.ledger_shard import GROUP
 
     expected = np.load(undisturbed)
     exact = 0

@@ -29,8 +29,15 @@ from typing import Any
 
 import numpy as np
 
-from loadtests.contestants import Contestant, Prompts, generate, make_model, one_core, ours
 from loadtests.engine import LONG, SHORT, prompts
+from loadtests.measuring.contestants import (
+    Contestant,
+    Prompts,
+    generate,
+    make_model,
+    one_core,
+    ours,
+)
 
 REQUESTS, SLOTS, MEAN = 512, 64, 64.0
 SIGMA = 1.2816  # of the logarithm: the share of the longest tenth is then normal_cdf(0) = 1/2

@@ -26,18 +26,18 @@ import uvloop
 
 from common.api.engine import Attach, Engine, Move, Moved, Sampling, Submit
 from common.clock import SystemClock
-from common.host import SystemHost
-from common.mesh import Mesh
+from common.generation.builtin.build import build
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.process.host import SystemHost
 from common.random import Random
+from common.runtime.mesh import Mesh
 from common.state import registry
-from common.state.client import State
 from common.transport.zmq import ZmqTransport
-from services.rollout.engine_main import Driver
-from services.rollout.engine_service import EngineService
-from services.rollout.engines.torch_engine import build
-from services.rollout.moving import MoveCosts
+from services.engine.running import Driver
+from services.engine.service import EngineService
+from services.rollout.routing.cache_moves import MoveCosts
+from sim.state import simulated_state
 
 SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/0"
 SLOTS, LENGTH = 4, 8192
@@ -63,7 +63,7 @@ def _mesh(name: str) -> Mesh:
     return Mesh(
         name=name,
         kind="loadtest",
-        state=State.simulated(clock),
+        state=simulated_state(clock),
         transport=ZmqTransport(),
         clock=clock,
         random=Random.system(),

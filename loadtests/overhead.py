@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from common.jobdata import JobData
+from common.job.job_data import JobData
 from common.state import events, jobs
 from common.state.client import State
-from loadtests.meter import Meter
+from loadtests.measuring.meter import Meter
 from loadtests.plain import Job, run_plain, warmed_up
-from meshrl import bundle, jobfile
-from services.trainer import warm_start
-from services.trainer.beginning import cache_key, sources
+from meshrl.job import bundle, jobfile
+from services.trainer.core import warm_start
+from services.trainer.core.beginning import cache_key, sources
 
 LOOK_S = 0.05
 RUN_S = 900.0

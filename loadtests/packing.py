@@ -43,9 +43,9 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from kernels.cost import BinCost
 from kernels.packing import Round, RoundPacker, makespan, pack_rounds
-from loadtests.packing_peers import PEERS
-from services.trainer.batching import Bin, Sequence, make_bins
-from services.trainer.forward import forward, fuse
+from loadtests.training.packing_peers import PEERS
+from services.trainer.arithmetic.forward import forward, fuse
+from services.trainer.arithmetic.packing import Bin, Sequence, make_bins
 
 JOB = Path(__file__).parent.parent / "examples" / "calculator.toml"
 SEQUENCES, BUDGET, MEDIAN, LONGEST = 4096, 32_768, 1000.0, 16_384

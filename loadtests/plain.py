@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.config import JobConfig
+from common.job.config import JobConfig
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.tokenizer import Tokenizer
 from services.trainer.algorithms import algorithm
-from services.trainer.batching import Sequence, make_bins
-from services.trainer.learner import Learner, add
-from services.trainer.optimizers import lr_factor
-from services.trainer.warm_start import warm_start
+from services.trainer.arithmetic.learner import Learner, add
+from services.trainer.arithmetic.optimizers import lr_factor
+from services.trainer.arithmetic.packing import Sequence, make_bins
+from services.trainer.core.warm_start import warm_start
 
 SLOTS = 64  # sequences that decode together: more cost this loop more, since it waits for the last
 NARROWEST = 32  # places of the cache that a step looks at, at least; widths are multiples of it

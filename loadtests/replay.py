@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.audit import audit
+from meshrl.observe.audit import audit
 
 # A worker's budget is five restarts a minute, so the deaths are spread over two runs.
 STEPS, CHECKPOINT_EVERY = 8, 4
@@ -51,7 +51,7 @@ def one_run(job: Path, directory: Path, deaths: Sequence[str] = ()) -> dict[str,
     words = SETTINGS | {"out": directory / "run"}
     environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
     if deaths:
-        rank = [sys.executable, "-m", "loadtests.dying_rank", "--die", *deaths]
+        rank = [sys.executable, "-m", "loadtests.workers.dying_rank", "--die", *deaths]
         rank += ["--marks", str(marks)]
         environment["MESHRL_ROLE_COMMANDS"] = f"training={shlex.join(rank)}"
     argv = [sys.executable, "-m", "meshrl", "run", str(job)]

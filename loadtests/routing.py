@@ -30,15 +30,15 @@ from typing import Any
 import numpy as np
 
 from common.api.engine import Sampling
-from common.mesh import Mesh, run
+from common.records.token_record import TokenRows
+from common.runtime.mesh import Mesh, run
 from common.state import registry
-from common.tokenrecord import TokenRows
-from loadtests.meshed import meshed
-from services.rollout.cmlfq import Scheduler
-from services.rollout.commit import GroupCommit
-from services.rollout.lengths import Lengths, Past, State, state_of
-from services.rollout.router import Router
-from services.rollout.routing import Bucket, Decision, bucket_of
+from loadtests.measuring.meshed import meshed
+from services.rollout.record.group_commit import GroupCommit
+from services.rollout.routing.cmlfq import Scheduler
+from services.rollout.routing.lengths import Lengths, Past, State, state_of
+from services.rollout.routing.queues import Bucket, Decision, bucket_of
+from services.rollout.routing.router import Router
 from services.rollout.trajectory import Ending, Round, Trajectory
 
 PACE = "6/16/30000"  # ms a decode step, sequences on the plateau, prefill tokens/s

@@ -23,16 +23,16 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from common.actor import Actor, call
 from common.clock import SystemClock
-from common.host import SystemHost
-from common.interface import Call, Interface
-from common.mesh import Mesh
+from common.process.host import SystemHost
 from common.random import Random
+from common.runtime.actor import Actor, call
+from common.runtime.interface import Call, Interface
+from common.runtime.mesh import Mesh
 from common.state import registry
-from common.state.client import State
 from common.transport.zmq import ZmqTransport
-from common.wire import encode, message
+from common.wire.frames import encode, message
+from sim.state import simulated_state
 
 IN_FLIGHT = 64
 BODY_BYTES = 100
@@ -72,7 +72,7 @@ def _mesh(name: str) -> Mesh:
     return Mesh(
         name=name,
         kind="loadtest",
-        state=State.simulated(clock),
+        state=simulated_state(clock),
         transport=ZmqTransport(),
         clock=clock,
         random=Random.system(),

@@ -17,12 +17,12 @@ import time
 from collections.abc import Awaitable, Callable
 
 from common.clock import SystemClock
-from common.host import SystemHost
-from loadtests.sandboxed import Place, sandboxed
+from common.process.host import SystemHost
+from loadtests.measuring.sandboxed import Place, sandboxed
+from services.sandbox.isolation.jail_launcher import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
-from services.sandbox.launcher import Interpreter
-from services.sandbox.pool import Limits, Pool, Work
-from services.sandbox.worker import TOOL
+from services.sandbox.workers.pool import Limits, Pool, Work
+from services.sandbox.workers.worker import TOOL
 
 PROGRAM = "print(sum(i * i for i in range(1000)))"
 SAID = str(sum(i * i for i in range(1000)))

@@ -21,7 +21,7 @@ from typing import Any
 
 from common.api.sandbox import Jailing, LoadJob, RewardCall, RewardPart, Sandbox, ScoreBatch
 from common.errors import MeshError
-from loadtests.sandboxed import CALL_S, START_S, TOOLS, Place, sandboxed
+from loadtests.measuring.sandboxed import CALL_S, START_S, TOOLS, Place, sandboxed
 
 HOSTILE = 0.05
 CALLERS = 64

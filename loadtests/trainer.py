@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from loadtests import agreement, beside_trl, elastic, packing
+from loadtests import packing
+from loadtests.training import agreement, beside_trl, elastic
 
 Figures = dict[str, Any]
 Part = Callable[[Path, argparse.Namespace], Figures]

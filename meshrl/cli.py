@@ -68,7 +68,7 @@ def run(
 
         meshrl run examples/calculator.toml --dry-run
     """
-    from meshrl import jobfile
+    from meshrl.job import jobfile
 
     config, base = jobfile.load(job, _overrides(set_, seed))
     if dry_run:
@@ -76,7 +76,7 @@ def run(
 
         dryrun.show(config)
         return
-    from meshrl import session
+    from meshrl.launch import session
 
     raise typer.Exit(session.run(config, base, force))
 
@@ -92,7 +92,7 @@ def resume(run: Run) -> None:
 
         meshrl resume runs/calculator
     """
-    from meshrl import session
+    from meshrl.launch import session
 
     raise typer.Exit(session.resume(run))
 
@@ -107,7 +107,7 @@ def audit(run: Run, json: AsJson = False) -> None:
 
         meshrl audit runs/calculator
     """
-    from meshrl import audit as auditing
+    from meshrl.observe import audit as auditing
 
     raise typer.Exit(auditing.show(run, json))
 
@@ -171,9 +171,9 @@ def up(
 
         meshrl down
     """
-    from meshrl import updown
+    from meshrl.launch import up_down
 
-    updown.up(root, workers, shards, device, bind, advertise, metrics, ranks, sandboxes)
+    up_down.up(root, workers, shards, device, bind, advertise, metrics, ranks, sandboxes)
 
 
 @app.command(rich_help_panel="Meshes")
@@ -184,9 +184,9 @@ def down(mesh: Mesh = None) -> None:
 
         meshrl down
     """
-    from meshrl import updown
+    from meshrl.launch import up_down
 
-    updown.down(mesh)
+    up_down.down(mesh)
 
 
 @app.command(rich_help_panel="Runs")
@@ -199,7 +199,8 @@ def submit(
 
         meshrl submit examples/calculator.toml --set budget.steps=12
     """
-    from meshrl import commands, jobfile
+    from meshrl import commands
+    from meshrl.job import jobfile
 
     config, base = jobfile.load(job, _overrides(set_, seed))
     commands.submit(config, base, force, mesh)

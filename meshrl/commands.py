@@ -13,16 +13,17 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from common.config import JobConfig
 from common.errors import DeadlineExceeded, NotFound, Refused, StateUnavailable
-from common.process import usage_of
+from common.job.config import JobConfig
+from common.process.handle import usage_of
 from common.state import events, gangs, jobs, leader, registry
 from common.state.client import State
 from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
-from meshrl import bundle, isolation, places
-from meshrl.places import MeshPlace, find_mesh, write_json
-from meshrl.stalled import Stall, diagnose, redis_silent
+from meshrl.job import bundle, isolation
+from meshrl.launch import places
+from meshrl.launch.places import MeshPlace, find_mesh, write_json
+from meshrl.observe.stalled import Stall, diagnose, redis_silent
 
 T = TypeVar("T")
 ANSWER_S = 10.0

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import common
-from common.engines import home
+from common.process.interpreters import home
 from kernels import build
 
 OK, NOTE, BAD = "ok", "note", "bad"
@@ -158,7 +158,7 @@ def _sglang() -> Line:
 
 def _isolation() -> Line:
     """The tier that code of the model runs in here; it is found by running some."""
-    from meshrl import isolation
+    from meshrl.job import isolation
 
     found = isolation.found()
     if found.fix:

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from common.config import JobConfig
-from meshrl import plan
+from common.job.config import JobConfig
+from meshrl.launch import plan
 
 
 def show(config: JobConfig) -> None:

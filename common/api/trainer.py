@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from common.api.role import Role
-from common.interface import Call
-from common.wire import Array, message
+from common.runtime.interface import Call
+from common.wire.frames import Array, message
 
 
 @message

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.experts import NO_EXPERTS
-from common.interface import Call, Interface
-from common.lineages import NATIVE
-from common.wire import Array, message
+from common.records.experts import NO_EXPERTS
+from common.records.lineages import NATIVE
+from common.runtime.interface import Call, Interface
+from common.wire.frames import Array, message
 
 
 @message
@@ -95,7 +95,7 @@ class Group:
     # k], as its engine noted it; empty for a dense model. `expert_shape` is [layers, k].
     experts: Array = field(default_factory=lambda: NO_EXPERTS)
     expert_shape: list[int] = field(default_factory=lambda: [0, 0])
-    foreign_above: int = NATIVE  # see common.lineages; of a stored group, its row alone says so
+    foreign_above: int = NATIVE  # see `lineages`; of a stored group, its row alone says so
 
     @property
     def sampled_versions(self) -> NDArray[np.int32]:

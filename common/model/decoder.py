@@ -74,7 +74,8 @@ class Decoder(nn.Module):
         """Hidden states [.., hidden_size], normalised, of `tokens` [..] at `positions` [..].
 
         Of a mixture of experts, `experts` [.., sparse layers, k] says where to send each token
-        (`common.experts.UNKNOWN`: where the router does), and `routing` is told where each went.
+        (`common.records.experts.UNKNOWN`: where the router does), and `routing` is told where each
+        went.
         """
         hidden = embedding(tokens, self.embedding)
         cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)

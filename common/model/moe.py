@@ -54,8 +54,8 @@ class Experts(nn.Module):
     ) -> tuple[Tensor, Routed]:
         """Of tokens x [.., hidden_size]: what the experts add, and where each token was sent.
 
-        `experts` [.., k] says where to; a token for which one of them is `common.experts.UNKNOWN`
-        goes where the router sends it.
+        `experts` [.., k] says where to; a token for which one of them is
+        `common.records.experts.UNKNOWN` goes where the router sends it.
         """
         c, shape = self.config, x.shape
         x = x.reshape(-1, shape[-1])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from common.jobdata import JobData
+from common.job.job_data import JobData
 from common.model.config import ModelConfig
 from common.model.hf import save_model
 from common.model.lora import is_adapter, merged, save_adapter

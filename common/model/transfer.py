@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from common.api.weights import Fetch, Manifest, Stage, Staged, Tensor, Weights
-from common.bulk import BulkClient
 from common.errors import BadMessage
-from common.mesh import Mesh
 from common.model.lora import is_adapter
-from common.patience import patiently
-from common.store import STORE, get, put
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.wire.bulk import BulkClient
+from common.wire.weight_store import STORE, get, put
 
 CHUNK_BYTES = 64 << 20  # far below what the bulk port takes, and can move within its deadline
 COPY_S = 600.0  # deadline of what is done off the loop, because it takes as long as memory does

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import redis
 import redis.asyncio
@@ -43,18 +43,19 @@ UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OSError)
 FULL = ("MISCONF", "NOREPLICAS")  # how answers begin that a full disk brings about
 
 
-class WallClock(Protocol):
-    def wall(self) -> float: ...
-    def monotonic(self) -> float: ...
+def script_file(name: str) -> Path:
+    """Where a script lies: each name is there once in all folders of `scripts`."""
+    [found] = SCRIPTS.glob(f"*/{name}.lua")
+    return found
 
 
 @cache
 def script_source(name: str) -> tuple[str, str]:
     """(source, sha1) of a script: its name, the prelude, the fragments it names, and itself."""
-    body = (SCRIPTS / f"{name}.lua").read_text()
+    body = script_file(name).read_text()
     uses = re.match(r"-- uses: (.+)", body)
     fragments = [f"_{part}" for part in uses.group(1).split()] if uses else []
-    parts = [(SCRIPTS / f"{part}.lua").read_text() for part in ["prelude", *fragments]]
+    parts = [script_file(part).read_text() for part in ["prelude", *fragments]]
     source = "\n".join([f"local SCRIPT = '{name}'", *parts, body])
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
@@ -107,14 +108,6 @@ class State:
             await state.close()
             raise
         return state
-
-    @classmethod
-    def simulated(cls, clock: WallClock) -> State:
-        """An in-process Redis whose TIME and expiry follow `clock`."""
-        from common.state.simulated import simulated_clients
-
-        client, sync_client = simulated_clients(clock)
-        return cls("simulated:", client, sync_client, clock.monotonic)
 
     async def run(self, script: str, keys: list[str], *args: Any) -> Any:
         """The script's answer, decoded; the MeshError of its refusal; StateUnavailable.

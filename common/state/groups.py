@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from common.lineages import NATIVE
+from common.records.lineages import NATIVE
 from common.state.client import State
 from common.state.keys import job_prefix
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from common.wire import Frame
+from common.wire.frames import Frame
 
 # who sent a request, as only its receiver's transport knows it; empty for what comes back to a
 # caller

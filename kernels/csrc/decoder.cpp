@@ -16,7 +16,7 @@
 
 namespace meshrl {
 
-constexpr int8_t kRunning = 0, kStop = 1, kLength = 2;  // as services/rollout/engines/base.py
+constexpr int8_t kRunning = 0, kStop = 1, kLength = 2;  // as common/generation/contract.py
 
 extern "C" {
 
@@ -49,7 +49,7 @@ struct Slots {
 
 }  // extern "C"
 
-// Which tensor `set` is given; as services/rollout/engines/torch_engine/native.py names them.
+// Which tensor `set` is given; as common/generation/steps/native.py names them.
 enum Part {
   kEmbedding,
   kUnembedding,

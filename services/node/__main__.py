@@ -7,7 +7,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from common.mesh import Mesh, MeshSettings, run
+from common.runtime.mesh import Mesh, MeshSettings, run
 from services.node.accelerators import discover
 from services.node.agent import NodeAgent
 from services.node.roles import with_overrides

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.host import Host
+from common.process.host import Host
 
 QUERY = ["--query-gpu=index,name", "--format=csv,noheader"]
 ANSWER_S = 20.0  # nvidia-smi initialises the driver on its first call

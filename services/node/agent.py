@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.actor import Actor
 from common.errors import ConfigError, DeadlineExceeded, StateUnavailable
-from common.leasewatch import LeaseWatch
-from common.mesh import Mesh
-from common.process import Child
+from common.process.handle import Child
+from common.process.lease_watch import LeaseWatch
+from common.process.supervisor import ChildSpec, Hooks, Supervisor
+from common.runtime.actor import Actor
+from common.runtime.mesh import Mesh
 from common.state import events
-from common.supervisor import ChildSpec, Hooks, Supervisor
 from services.node.accelerators import Accelerator
 from services.node.worker import worker_name
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from common.api.role import Drain, Role
 from common.errors import MeshError
-from common.leasewatch import LeaseWatch
-from common.mesh import Mesh
-from common.process import Child
+from common.process.handle import Child
+from common.process.lease_watch import LeaseWatch
+from common.process.supervisor import ChildSpec, Hooks, Supervisor
+from common.runtime.mesh import Mesh
 from common.state import registry
-from common.supervisor import ChildSpec, Hooks, Supervisor
 from services.node.roles import Assignment
 
 NICE = 5  # below the services: a step may wait, a heartbeat may not

@@ -13,9 +13,9 @@ from common.state.gangs import Gang
 
 IDLE, ROLLOUT, TRAINING, SCORING = "idle", "rollout", "training", "scoring"
 COMMANDS: Mapping[str, list[str]] = {
-    ROLLOUT: [sys.executable, "-m", "services.rollout.engine_main"],
-    TRAINING: [sys.executable, "-m", "services.trainer.rank_main"],
-    SCORING: [sys.executable, "-m", "services.rollout.scoring_main"],
+    ROLLOUT: [sys.executable, "-m", "services.engine"],
+    TRAINING: [sys.executable, "-m", "services.trainer"],
+    SCORING: [sys.executable, "-m", "services.scoring"],
 }
 
 

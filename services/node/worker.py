@@ -13,11 +13,11 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from common.actor import Actor, cast
 from common.api.hint import Look
 from common.api.node import Worker
 from common.errors import DeadlineExceeded, StateUnavailable
-from common.mesh import Mesh, MeshSettings, run
+from common.runtime.actor import Actor, cast
+from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state import registry
 from common.state.gangs import Gang, gang, join_gang, report_actual
 from services.node.roleprocess import RoleProcess

@@ -1,0 +1,1 @@
+"""Decides what each gang of workers does. Open `planner.py` first."""

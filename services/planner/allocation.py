@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import PlannerConfig
+from common.job.config import PlannerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import PlannerConfig
+from common.job.config import PlannerConfig
 from common.state.jobs import JobRow
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from common.actor import Actor
 from common.api.hint import Look
 from common.api.node import Worker
-from common.config import PlannerConfig
 from common.errors import Fenced, MeshError
-from common.host import Stoppable
-from common.mesh import Mesh
+from common.job.config import PlannerConfig
+from common.process.host import Stoppable
+from common.runtime.actor import Actor
+from common.runtime.mesh import Mesh
 from common.state import gangs, jobs, leader, registry
 from services.planner.allocation import StageTimes
 from services.planner.balancing import rebalance

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from common.mesh import Mesh, MeshSettings, run
+from common.runtime.mesh import Mesh, MeshSettings, run
 from services.rollout.shard import RolloutShard
 
 

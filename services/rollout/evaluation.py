@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from common.evaluations import HELD_OUT, Plan, comparable, estimates
-from common.patience import patiently
+from common.job.evaluation_plan import HELD_OUT, Plan, comparable, estimates
+from common.runtime.patience import patiently
+from common.runtime.tasks import all_of
 from common.state import jobs
-from common.tasks import all_of
-from services.rollout.buffers import NOT_SAMPLED
 from services.rollout.job import EVALUATION_GROUP, ShardJob
+from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.trajectory import Trajectory
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # of the modes of the held-out set

@@ -10,31 +10,31 @@ from typing import Any
 import numpy as np
 
 from common.api.engine import Finish, Sampling
-from common.bulk import BulkClient
 from common.errors import ConfigError, MeshError, ToolFailed
-from common.jobdata import JobData
-from common.ledger import Kind
-from common.mesh import Mesh
+from common.job.job_data import JobData
+from common.job.model_shape import model_config
 from common.model.tokenizer import Tokenizer
-from common.patience import patiently
+from common.records.ledger import Kind
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.runtime.tasks import all_of
 from common.state import groups as rows
 from common.state import jobs, registry
-from common.tasks import all_of
-from services.rollout.cmlfq import Scheduler
-from services.rollout.commit import GroupCommit
-from services.rollout.environments import EnvironmentPool
-from services.rollout.finished import finished_group, hand_in
-from services.rollout.given import give
-from services.rollout.history import History
-from services.rollout.jobmodel import model_config
-from services.rollout.judging import judge_of
-from services.rollout.ledger import ShardLedger
-from services.rollout.lengths import Lengths
-from services.rollout.outside import Outside
-from services.rollout.router import Router
-from services.rollout.routing import Bucket
-from services.rollout.scoring import Scorer
-from services.rollout.stay import Stay
+from common.wire.bulk import BulkClient
+from services.rollout.environments.pool import EnvironmentPool
+from services.rollout.record.finished_groups import finished_group, hand_in
+from services.rollout.record.group_commit import GroupCommit
+from services.rollout.record.shard_ledger import ShardLedger
+from services.rollout.rewards.judge import judge_of
+from services.rollout.rewards.sandboxes import Outside
+from services.rollout.rewards.scoring import Scorer
+from services.rollout.routing.cmlfq import Scheduler
+from services.rollout.routing.length_history import History
+from services.rollout.routing.lengths import Lengths
+from services.rollout.routing.queues import Bucket
+from services.rollout.routing.router import Router
+from services.rollout.routing.stay import Stay
+from services.rollout.supervised import give
 from services.rollout.trajectory import Ending, Round, Trajectory
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint

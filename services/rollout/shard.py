@@ -7,12 +7,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from common.actor import Actor
 from common.errors import MeshError
-from common.evaluations import AFTER, BEFORE, Plan, bracket, due
-from common.jobdata import JobData
-from common.mesh import Mesh
-from common.patience import patiently
+from common.job.evaluation_plan import AFTER, BEFORE, Plan, bracket, due
+from common.job.job_data import JobData
+from common.runtime.actor import Actor
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
 from common.state import jobs
 from services.rollout.evaluation import evaluate
 from services.rollout.job import LOOK_S, ShardJob

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from common.ledger import Kind, Record, group_of, trajectory_id
-from common.tokenrecord import TokenRows
-from services.rollout.buffers import NOT_SAMPLED, Experts, Floats, Ints, TokenBuffer
+from common.records.ledger import Kind, Record, group_of, trajectory_id
+from common.records.token_record import TokenRows
+from services.rollout.record.buffers import NOT_SAMPLED, Experts, Floats, Ints, TokenBuffer
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Trajectory:
 
     @property
     def experts(self) -> Experts:
-        """As `common.experts` has them: NO_EXPERTS if no token came with any."""
+        """As `common.records.experts` has them: NO_EXPERTS if no token came with any."""
         return self.buffer.experts
 
     @property

@@ -7,9 +7,9 @@ import asyncio
 import os
 from pathlib import Path
 
-from common.mesh import Mesh, MeshSettings, run
+from common.runtime.mesh import Mesh, MeshSettings, run
 from services.sandbox.actor import SandboxActor
-from services.sandbox.pool import RLIMITS, Limits
+from services.sandbox.workers.pool import RLIMITS, Limits
 
 
 async def main(name: str, warm: int, most: int, memory_mb: int, jails: int) -> None:

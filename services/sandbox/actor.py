@@ -7,8 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common import builtin, isolation
-from common.actor import Actor, call, cast
 from common.api.sandbox import (
     EndSessions,
     Loaded,
@@ -21,14 +19,16 @@ from common.api.sandbox import (
 )
 from common.clock import Clock
 from common.errors import NotFound, Refused
-from common.host import Host
-from services.sandbox import groups, tiers
+from common.job import builtin, isolation
+from common.process.host import Host
+from common.runtime.actor import Actor, call, cast
 from services.sandbox.answer import Answer
+from services.sandbox.isolation import cgroups, tiers
+from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.slots import Slots
 from services.sandbox.jailed import Jailed, interpreter_of
 from services.sandbox.jobs import LoadedJob, trusted
-from services.sandbox.launcher import Interpreter, Launcher
-from services.sandbox.pool import Limits, Pool
-from services.sandbox.slots import Slots
+from services.sandbox.workers.pool import Limits, Pool
 
 JOBS_MOST = 8  # loaded at once; the one that was idle for longest makes room
 SWEEP_S = 5.0  # between two looks for sessions that are idle
@@ -55,7 +55,7 @@ class SandboxActor(Actor):
         self._loading = asyncio.Lock()
         self._outcomes: Counter[str] = Counter()
         self._found: tiers.Found | None = None
-        self._homes: groups.Homes | None = None
+        self._homes: cgroups.Homes | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
     def stats(self) -> dict[str, Any]:
@@ -121,9 +121,9 @@ class SandboxActor(Actor):
         log = self._logs / "jails.log" if self._logs else None
         if self._found is None:
             self._found = await tiers.find(self._host, self._clock, log)
-            self._homes = groups.find() if self._found.tier == "cgroup" else None
+            self._homes = cgroups.find() if self._found.tier == "cgroup" else None
             if self._homes is not None:
-                groups.sweep(self._homes)
+                cgroups.sweep(self._homes)
         if not isolation.suffices(self._found.tier, demanded):
             raise Refused(
                 f"{', '.join(uses)} of job {m.job} run code that the model wrote, which takes "

@@ -6,16 +6,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from common import builtin
 from common.api.sandbox import CRASHED, OK, REFUSED, Jailing, LoadJob
 from common.clock import Clock
+from common.job import builtin
 from services.sandbox.answer import Answer
 from services.sandbox.grading import code
-from services.sandbox.jails import JailFailed, Ran
-from services.sandbox.launcher import Interpreter, Launcher
-from services.sandbox.limits import JailLimits
+from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jails import JailFailed, Ran
+from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.slots import Slots
 from services.sandbox.sessions import Sessions
-from services.sandbox.slots import Slots
 
 MODES = {"python": "program", "shell": "shell"}
 SOURCE_BYTES = 1 << 20

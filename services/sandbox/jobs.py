@@ -6,12 +6,12 @@ import asyncio
 import traceback
 from collections.abc import Awaitable, Sequence
 
-from common import builtin
 from common.api.sandbox import CRASHED, OK, RAISED, LoadJob, RewardCall, ToolCall
+from common.job import builtin
 from services.sandbox.answer import Answer
 from services.sandbox.jailed import Jailed
-from services.sandbox.pool import Pool, Work
-from services.sandbox.worker import REWARD, TOOL, shown_name
+from services.sandbox.workers.pool import Pool, Work
+from services.sandbox.workers.worker import REWARD, TOOL, shown_name
 
 _GRADING = "services.sandbox.grading"
 TRUSTED = {

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from common.api.sandbox import CRASHED, EVICTED, OK, OUT_OF_MEMORY, REFUSED
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
+from services.sandbox.isolation.jail_launcher import Launcher
+from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail, Ran
+from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.jail import guest
-from services.sandbox.jails import GRACE_S, SLOWEST, Jail, Ran
-from services.sandbox.launcher import Launcher
-from services.sandbox.limits import JailLimits
 
 REMEMBERED = 4096  # evicted sessions whose next call is told so
 SEND_S = 30.0

@@ -1,0 +1,1 @@
+"""The weight store: versions, checkpoints and finished groups. Open `store.py` first."""

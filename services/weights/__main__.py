@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from common.bulk import BulkServer, ChunkStore
-from common.mesh import Mesh, MeshSettings, run
-from common.store import STORE
+from common.runtime.mesh import Mesh, MeshSettings, run
+from common.wire.bulk import BulkServer, ChunkStore
+from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 
 

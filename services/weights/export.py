@@ -19,14 +19,14 @@ from typing import Any
 from torch import Tensor
 
 from common.api.weights import Manifest
-from common.blob import unpack
-from common.bulk import ChunkStore
-from common.checkpoints import all_checkpoints, best
 from common.errors import MeshError, NotFound, Refused
-from common.jobdata import JobData
+from common.job.job_data import JobData
 from common.model.config import ModelConfig
 from common.model.output import write_version
 from common.model.transfer import tensors_of
+from common.records.checkpoints import all_checkpoints, best
+from common.wire.blob import unpack
+from common.wire.bulk import ChunkStore
 
 MARKER = "meshrl.json"  # of a directory that an export wrote, and the next one may replace
 COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from common.chunks import failure
-from common.durable import sync
 from common.errors import BadMessage
-from common.host import Host
+from common.process.host import Host
+from common.records.durable import sync
+from common.wire.chunks import failure
 from services.weights.retention import Number
 
 IO_S = 30.0  # deadline of one file operation

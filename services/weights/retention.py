@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.checkpoints import newest_due
-from common.config import INITIAL
+from common.job.config import INITIAL
+from common.records.checkpoints import newest_due
 from common.state.jobs import JobRow
 
 

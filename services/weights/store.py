@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.actor import Actor, call
 from common.api.weights import Checkpoint, Fetch, Load, Manifest, Saved, Stage, Staged, Weights
-from common.blob import pack, unpack
-from common.bulk import ChunkStore
-from common.checkpoints import checkpoint_name
-from common.chunks import digest_of, failure
 from common.errors import NotFound, Refused
-from common.mesh import Mesh
+from common.records.checkpoints import checkpoint_name
+from common.runtime.actor import Actor, call
+from common.runtime.mesh import Mesh
 from common.state import jobs
+from common.wire.blob import pack, unpack
+from common.wire.bulk import ChunkStore
+from common.wire.chunks import digest_of, failure
 from services.weights.records import IO_S, Records
 from services.weights.retention import Number
 from services.weights.sweeping import Sweeper

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.api.weights import Manifest
-from common.bulk import ChunkStore
 from common.errors import BadMessage, MeshError, NotFound
-from common.mesh import Mesh
+from common.runtime.mesh import Mesh
 from common.state import groups, jobs
+from common.wire.bulk import ChunkStore
 from services.weights.records import IO_S, Record, Records
 from services.weights.retention import Number, awaited, expired, pinned
 

@@ -17,23 +17,23 @@ import numpy as np
 from torch import Tensor
 
 from common.api.weights import Group
-from common.blob import pack
-from common.bulk import BulkClient
 from common.errors import StateUnavailable
-from common.host import SystemHost
-from common.mesh import Mesh
 from common.model.transfer import fetch
-from common.process import SystemChild
+from common.process.handle import SystemChild
+from common.process.host import SystemHost
+from common.runtime.mesh import Mesh
 from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import embedded, events, groups, jobs, registry
 from common.state.client import State
-from common.store import put
-from meshrl import bundle, jobfile
+from common.wire.blob import pack
+from common.wire.bulk import BulkClient
+from common.wire.weight_store import put
+from meshrl.job import bundle, jobfile
 from tests.mesh.forking import Forks
 
 ROOT = Path(__file__).parents[2]
 JOB_FILE = Path(__file__).parent / "jobs/digits.toml"
-RANK_MAIN = "services.trainer.rank_main"
+RANK_MAIN = "services.trainer"
 SHARD = "rollout/0"
 STEPS = 20
 GROUPS = 2  # of a step

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.child import Channel, tie_to_parent
-from common.host import SystemHost
-from common.process import SystemChild, start_time
+from common.process.child import Channel, tie_to_parent
+from common.process.handle import SystemChild, start_time
+from common.process.host import SystemHost
 
 START_S = 120.0
 
@@ -57,7 +57,7 @@ def main() -> None:
     channel = Channel.from_env()
     for module in sys.argv[1:]:
         __import__(module)
-    # This one, and that of common.child, which waits in a system call and holds nothing.
+    # This one, and that of common.process.child, which waits in a system call and holds nothing.
     assert len(os.listdir("/proc/self/task")) == 2, "a fork would have the locks of more threads"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     parent = os.getpid()
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def become(order: dict[str, Any], parent: int) -> None:
-    """What `common.child` does, in a process that has its modules."""
+    """What `common.process.child` does, in a process that has its modules."""
     tie_to_parent(parent)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

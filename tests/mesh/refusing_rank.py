@@ -1,20 +1,20 @@
 """A rank that forms groups with the others, and then refuses every step.
 
-Takes what services.trainer.rank_main takes.
+Takes what services.trainer takes.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from common.actor import call
 from common.api.ranks import Done, Order, Ranks
 from common.errors import Fenced
-from common.jobdata import JobData
-from common.mesh import Mesh, MeshSettings, run
+from common.job.job_data import JobData
+from common.runtime.actor import call
+from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state import jobs
-from services.trainer.rank_actor import RankActor, rank_name
-from services.trainer.rank_main import make_rank
+from services.trainer.ranks.actor import RankActor, rank_name
+from services.trainer.running import make_rank
 
 
 class RefusingRank(RankActor):

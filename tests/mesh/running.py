@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import redis
 
-from common import ledger
-from common.ledger import Kind
-from meshrl.audit import audit
+from common.records import ledger
+from common.records.ledger import Kind
+from meshrl.observe.audit import audit
 
 ROOT = Path(__file__).parents[2]
 JOB = Path(__file__).parent / "jobs/digits.toml"

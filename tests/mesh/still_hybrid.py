@@ -1,6 +1,6 @@
 """A hybrid that stands still (SIGSTOP) with the first round that it is given in its hands.
 
-Takes what services.trainer.rank_main takes.
+Takes what services.trainer takes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import signal
 
 from common.api.trainer import RoundLease, RoundResult
-from common.jobdata import JobData
-from common.mesh import Mesh, MeshSettings, run
+from common.job.job_data import JobData
+from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state import jobs
-from services.trainer.beginning import fresh_learner
-from services.trainer.hybrid import Hybrid
+from services.trainer.core.beginning import fresh_learner
+from services.trainer.helpers.hybrid import Hybrid
 
 
 class StillHybrid(Hybrid):

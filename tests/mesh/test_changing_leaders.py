@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from common.config import JobConfig
 from common.errors import StateUnavailable
+from common.job.config import JobConfig
 from common.random import Random
 from common.state import events, gangs, leader
 from common.state.client import State
 from common.state.keys import PLANNER
-from common.virtual import VirtualClock, run_virtual
 from services.planner.planner import LEASE_MS
-from tests.mesh.simulation import JOB
-from tests.mesh.test_planned_meshes import PlannedMesh
+from sim.loop import VirtualClock, run_virtual
+from sim.mesh import JOB
+from tests.mesh.simulated.test_planned_meshes import PlannedMesh
 
 TERM_S = LEASE_MS / 1000
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from common.clock import SystemClock
-from common.host import SystemHost
-from services.rollout.engines import sglang
-from services.rollout.engines.sglang import Server, SGLangEngine
+from common.process.host import SystemHost
+from services.engine.sglang import opening
+from services.engine.sglang.opening import Server, SGLangEngine
 from tests.sglang.interpreter import python
-from tests.unit.engines.engines_under_test import TINY, decoder, text_of
+from tests.unit.common.generation.engines_under_test import TINY, decoder, text_of
 
 START_S, STOP_S = 500.0, 20.0  # on a machine that is shared
 SLOTS, MAX_LENGTH = 64, 1000
@@ -28,10 +28,10 @@ def start(place: Path | None = None) -> Server:
     """From the main thread, as the server ends with the thread that started it. Afterwards the loop
     runs on another one: tests take the place of an engine's thread."""
     place = place or Path(tempfile.mkdtemp(prefix="sglang-"))
-    how = sglang.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH)
+    how = opening.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH)
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(
-        sglang.start(SystemHost(), SystemClock(), how, "auto", START_S)
+        opening.start(SystemHost(), SystemClock(), how, "auto", START_S)
     )
     threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
     return server
@@ -60,7 +60,7 @@ def engine(slots: int = 4, max_length: int = 128, seed: int = 0, **more: Any) ->
     """An engine with the weights of `decoder(seed)`; the one before has left its server idle."""
     release()
     more = {"decode": text_of, **more}
-    Shared.engine = sglang.attach(server(), TINY, slots, max_length, **more)
+    Shared.engine = opening.attach(server(), TINY, slots, max_length, **more)
     Shared.engine.wake(decoder(seed).state_dict(), 0)
     return Shared.engine
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from common.errors import DeadlineExceeded, PeerLost
-from services.rollout.engines.base import ABORTED
-from services.rollout.engines.sglang import SGLangEngine
-from services.rollout.engines.sglang_engine import v0_5
-from services.rollout.engines.sglang_engine.control import RETRACT, Control
-from services.rollout.engines.sglang_engine.health import STRIKES, Watch
-from services.rollout.engines.sglang_engine.weights import transport
+from common.generation.contract import ABORTED
+from services.engine.sglang import v0_5
+from services.engine.sglang.control import RETRACT, Control
+from services.engine.sglang.health import STRIKES, Watch
+from services.engine.sglang.opening import SGLangEngine
+from services.engine.sglang.weights import transport
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
-from tests.unit.engines.engines_under_test import Listener, built_in, request
+from tests.unit.common.generation.engines_under_test import Listener, built_in, request
 
 LOOK_S, ANSWER_S = 0.2, 2.0
 STRUCK_S = (STRIKES + 1) * (LOOK_S + ANSWER_S)  # a server that answers nothing is lost by then
@@ -110,7 +110,7 @@ def test_a_pause_that_is_not_answered_is_asked_for_again_and_undone(
     engine = served.engine(max_length=1000)
     listener = started(engine, 400)
     with hanging():
-        monkeypatch.setattr("services.rollout.engines.sglang_engine.control.CONTROL_S", 1.5)
+        monkeypatch.setattr("services.engine.sglang.control.CONTROL_S", 1.5)
         with pytest.raises(DeadlineExceeded):
             engine.pause()
         monkeypatch.undo()

@@ -14,14 +14,13 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ConfigError, PeerLost, RemoteFailure
-from common.host import SystemHost
-from services.rollout.engines import sglang
-from services.rollout.engines.sglang_engine import v0_5
-from services.rollout.engines.sglang_engine.server import free_port
+from common.process.host import SystemHost
+from services.engine.sglang import opening, v0_5
+from services.engine.sglang.server import free_port
 from tests.sglang import served
 from tests.sglang.interpreter import REPOSITORY, python
 from tests.sglang.processes import directory_of, environment_of, pids_of_session
-from tests.unit.engines.engines_under_test import TINY
+from tests.unit.common.generation.engines_under_test import TINY
 
 GONE_S = 10.0
 
@@ -55,18 +54,18 @@ def test_a_server_lives_outside_our_tree_and_our_paths() -> None:
     assert environment_of(server.pid).keys().isdisjoint({"PYTHONPATH", "VIRTUAL_ENV"})
 
 
-def start(how: sglang.Launch, weights: str = "auto", deadline_s: float = 200.0) -> None:
-    asyncio.run(sglang.start(SystemHost(), SystemClock(), how, weights, deadline_s))
+def start(how: opening.Launch, weights: str = "auto", deadline_s: float = 200.0) -> None:
+    asyncio.run(opening.start(SystemHost(), SystemClock(), how, weights, deadline_s))
 
 
 def test_a_server_that_does_not_start_says_why_and_is_gone(tmp_path: Path) -> None:
-    how = sglang.launch(str(python()), TINY, tmp_path, 4, 64, options=("--no-such-flag", "1"))
+    how = opening.launch(str(python()), TINY, tmp_path, 4, 64, options=("--no-such-flag", "1"))
     with pytest.raises(ConfigError, match="no-such-flag"):
         start(how)
 
 
 def test_without_an_interpreter_the_fix_is_named(tmp_path: Path) -> None:
-    how = sglang.launch(str(tmp_path / "python"), TINY, tmp_path, 4, 64)
+    how = opening.launch(str(tmp_path / "python"), TINY, tmp_path, 4, 64)
     with pytest.raises(ConfigError, match="meshrl engine install sglang"):
         start(how)
 
@@ -83,9 +82,9 @@ def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
     served.engine()  # an update does not change what a server is known by
     other = served.server()
     port = int(other.http.url.rpartition(":")[2])
-    monkeypatch.setattr("services.rollout.engines.sglang_engine.server.free_port", lambda: port)
+    monkeypatch.setattr("services.engine.sglang.server.free_port", lambda: port)
     with pytest.raises(PeerLost, match="another server has taken the port"):
-        start(sglang.launch(str(python()), TINY, tmp_path, 4, 64))
+        start(opening.launch(str(python()), TINY, tmp_path, 4, 64))
     other.http.spawn(other._examine("disk")).result(20.0)
     assert other.ranks == served.engine().tensor_parallel == 1
 
@@ -99,7 +98,7 @@ def test_an_answer_that_is_no_json_is_an_error_of_the_server() -> None:
 
 def test_slots_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="positions"):
-        sglang.launch(str(python()), TINY, tmp_path, 4, TINY.max_positions + 1)
+        opening.launch(str(python()), TINY, tmp_path, 4, TINY.max_positions + 1)
 
 
 def test_features_are_read_from_the_servers_own_description() -> None:

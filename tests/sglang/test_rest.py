@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from common.errors import Refused
-from services.rollout.engines.base import ABORTED
-from services.rollout.engines.sglang import SGLangEngine
+from common.generation.contract import ABORTED
+from services.engine.sglang.opening import SGLangEngine
 from tests.sglang import served
-from tests.unit.engines.engines_under_test import Listener, built_in, decoder, request
+from tests.unit.common.generation.engines_under_test import Listener, built_in, decoder, request
 
 LONG = [request(i, [i, 2], max_new=100, temperature=0.0) for i in range(6)]
 

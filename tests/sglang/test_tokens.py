@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from common.errors import Refused
-from services.rollout.engines.base import LENGTH, STOP
-from services.rollout.engines.sglang_engine import v0_5
+from common.generation.contract import LENGTH, STOP
+from services.engine.sglang import v0_5
 from tests.sglang import served
-from tests.unit.engines.engines_under_test import (
+from tests.unit.common.generation.engines_under_test import (
     VOCAB,
     Listener,
     built_in,
     request,
     text_of,
 )
-from tests.unit.engines.test_sampling import CONTEXT, kept_by, model_probabilities
+from tests.unit.common.generation.test_sampling import CONTEXT, kept_by, model_probabilities
 
 PROMPTS = [[1, 2, 3], [4, 39, 6, 7], [0] * 20, list(range(VOCAB))]
 ROUNDING = 1e-4  # float32 in another order of summation; 1e-6 as measured

@@ -18,14 +18,13 @@ import torch
 from common.errors import MeshError, PeerLost, Refused, RemoteFailure
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from services.rollout.engines import sglang
-from services.rollout.engines.sglang import Quarantined, Server, SGLangEngine
-from services.rollout.engines.sglang_engine import v0_5
-from services.rollout.engines.sglang_engine.health import Watch
-from services.rollout.engines.sglang_engine.weights import buckets, handles
+from services.engine.sglang import opening, v0_5
+from services.engine.sglang.health import Watch
+from services.engine.sglang.opening import Quarantined, Server, SGLangEngine
+from services.engine.sglang.weights import buckets, handles
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
-from tests.unit.engines.engines_under_test import (
+from tests.unit.common.generation.engines_under_test import (
     TINY,
     Heard,
     Listener,
@@ -224,7 +223,7 @@ def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
     mortal: Server, weights: str
 ) -> None:
     config, state = misfit()
-    engine = sglang.attach(mortal, config, 4, 128, weights=weights)
+    engine = opening.attach(mortal, config, 4, 128, weights=weights)
     with pytest.raises(Quarantined, match="version 3"):
         engine.wake(state, 3)
     assert engine.version == -1
@@ -235,7 +234,7 @@ def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
 def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
     mortal: Server, weights: str
 ) -> None:
-    engine = sglang.attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
+    engine = opening.attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
     engine.wake(decoder(0).state_dict(), 0)
     scheduler = scheduler_of(mortal.pid)
     engine._halt("retract")
@@ -249,7 +248,7 @@ def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
 
 
 def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: Server) -> None:
-    engine = sglang.attach(mortal, TINY, 4, 128)
+    engine = opening.attach(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
@@ -264,7 +263,7 @@ def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: Server) -> 
 
 
 def test_a_server_that_has_ended_is_reported_with_its_log(mortal: Server) -> None:
-    engine = sglang.attach(mortal, TINY, 4, 128)
+    engine = opening.attach(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.config import AlgorithmConfig
 from common.errors import ConfigError
+from common.job.config import AlgorithmConfig
 from services.trainer.algorithms import (
     cispo,
     dapo,

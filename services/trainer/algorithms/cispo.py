@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.config import AlgorithmConfig
+from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.groups import normalised as advantages
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.algorithms.surrogate import Clips, ratios
-from services.trainer.algorithms.terms import Terms
+from services.trainer.losses.surrogate import Clips, ratios
+from services.trainer.losses.terms import Terms
 
 CLIPS = Clips(1.0, 0.28)
 

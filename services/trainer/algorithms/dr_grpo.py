@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.config import AlgorithmConfig
+from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.groups import centred as advantages
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.algorithms.surrogate import PPO, clipped, ratios
-from services.trainer.algorithms.terms import Terms
+from services.trainer.losses.surrogate import PPO, clipped, ratios
+from services.trainer.losses.terms import Terms
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:

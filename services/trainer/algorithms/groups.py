@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.config import AlgorithmConfig
+from common.job.config import AlgorithmConfig
 
 EPSILON = 1e-4  # added to a deviation before dividing by it, in units of reward
 NO_VARIANCE = 1e-6  # deviation below which all rewards of a group count as equal

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.config import AlgorithmConfig
+from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.groups import normalised as advantages
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.algorithms.surrogate import Clips, clipped, old_logprobs
-from services.trainer.algorithms.terms import Terms, ratio_of
+from services.trainer.losses.surrogate import Clips, clipped, old_logprobs
+from services.trainer.losses.terms import Terms, ratio_of
 
 CLIPS = Clips(3e-4, 4e-4)
 

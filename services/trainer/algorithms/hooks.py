@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config import AlgorithmConfig
-from services.trainer.algorithms.terms import Terms
+from common.job.config import AlgorithmConfig
+from services.trainer.losses.terms import Terms
 
 if TYPE_CHECKING:
-    from services.trainer.batching import Sequence
+    from services.trainer.arithmetic.packing import Sequence
 
 # Rewards of a group's scored members, in float64, to one advantage for each; None: the group has
 # nothing to teach, and is filtered.

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from common.config import AlgorithmConfig
+from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
 from services.trainer.algorithms.reinforce_pp import advantages
-from services.trainer.algorithms.returns import gae, own_tokens, set_normalised, token_rewards
-from services.trainer.algorithms.surrogate import PPO, clipped, ratios
-from services.trainer.algorithms.terms import Terms
-from services.trainer.batching import Sequence
+from services.trainer.arithmetic.packing import Sequence
+from services.trainer.losses.returns import gae, own_tokens, set_normalised, token_rewards
+from services.trainer.losses.surrogate import PPO, clipped, ratios
+from services.trainer.losses.terms import Terms
 
 
 def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config import AlgorithmConfig
+from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.groups import silent
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.algorithms.surrogate import PPO, clipped, ratios
-from services.trainer.algorithms.terms import Terms
+from services.trainer.losses.surrogate import PPO, clipped, ratios
+from services.trainer.losses.terms import Terms
 
 
 def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.config import AlgorithmConfig
+from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm, advantage_of_one
-from services.trainer.algorithms.terms import Terms
+from services.trainer.losses.terms import Terms
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from state_bench import Bench, HandClock, Server, binary_of, running_server
 
 from common.state.client import State
+from sim.state import simulated_state
+from tests.contract.state.state_bench import Bench, HandClock, Server, binary_of, running_server
 
 BACKENDS = [
     "simulated",
@@ -37,7 +38,7 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     if request.param == "simulated":
         clock = HandClock()
-        found = Bench(State.simulated(clock), clock)
+        found = Bench(simulated_state(clock), clock)
     else:
         found = Bench(await State.open(servers(request.param).url), None)
         await found.state.command("FLUSHALL")
@@ -55,6 +56,6 @@ def state(bench: Bench) -> State:
 async def simulated() -> AsyncIterator[Bench]:
     """For what only virtual time can show: minutes that pass at once."""
     clock = HandClock()
-    found = Bench(State.simulated(clock), clock)
+    found = Bench(simulated_state(clock), clock)
     yield found
     await found.state.close()

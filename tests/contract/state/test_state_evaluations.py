@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from state_bench import JOB, TRAINER, Bench, Seats, document
-
 from common.state import events, jobs, steps
+from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, document
 
 EVALUATOR = "evaluator"
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import redis
 import redis.asyncio
-from state_bench import Bench
 
 from common.errors import Fenced, NotFound
 from common.state import events, gangs, leader, registry
 from common.state.client import State
+from tests.contract.state.state_bench import Bench
 
 
 async def lead(bench: Bench, owner: str = "planner/0", ttl_ms: int = 600_000) -> int:

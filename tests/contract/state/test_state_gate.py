@@ -18,11 +18,21 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from state_bench import JOB, SHARD, TRAINER, Bench, HandClock, Seats, Server, document
 
-from common.lineages import NATIVE
+from common.records.lineages import NATIVE
 from common.state import accounting, events, groups, jobs, steps
 from common.state.client import State
+from sim.state import simulated_state
+from tests.contract.state.state_bench import (
+    JOB,
+    SHARD,
+    TRAINER,
+    Bench,
+    HandClock,
+    Seats,
+    Server,
+    document,
+)
 
 T = TypeVar("T")
 SIZE, BUDGET = 3, 8
@@ -260,7 +270,7 @@ def hold(connect: Callable[[], Coroutine[Any, Any, State]], examples: int) -> No
 
 def test_the_gate_reopens_and_nothing_is_lost_in_process() -> None:
     async def connect() -> State:
-        return State.simulated(HandClock())
+        return simulated_state(HandClock())
 
     hold(connect, examples=15)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import uuid
 
 import pytest
-from state_bench import JOB, SHARD, TRAINER, Bench, document
 
 from common.errors import Fenced, NotFound, Refused
 from common.state import events, groups, jobs, registry, steps
 from common.state.client import State
 from common.state.groups import Leased, Waiting
+from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 
 async def test_a_submitted_job_is_queued_and_comes_back_as_it_was_written(bench: Bench) -> None:

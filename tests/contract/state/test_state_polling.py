@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from state_bench import JOB, TRAINER, Bench
 
 from common.errors import NotFound
 from common.state import groups, jobs
+from tests.contract.state.state_bench import JOB, TRAINER, Bench
 
 
 async def test_groups_that_the_trainer_was_given_are_not_sent_again(bench: Bench) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from state_bench import JOB, TRAINER, Bench
 
 from common.errors import Refused
 from common.state import accounting, events, groups, jobs
 from common.state.groups import Waiting
+from tests.contract.state.state_bench import JOB, TRAINER, Bench
 
 
 async def test_a_group_that_teaches_nothing_gives_its_place_to_another(bench: Bench) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from state_bench import Bench, HandClock
 
 from common.errors import Fenced, Refused
 from common.state import epoch, events, leader, registry
 from common.state.client import State
 from common.state.registry import Entry
+from sim.state import simulated_state
+from tests.contract.state.state_bench import Bench, HandClock
 
 LONG_MS = 600_000
 
@@ -120,7 +121,7 @@ async def test_a_lease_lasts_six_virtual_seconds_and_its_entry_ten_minutes(
 
 async def test_keys_expire_by_the_clock_of_their_own_simulation() -> None:
     slow, fast = HandClock(), HandClock(now=5.0)
-    one, other = State.simulated(slow), State.simulated(fast)
+    one, other = simulated_state(slow), simulated_state(fast)
     for state in (one, other):
         await state.command("SET", "key", "value", "PX", 10_000)
     fast.now += 11

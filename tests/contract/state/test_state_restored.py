@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
-
 from common.state import events, jobs, steps
 from common.state.steps import IDS_APART
+from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 
 
 async def test_two_losses_from_one_checkpoint_share_neither_lineage_nor_groups(

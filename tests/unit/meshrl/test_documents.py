@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.config import JobConfig
+from common.job.config import JobConfig
 from meshrl.cli import app
-from meshrl.jobfile import at
-from meshrl.jobschema import kinds
+from meshrl.job.jobfile import at
+from meshrl.job.schema import kinds
 
 ROOT = Path(__file__).parents[3]
 KEYS = [key for key, kind in kinds().items() if not is_dataclass(kind)]

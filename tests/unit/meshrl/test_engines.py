@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.engines import home, interpreter
 from common.errors import ConfigError
+from common.process.interpreters import home, interpreter
 from meshrl import doctor, engines
 from meshrl.cli import app
 from tests.sglang.interpreter import python

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from smallmesh import SmallMesh
+
+from tests.unit.node.smallmesh import SmallMesh
 
 
 @pytest.fixture

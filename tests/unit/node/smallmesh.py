@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import StateUnavailable
-from common.host import SystemHost
-from common.process import SystemChild, start_time
+from common.process.handle import SystemChild, start_time
+from common.process.host import SystemHost
 from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import events, gangs, leader, registry
 from common.state.client import State

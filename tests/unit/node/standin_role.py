@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.actor import Actor, call
 from common.api.role import Drain, Drained, Role
 from common.clock import SystemClock
-from common.host import SystemHost
-from common.mesh import Mesh, MeshSettings, run
+from common.process.host import SystemHost
 from common.random import Random
+from common.runtime.actor import Actor, call
+from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state.client import State
 from common.transport.zmq import ZmqTransport
 

@@ -6,10 +6,10 @@ import os
 import signal
 
 import pytest
-from smallmesh import SmallMesh, gone
 
 from common.errors import ConfigError
 from services.node.agent import Seat, seats
+from tests.unit.node.smallmesh import SmallMesh, gone
 
 
 def test_the_first_workers_of_a_host_make_its_gang() -> None:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.mesh import Mesh, MeshSettings
 from common.random import Random
-from common.simhost import SimulatedHost
+from common.runtime.mesh import Mesh, MeshSettings
 from common.state import registry
-from common.state.client import State
-from common.transport.memory import MemoryNetwork, MemoryTransport
-from common.virtual import VirtualClock, run_virtual
 from services.node.roleprocess import LOADING_S, RoleProcess
 from services.node.roles import Assignment
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
 
 NAME, HOST, EPOCH = "trainer/j", "here", 3
 TRAINING = Assignment("training", "j", core=True, epoch=EPOCH)
@@ -35,7 +35,7 @@ class World:
                 await self.clock.sleep(1e9)
 
         self.starts = 0
-        self.state = State.simulated(self.clock)
+        self.state = simulated_state(self.clock)
         mesh = Mesh(
             name="worker/g0",
             kind="worker",

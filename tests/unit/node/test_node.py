@@ -7,9 +7,9 @@ import os
 import signal
 
 import pytest
-from smallmesh import SmallMesh, gone
 
 from common.state import events
+from tests.unit.node.smallmesh import SmallMesh, gone
 
 OUTAGE_S = 7.5  # longer than a lease
 

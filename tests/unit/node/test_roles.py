@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.host import SystemHost
+from common.process.host import SystemHost
 from services.node.accelerators import cpu_slots, discover, parsed, shared
 from services.node.roles import COMMANDS, Assignment, with_overrides
 
@@ -26,7 +26,7 @@ def test_each_role_has_its_process_and_its_name_in_the_registry() -> None:
         "scoring/calc",
     ]
     assert engine.argv("g1", COMMANDS) == [
-        *[sys.executable, "-m", "services.rollout.engine_main"],
+        *[sys.executable, "-m", "services.engine"],
         *["--gang", "g1", "--job", "calc", "--epoch", "3"],
     ]
     assert core.argv("g1", COMMANDS)[-1] == "--core"

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import PlannerConfig
+from common.job.config import PlannerConfig
 from services.planner.allocation import Split, StageTimes, growing_role, iteration_s
 
 seconds = st.floats(0.01, 100.0)

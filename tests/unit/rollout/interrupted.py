@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from common.errors import MeshError
-from common.mesh import Mesh, Ref
+from common.runtime.mesh import Mesh, Ref
 from common.state.client import State
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgpack
 
-from common.actor import Actor, call, cast
 from common.api.sandbox import (
     OK,
     EndSessions,
@@ -25,8 +24,8 @@ from common.api.sandbox import (
     Sandbox,
     ScoreBatch,
 )
-from common.bulk import ChunkStore
-from common.config import (
+from common.errors import StateUnavailable
+from common.job.config import (
     AlgorithmConfig,
     BudgetConfig,
     DatasetConfig,
@@ -36,21 +35,22 @@ from common.config import (
     RewardConfig,
     RolloutConfig,
 )
-from common.errors import StateUnavailable
-from common.jobdata import JobData
-from common.mesh import Mesh
+from common.job.job_data import JobData
 from common.model.tokenizer import Tokenizer, character_tokenizer
 from common.random import Random
-from common.simhost import SimulatedChannel, SimulatedHost
+from common.runtime.actor import Actor, call, cast
+from common.runtime.mesh import Mesh
 from common.state import groups, jobs, steps
-from common.state.client import State
-from common.transport.memory import MemoryNetwork, MemoryTransport
-from common.virtual import VirtualClock, run_virtual
-from services.rollout.engine_service import EngineService
-from services.rollout.engines.simulated import SimulatedEngine
-from services.rollout.environment_main import Environments
+from common.wire.bulk import ChunkStore
+from services.engine.service import EngineService
+from services.engine.simulated import SimulatedEngine
+from services.environment.environments import Environments
 from services.rollout.job import ShardJob
 from services.weights.store import WeightStore
+from sim.host import SimulatedChannel, SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
 from tests.contract.state.state_bench import JOB, TRAINER
 from tests.contract.state.state_bench import Bench as StateBench
 from tests.unit.rollout.interrupted import Faults, FaultyMesh, FaultyState, Interruption
@@ -127,7 +127,7 @@ class ShardBench:
     def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
         self.clock, self.random, self.root = clock, random, root
         self.network = MemoryNetwork(clock, random.child("network"))
-        plain = State.simulated(clock)
+        plain = simulated_state(clock)
         self.state = FaultyState(plain.url, plain.client, plain._sync, clock.monotonic)
         self.calls, self.scripts = Faults(), Faults()
         self.state.faults = Faults()  # of everybody but the shard
@@ -218,7 +218,7 @@ class ShardBench:
                 answers = [[key, *served.perform(key, op, value)] for key, op, value in batch]
                 channel.send(msgpack.packb(answers, use_bin_type=True))
 
-        programs = {"services.rollout.environment_main": environment}
+        programs = {"services.environment": environment}
         return kind(
             name=name,
             kind=name.partition("/")[0],

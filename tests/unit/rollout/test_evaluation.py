@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from common.clock import SystemClock
-from common.config import BudgetConfig, EvaluationConfig, EvaluationDataset, JobConfig
 from common.errors import DeadlineExceeded, StateUnavailable
-from common.evaluations import Plan
-from common.jobdata import JobData
+from common.job.config import BudgetConfig, EvaluationConfig, EvaluationDataset, JobConfig
+from common.job.evaluation_plan import Plan
+from common.job.job_data import JobData
 from common.state.client import State
-from common.telemetry import Telemetry
+from common.telemetry.logs import Telemetry
 from services.rollout.evaluation import Evaluation
 from services.rollout.job import ShardJob
 from services.rollout.trajectory import Ending, Trajectory

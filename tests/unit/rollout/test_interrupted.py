@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from common.errors import DeadlineExceeded, MeshError, Overloaded, PeerLost, StateUnavailable
-from common.evaluations import Plan
+from common.job.evaluation_plan import Plan
 from common.random import Random
-from common.virtual import VirtualClock, run_virtual
 from services.rollout.evaluation import Evaluation
 from services.rollout.trajectory import Round, Trajectory
+from sim.loop import VirtualClock, run_virtual
 from tests.unit.rollout.interrupted import Interruption
+from tests.unit.rollout.routing.test_router import LOOK_S, TwoBuckets
 from tests.unit.rollout.shard_bench import ENGINES, SLOTS, ShardBench, on_shard
-from tests.unit.rollout.test_router import LOOK_S, TwoBuckets
 
 PLAN = Plan("step-0", 0, ("sampled", "greedy"))
 

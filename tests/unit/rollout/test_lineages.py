@@ -10,25 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from common.config import (
+from common.job.config import (
     BudgetConfig,
     DatasetConfig,
     EvaluationConfig,
     JobConfig,
     RewardConfig,
 )
-from common.jobdata import JobData
-from common.mesh import Mesh
+from common.job.job_data import JobData
 from common.random import Random
-from common.simhost import SimulatedHost
+from common.runtime.mesh import Mesh
 from common.state import groups, jobs, steps
-from common.state.client import State
-from common.transport.memory import MemoryNetwork, MemoryTransport
-from common.virtual import VirtualClock, run_virtual
 from services.rollout.job import ShardJob
+from services.rollout.routing.stay import Stay
 from services.rollout.shard import RolloutShard
-from services.rollout.stay import Stay
 from services.rollout.trajectory import Ending, Trajectory
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, document
 
 EVERY = 2
@@ -44,7 +44,7 @@ class World:
         self.mesh = Mesh(
             name="rollout/0",
             kind="rollout",
-            state=State.simulated(clock),
+            state=simulated_state(clock),
             transport=MemoryTransport(MemoryNetwork(clock, random.child("network")), "mem://one"),
             clock=clock,
             random=random,

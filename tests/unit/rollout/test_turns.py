@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from common.api.engine import Finish
-from common.config import JobConfig, RolloutConfig
 from common.errors import ToolFailed
-from common.ledger import Kind, Record
+from common.job.config import JobConfig, RolloutConfig
 from common.model.tokenizer import Tokenizer
-from common.tokenrecord import TokenRows
-from services.rollout.environment_main import Environments
+from common.records.ledger import Kind, Record
+from common.records.token_record import TokenRows
+from services.environment.environments import Environments
 from services.rollout.job import CALLS, ShardJob
 from services.rollout.trajectory import Restored, Trajectory
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from common.clock import SystemClock
-from common.host import SystemHost
-from services.sandbox import groups
-from services.sandbox.launcher import Interpreter, Launcher
+from common.process.host import SystemHost
+from services.sandbox.isolation import cgroups
+from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
 
 
 @pytest.fixture
 async def launcher(tmp_path: Path) -> AsyncIterator[Launcher]:
     host, clock, log = SystemHost(), SystemClock(), tmp_path / "jails.log"
-    made = Launcher(host, clock, "bwrap", Interpreter.own(), groups.find(), log)
+    made = Launcher(host, clock, "bwrap", Interpreter.own(), cgroups.find(), log)
     await made.start()
     yield made
     await made.stop()

@@ -12,10 +12,10 @@ from common.api.sandbox import (
 )
 from common.clock import SystemClock
 from common.errors import StateUnavailable
-from common.host import SystemHost
-from common.mesh import Mesh, MeshSettings, Ref
-from common.process import Child
+from common.process.handle import Child
+from common.process.host import SystemHost
 from common.random import Random
+from common.runtime.mesh import Mesh, MeshSettings, Ref
 from common.settings import SETTINGS_ENV
 from common.state.client import State
 from common.state.embedded import command

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from common.clock import SystemClock
-from common.host import SystemHost
-from services.sandbox import groups
-from services.sandbox.jails import JailFailed
-from services.sandbox.launcher import Interpreter, Launcher
-from services.sandbox.limits import MIB, JailLimits
+from common.process.host import SystemHost
+from services.sandbox.isolation import cgroups
+from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jails import JailFailed
+from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions
 
 pytestmark = pytest.mark.needs("bwrap")
@@ -141,7 +141,7 @@ async def test_sessions_run_beside_each_other(sessions: Sessions) -> None:
 async def cold(tmp_path: Path) -> AsyncIterator[Launcher]:
     """A launcher whose zygote has yet to start: its first jail takes a while."""
     host, log = SystemHost(), tmp_path / "cold.log"
-    made = Launcher(host, SystemClock(), "bwrap", Interpreter.own(), groups.find(), log)
+    made = Launcher(host, SystemClock(), "bwrap", Interpreter.own(), cgroups.find(), log)
     yield made
     await made.stop()
 

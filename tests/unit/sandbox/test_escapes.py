@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox import groups
+from services.sandbox.isolation import cgroups
 from tests.unit.sandbox.escapes.corpus import PROGRAMS
 from tests.unit.sandbox.escapes.forgeries import FORGERIES
 from tests.unit.sandbox.escapes.poison import CASES
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("bwrap")]
 
 @functools.cache
 def best() -> str:
-    return "cgroup" if groups.find() is not None else "bwrap"
+    return "cgroup" if cgroups.find() is not None else "bwrap"
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ from common.api.sandbox import (
     ScoreBatch,
     ToolCall,
 )
-from common.config import JobConfig
 from common.errors import NotFound, Refused, ToolFailed
-from common.jobdata import JobData
-from common.process import start_time
+from common.job.config import JobConfig
+from common.job.job_data import JobData
+from common.process.handle import start_time
 from common.state import registry
-from services.rollout.outside import Outside
+from services.rollout.rewards.sandboxes import Outside
 from tests.unit.sandbox.place import Place
 
 

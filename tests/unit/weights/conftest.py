@@ -6,23 +6,23 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from storing import Store
 
-from common.bulk import BulkServer, ChunkStore
 from common.clock import SystemClock
-from common.host import SystemHost
-from common.mesh import Mesh, MeshSettings
+from common.process.host import SystemHost
 from common.random import Random
-from common.state.client import State
-from common.store import STORE
+from common.runtime.mesh import Mesh, MeshSettings
 from common.transport.zmq import ZmqTransport
+from common.wire.bulk import BulkServer, ChunkStore
+from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
+from sim.state import simulated_state
+from tests.unit.weights.storing import Store
 
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     clock, host = SystemClock(), SystemHost()
-    state = State.simulated(clock)
+    state = simulated_state(clock)
 
     def mesh(name: str, where: str) -> Mesh:
         return Mesh(

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 from common.api.weights import Checkpoint, Weights
-from common.bulk import BulkClient, ChunkStore
-from common.config import BudgetConfig, JobConfig, TrainingConfig
 from common.errors import NotFound
-from common.mesh import Mesh, MeshSettings
+from common.job.config import BudgetConfig, JobConfig, TrainingConfig
 from common.model.transfer import fetch, stage
 from common.random import Random
-from common.simhost import SimulatedHost
+from common.runtime.mesh import Mesh, MeshSettings
 from common.state import groups, jobs, steps
-from common.state.client import State
-from common.store import STORE, put
-from common.transport.memory import MemoryNetwork, MemoryTransport
-from common.virtual import VirtualClock, VirtualLoop, run_virtual
+from common.wire.bulk import BulkClient, ChunkStore
+from common.wire.weight_store import STORE, put
 from services.weights.store import WeightStore
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, VirtualLoop, run_virtual
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
 
 JOB, SHARD, TRAINER = "job", "rollout/0", "trainer/job"
 EVERY, STEPS = 4, 9
@@ -54,7 +54,7 @@ class StoreBench:
     async def open(self) -> None:
         """Starts a mesh on an empty Redis."""
         self.chunks.directory.mkdir(exist_ok=True)
-        self.state = State.simulated(self.clock)
+        self.state = simulated_state(self.clock)
         await self._start_store()
         self.trainer, self.shard = self.mesh(TRAINER, "trainer"), self.mesh(SHARD, "rollout")
         for mesh in (self.trainer, self.shard):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.bulk import BulkClient, ChunkStore
-from common.mesh import Mesh
+from common.runtime.mesh import Mesh
+from common.wire.bulk import BulkClient, ChunkStore
 
 
 class Store:

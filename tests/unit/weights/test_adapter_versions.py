@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from storing import Store
 
 from common.errors import MeshError
 from common.model.lora import is_adapter
 from common.model.transfer import Fetcher, stage
+from tests.unit.weights.storing import Store
 
 JOB = "job"
 

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from common.api.weights import Manifest
 from common.api.weights import Tensor as Described
-from common.blob import pack
-from common.bulk import ChunkStore
-from common.config import JobConfig, LoraConfig
 from common.errors import NotFound, Refused
+from common.job.config import JobConfig, LoraConfig
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
 from common.model.tokenizer import character_tokenizer
 from common.model.transfer import NAMES
-from services.trainer import lora
+from common.wire.blob import pack
+from common.wire.bulk import ChunkStore
+from services.trainer.arithmetic import lora
 from services.weights.export import Version, chosen, versions, write
 
 SHAPE = ModelConfig(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from storing import Store
 
-from common.bulk import BulkClient
 from common.errors import BadMessage
 from common.model.transfer import fetch, stage, tensors_of
+from common.wire.bulk import BulkClient
 from services.weights.export import read_tensors
+from tests.unit.weights.storing import Store
 
 MOST = 1000  # bytes: stands for the limit of a chunk, and for that of the bulk port
 TENSORS = {

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_bench import EVERY, JOB, STEPS, StoreBench, on_store
 
 from common.errors import BadMessage, DeadlineExceeded
-from common.simhost import SimulatedHost
 from common.state import jobs, steps
 from services.weights.records import Records
+from sim.host import SimulatedHost
+from tests.unit.weights.store_bench import EVERY, JOB, STEPS, StoreBench, on_store
 
 SOON_S = 15.0  # two sweeps and something
 LONG_S = 80.0  # longer than every grace but that of what nobody has named

@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 
 from common.clock import SystemClock
-from common.host import SystemHost
-from services.sandbox import groups
+from common.process.host import SystemHost
 from services.sandbox.grading.code import Grading
-from services.sandbox.launcher import Interpreter, Launcher
-from services.sandbox.limits import MIB, JailLimits
+from services.sandbox.isolation import cgroups
+from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.slots import Slots
 from services.sandbox.sessions import Sessions
-from services.sandbox.slots import Slots
 from tests.unit.sandbox.escapes import forgeries, poison
 from tests.unit.sandbox.escapes.corpus import CANARY, PROGRAMS, Escape
 
@@ -43,7 +43,7 @@ WORD = "ESCAPED"
 class Runner:
     def __init__(self, tier: str, canary: Path) -> None:
         clock = SystemClock()
-        homes = groups.find() if tier == "cgroup" else None
+        homes = cgroups.find() if tier == "cgroup" else None
         kind = "landlock" if tier == "landlock" else "bwrap"
         self.launcher = Launcher(SystemHost(), clock, kind, Interpreter.own(), homes)
         self.slots = Slots(clock, 4)

@@ -1,0 +1,2 @@
+"""What a shard and environment processes share: their frames, and MCP servers. Open
+`framing.py` first."""

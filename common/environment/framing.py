@@ -1,0 +1,58 @@
+"""Messages between a shard and its environment processes, packed one by one into frames.
+
+So what one message holds that cannot travel (an integer past 64 bits, half a surrogate pair) fails
+that message, not the frame with its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgpack
+
+from common.errors import BadMessage
+from common.process.child import FRAME_LIMIT
+
+HEADER = 5  # bytes at most before the messages of a frame
+ENVELOPE = 64  # bytes at most around an answer, in its message
+
+
+def packed(message: Any) -> bytes:
+    """A message as bytes; BadMessage when it cannot travel."""
+    try:
+        content: bytes = msgpack.packb(message, use_bin_type=True)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise BadMessage(f"{type(error).__name__}: {error}") from error
+    if HEADER + len(content) > FRAME_LIMIT:
+        raise BadMessage(f"{len(content)} bytes; the limit is {FRAME_LIMIT - HEADER}")
+    return content
+
+
+def checked(answer: Any) -> None:
+    """BadMessage when an answer cannot travel in the message that will hold it."""
+    packed([answer, bytes(ENVELOPE)])
+
+
+def frames(messages: Iterable[bytes]) -> Iterator[bytes]:
+    """Packed messages as lists, in as few frames as they fit in."""
+    batch: list[bytes] = []
+    size = HEADER
+    for message in messages:
+        if batch and size + len(message) > FRAME_LIMIT:
+            yield _list(batch)
+            batch, size = [], HEADER
+        batch.append(message)
+        size += len(message)
+    if batch:
+        yield _list(batch)
+
+
+def _list(messages: list[bytes]) -> bytes:
+    header: bytes = msgpack.Packer().pack_array_header(len(messages))
+    return header + b"".join(messages)
+
+
+def encodable(text: str) -> str:
+    """The text, with halves of surrogate pairs as question marks."""
+    return text.encode("utf-8", "replace").decode()

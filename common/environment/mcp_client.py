@@ -1,0 +1,99 @@
+"""A server of the Model Context Protocol that we start and speak to over its standard streams, by
+the official `mcp` package (https://github.com/modelcontextprotocol/python-sdk).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+from common.process import child
+
+START_S = 60.0
+CALL_S = 3600.0  # a caller that waits less long kills the process that waits here
+
+Listed = dict[str, tuple[str, dict[str, Any]]]  # tool -> (description, JSON schema of arguments)
+
+
+class Server:
+    """One running server. Its methods block; they are called from one thread."""
+
+    def __init__(self, command: list[str], directory: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._ready: asyncio.Future[Any] = self._loop.create_future()
+        self._closing = asyncio.Event()
+        # One task enters and leaves the package's scopes, which it insists on.
+        self._serving = self._loop.create_task(self._serve(command, directory))
+        self._session = self._wait(self._ready, START_S)
+
+    def tools(self) -> Listed:
+        found = self._wait(self._session.list_tools(), START_S).tools
+        return {tool.name: (tool.description or "", _schema(tool)) for tool in found}
+
+    def call(self, tool: str, arguments: Any) -> Any:
+        """What the tool answers: its text, or the structure that it gives; ToolError if it is an
+        error.
+        """
+        if not isinstance(arguments, dict):
+            raise TypeError(f"an MCP tool takes a table of arguments, not {arguments!r:.80}")
+        result = self._wait(self._session.call_tool(tool, arguments), CALL_S)
+        parts = [getattr(part, "text", None) for part in result.content]
+        text = "\n".join(part for part in parts if part is not None)
+        if _field(result, "is_error", "isError"):
+            return {"error": text}
+        structure = _field(result, "structured_content", "structuredContent")
+        return text if parts and None not in parts else structure if structure else text
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wait(self._serving, START_S)
+        self._loop.close()
+
+    async def _serve(self, command: list[str], directory: str) -> None:
+        from mcp import ClientSession, StdioServerParameters, stdio_client
+
+        program = sys.executable if command[0] == "python" else command[0]
+        # It ends with us, however we end: the package gives it a session of its own.
+        tied = ["-I", child.__file__, f"parent={os.getpid()}", "--", f"exec:{program}"]
+        arguments = [*tied, *command[1:]]
+        parameters = StdioServerParameters(command=sys.executable, args=arguments, cwd=directory)
+        try:
+            async with (
+                stdio_client(parameters, sys.stderr) as streams,
+                ClientSession(*streams) as session,
+            ):
+                await session.initialize()
+                self._ready.set_result(session)
+                await self._closing.wait()
+        except Exception as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(RuntimeError(f"{' '.join(command)}: {error}"))
+
+    def _wait(self, work: Any, deadline_s: float) -> Any:
+        async def limited() -> Any:
+            async with asyncio.timeout(deadline_s):
+                return await work
+
+        return self._loop.run_until_complete(limited())
+
+
+def listed(command: list[str], directory: str) -> Listed:
+    """What a server offers; it is ended again."""
+    server = Server(command, directory)
+    try:
+        return server.tools()
+    finally:
+        server.close()
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    schema: dict[str, Any] = _field(tool, "input_schema", "inputSchema")
+    return schema
+
+
+def _field(thing: Any, *names: str) -> Any:
+    """An attribute that releases of the package call differently."""
+    return next((getattr(thing, name) for name in names if hasattr(thing, name)), None)

@@ -1,0 +1,1 @@
+"""The built-in engine: who has which slot and block, and what runs next. Open `engine.py` first."""

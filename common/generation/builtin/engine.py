@@ -1,0 +1,398 @@
+"""The built-in engine: what runs in the next step, and what becomes of requests.
+
+Continuous batching at the level of tokens: each step holds one token of every request that decodes
+and, up to a budget, stretches of known tokens (prompts, tool results) of requests that join. What
+computes the step and where keys and values lie are parts (`parts.py`): a native decoder over a
+paged cache, or the same model in eager torch over contiguous slots.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.clock import Clock, SystemClock
+from common.errors import ConfigError, Refused
+from common.generation.builtin.cache_moves import Moves
+from common.generation.builtin.parts import SHARE_FROM, Compute, Memory
+from common.generation.builtin.prefill_rate import PrefillRate
+from common.generation.builtin.slots import Slots
+from common.generation.builtin.stop_text import StopText
+from common.generation.builtin.weights import check_shapes
+from common.generation.contract import (
+    ABORTED,
+    LENGTH,
+    RUNNING,
+    STOP,
+    WHOLE_BYTES,
+    Flush,
+    Ints,
+    Request,
+    SessionCache,
+    check,
+)
+
+PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
+
+
+class TorchEngine:
+    """See `Engine`. It sleeps until `wake` brings the first weights, of the shapes given."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        compute: Compute,
+        memory: Memory,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        path: str,
+        kv_on_update: str = "keep",
+        steps: int = 1,
+        budget_s: float = 0.02,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        if kv_on_update not in ("keep", "recompute"):
+            raise ConfigError(
+                f"kv_on_update is {kv_on_update!r}",
+                where="rollout.kv_on_update",
+                fix="use keep or recompute",
+            )
+        self.path = path  # what computes, for people
+        self.version = -1
+        self.steps = 0
+        self.tokens_generated = 0
+        self.busy_s = 0.0
+        self.compute_s = 0.0  # of busy_s: in the model
+        self.due_s = 0.0
+        self.tokens_computed = 0  # sampled or given, by the model; what was shared does not count
+        self.tensor_parallel = 1
+        self.preempted = 0  # requests that gave up their cache to older ones
+        self._slots, self._compute, self._memory = slots, compute, memory
+        self._shapes = shapes
+        self._clock = clock or SystemClock()
+        self._recompute = kv_on_update == "recompute"
+        self._moves = Moves(slots, compute, memory, not self._recompute, self._drop)
+        self._prefill_rate = PrefillRate()
+        self._steps, self._budget_s = steps, budget_s  # of one call, while nothing joins or ends
+        self._stretch = max(2, compute.prefill_from)  # tokens to compute from which a slot joins
+        self._stop_text = StopText(decode)
+        self._queue: dict[int, Request] = {}  # waiting for a slot, by id, in order
+        self._started = np.zeros(slots.count, np.int64)  # when: the older go first
+        self._starts = 0
+        self._joining: list[int] = []  # slots with more than one token to compute, oldest first
+        self._decoding = np.zeros(slots.count, bool)
+        self._rows: NDArray[np.int64] | None = None  # the decoding slots, ascending; None: changed
+        self._swaps = 0
+        self._paused = False
+        self._asleep = True
+
+    @property
+    def running(self) -> int:
+        return self._slots.running
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def ended(self) -> bool:
+        return self._slots.ended
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._prefill_rate.tokens_per_s
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return self._compute.cache_bytes_per_token
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            check(request, self._compute.vocab_size)
+            self._stop_text.check(request)
+        for request in requests:
+            if request.id in self._queue or request.id in self._slots:
+                continue
+            if request.max_new < 1 or len(request.tokens) >= self._slots.max_length:
+                self._slots.finish_unplaced(request.id, LENGTH)
+            elif self._stop_text.met(request):
+                self._slots.finish_unplaced(request.id, STOP)
+            elif self._slots.keeps(request.session):
+                self._start(request)
+            else:
+                self._queue[request.id] = request
+
+    def abort(self, ids: Iterable[int]) -> None:
+        for request_id in ids:
+            slot = self._slots.slot_of(request_id)
+            if slot is not None:
+                self._end(slot, ABORTED)
+            elif self._queue.pop(request_id, None):
+                self._slots.finish_unplaced(request_id, ABORTED)
+
+    def release(self, sessions: Iterable[int]) -> None:
+        for slot in self._slots.release(sessions):
+            self._memory.free(slot)
+
+    def drain(self, ended_only: bool = False) -> Flush | None:
+        return self._slots.drain(ended_only)
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        if self._paused or self._asleep:
+            return False
+        began = self._clock.monotonic()
+        while self._queue and self._slots.available():
+            self._start(self._queue.pop(next(iter(self._queue))))
+        steps = 1 if self._joining or self._stop_text else self._steps
+        self._hold_room(steps)
+        if self._joining:  # somebody had to give way: room is only sure for one step
+            steps = 1
+        joining, counts = self._plan()
+        rows = self._decoding_rows()
+        if not len(rows) and not joining:
+            return False
+        self._run(rows, joining, counts, 1 if joining else steps)
+        self.busy_s += self._clock.monotonic() - began
+        return True
+
+    def _run(
+        self, rows: NDArray[np.int64], joining: list[int], stretches: list[int], steps: int
+    ) -> None:
+        slots = self._slots
+        counts = np.ones(len(rows) + len(joining), np.int64)
+        if joining:
+            counts[len(rows) :] = stretches
+            rows = np.concatenate((rows, np.array(joining, np.int64)))
+        before, computed = slots.known[rows], slots.computed[rows]
+        began = self._clock.monotonic()
+        sampled = self._compute.run(rows, counts, steps, self._budget_s, self.version)
+        took = self._clock.monotonic() - began
+        self.compute_s += took
+        if joining:
+            self._prefill_rate.add(sum(stretches), int(counts.sum()), took)
+        self.tokens_generated += sampled
+        self.steps += max(1, sampled // len(rows))
+        self.tokens_computed += int((slots.computed[rows] - computed).sum())
+        grew = slots.known[rows] > before
+        first = slots.first_sampled[rows]
+        slots.first_sampled[rows] = np.where(grew, np.minimum(first, before), first)
+        for slot in joining:
+            self._memory.publish(slot, self._swaps, tail=True)
+            if slots.known[slot] - slots.computed[slot] < self._stretch:
+                self._set_joining(slot, False)
+        if self._stop_text:
+            self._stop_text.look(slots)
+        for slot in rows[slots.finish[rows] != RUNNING].tolist():
+            self._end(slot, int(slots.finish[slot]))
+
+    def _plan(self) -> tuple[list[int], list[int]]:
+        """Joining slots of this step, oldest first, and how many of their tokens it computes."""
+        slots, budget = self._slots, PREFILL_TOKENS
+        chosen: list[int] = []
+        counts: list[int] = []
+        for slot in list(self._joining):
+            if budget <= 0:
+                break
+            self._memory.share(slot, self._swaps)
+            if self._follows(slot, chosen):
+                continue
+            older = int((self._decoding & (self._started < self._started[slot])).sum())
+            if not self._make_room(slot, int(slots.known[slot]), spare=older):
+                break
+            ahead = int(slots.known[slot] - slots.computed[slot])
+            if ahead < self._stretch and not self._leads(slot):
+                self._set_joining(slot, False)
+                continue
+            count = min(ahead, budget)
+            budget -= count
+            chosen.append(slot)
+            counts.append(count)
+        return chosen, counts
+
+    def _follows(self, slot: int, chosen: list[int]) -> bool:
+        """Whether a slot of this step is computing what this one could share afterwards."""
+        if not chosen:
+            return False
+        tokens, end = self._slots.tokens, int(self._slots.known[slot]) - 1
+        least = int(self._slots.computed[slot]) + SHARE_FROM
+        if end < least:
+            return False
+        same = tokens[chosen, :least] == tokens[slot, :least]
+        return bool((same.all(1) & (self._slots.known[chosen] > least)).any())
+
+    def _leads(self, slot: int) -> bool:
+        """Whether the slot that joins next could share what this one would compute."""
+        following = self._joining.index(slot) + 1
+        return following < len(self._joining) and self._follows(self._joining[following], [slot])
+
+    def _decoding_rows(self) -> NDArray[np.int64]:
+        if self._rows is None:
+            self._rows = np.flatnonzero(self._decoding)
+        return self._rows
+
+    def _hold_room(self, steps: int) -> None:
+        """Makes room for the next tokens of the decoding slots; the youngest may have to wait."""
+        while True:
+            rows = self._decoding_rows()
+            ends = np.minimum(self._slots.computed[rows] + steps, self._slots.limit[rows])
+            short = self._memory.short(rows, ends)
+            if not len(short):
+                return
+            slot = int(short[np.argmin(self._started[short])])
+            if not self._make_room(slot, int(ends[rows == slot][0])):
+                self._preempt(slot)
+
+    # -- the cache -------------------------------------------------------------------------------
+
+    def _make_room(self, slot: int, tokens: int, spare: int = 0) -> bool:
+        """Room for a slot's first `tokens` tokens and `spare` blocks beside, if need be at the cost
+        of idle sessions, then of the youngest requests; False when only older ones are left."""
+        while not self._memory.grow(slot, tokens, spare):
+            idle = [i for i in self._slots.idle() if self._slots.computed[i]]
+            if idle:
+                self._drop(idle[0])
+                continue
+            holders = [
+                i
+                for i in self._slots.live()
+                if self._slots.computed[i] and self._started[i] > self._started[slot]
+            ]
+            if not holders:
+                return False
+            self._preempt(max(holders, key=lambda i: self._started[i]))
+        return True
+
+    def _drop(self, slot: int) -> None:
+        self._memory.free(slot)
+        self._slots.computed[slot] = 0
+        self._slots.weights[slot] = self._swaps
+
+    def _preempt(self, slot: int) -> None:
+        """The slot's request gives up its cache; it is computed again when there is room."""
+        self.preempted += 1
+        self._drop(slot)
+        self._set_joining(slot, True)
+
+    def _start(self, request: Request) -> None:
+        slot = self._slots.place(request, self._swaps)
+        self._memory.place(slot)
+        self._stop_text.place(slot, request)
+        self._starts += 1
+        self._started[slot] = self._starts
+        self._set_joining(slot, True)
+
+    def _end(self, slot: int, code: int) -> None:
+        self._decoding[slot] = False
+        self._rows = None
+        if slot in self._joining:
+            self._joining.remove(slot)
+        self._stop_text.end(slot)
+        self._memory.publish(slot, self._swaps, tail=False)
+        for freed in self._slots.end(slot, code):
+            self._memory.free(freed)
+
+    def _set_joining(self, slot: int, joining: bool) -> None:
+        self._decoding[slot] = not joining
+        self._rows = None
+        if not joining:
+            self._joining.remove(slot)
+        elif slot not in self._joining:
+            insort(self._joining, slot, key=lambda i: self._started[i])
+
+    # -- sessions that move ----------------------------------------------------------------------
+
+    def export(
+        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
+    ) -> SessionCache | None:
+        if self._asleep:
+            return None
+        return self._moves.export(session, start, most_bytes, self._swaps, self.version)
+
+    def adopt(self, session: int, cache: SessionCache) -> bool:
+        if self._asleep or self._queue:  # who waits for a slot goes first
+            return False
+        spare = int(self._decoding.sum())
+        return self._moves.adopt(session, cache, self._swaps, self.version, spare)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def swap(self, state: Mapping[str, Tensor], version: int) -> None:
+        """What slots have cached stays, unless the engine was told to recompute; where none of a
+        slot's tokens was sampled here yet it goes in any case: see `Slots.forget_unsampled`.
+        """
+        check_shapes(state, self._shapes)
+        if not self._asleep:
+            self._compute.load(state)
+        self.version = version
+        self._swaps += 1
+        self._memory.forget()
+        if self._recompute:
+            gone = self._slots.forget(np.arange(self._slots.count), self._swaps)
+        else:
+            gone = self._slots.forget_unsampled(self._swaps)
+        self._slots.weights[self._slots.computed == 0] = self._swaps
+        for slot in gone.tolist():
+            self._memory.free(slot)
+        for slot in np.flatnonzero(self._decoding & (self._slots.computed == 0)).tolist():
+            self._set_joining(slot, True)
+
+    def sleep(self) -> None:
+        """Gives back weights and cache; what is known stays, and is computed again on waking."""
+        if self._asleep:
+            return
+        self._asleep = True
+        for slot in range(self._slots.count):
+            self._drop(slot)
+        self._memory.forget()
+        for slot in np.flatnonzero(self._decoding).tolist():
+            self._set_joining(slot, True)
+        self._compute.sleep()
+
+    def wake(self, state: Mapping[str, Tensor], version: int) -> None:
+        check_shapes(state, self._shapes)
+        if self._asleep:
+            self._compute.wake()
+            self._asleep = False
+        self.swap(state, version)
+
+    def score(self, tokens: Ints) -> NDArray[np.float32]:
+        row = np.asarray(tokens, np.int32)
+        check(Request(-1, row, 0, 1.0, (), 0, -1), self._compute.vocab_size)
+        if self._asleep:
+            raise Refused("the engine sleeps", where="engine", fix="wake it first")
+        if len(tokens) > self._slots.max_length:
+            raise Refused(
+                f"{len(tokens)} tokens are more than a slot of {self._slots.max_length} holds",
+                where="engine",
+                fix="raise rollout.max_tokens",
+            )
+        while (blocks := self._memory.borrow(len(tokens))) is None:
+            holders = [i for i in range(self._slots.count) if self._slots.computed[i]]
+            if not holders:
+                raise Refused(
+                    f"{len(tokens)} tokens do not fit the cache",
+                    where="engine",
+                    fix="raise rollout.kv_tokens",
+                )
+            idle = [i for i in holders if i in self._slots.idle()]
+            youngest = max(holders, key=lambda i: self._started[i])
+            self._drop(idle[0]) if idle else self._preempt(youngest)
+        try:
+            return self._compute.score(row, blocks)
+        finally:
+            self._memory.give_back(blocks)

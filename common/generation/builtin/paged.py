@@ -1,0 +1,137 @@
+"""The paged cache of the slots: a block table, grown as tokens come, with shared prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.generation.builtin.blocks import (
+    BLOCK,
+    BlockPool,
+    PrefixCache,
+    blocks_of,
+)
+from common.generation.builtin.parts import Rows
+from common.generation.builtin.slots import Slots
+
+EVICTED = 16  # blocks at once: each search begins at the front
+
+
+class PagedMemory:
+    """`table[slot]` names the blocks of a slot's tokens, in order; `held[slot]` of them are its.
+
+    `blocks` must hold one slot of full length and one block beside.
+    """
+
+    def __init__(self, slots: Slots, blocks: int, copy: Callable[[int, int], None]) -> None:
+        self._slots = slots
+        self._copy = copy  # (from, to): of a block's keys and values
+        self.table = np.zeros((slots.count, -(-slots.max_length // BLOCK)), np.int32)
+        self.held = np.zeros(slots.count, np.int64)
+        self.pool = BlockPool(blocks)
+        self.prefixes = PrefixCache(self.pool)
+        self._untouched = np.zeros(slots.count, np.int64)  # computed tokens that it did not run
+
+    def place(self, slot: int) -> None:
+        computed = int(self._slots.computed[slot])
+        keep = -(-computed // BLOCK)
+        for index in range(keep, int(self.held[slot])):
+            self.pool.drop(int(self.table[slot, index]))
+        self.held[slot] = min(self.held[slot], keep)
+        if computed % BLOCK:
+            self.prefixes.forget_tail(int(self.table[slot, keep - 1]))  # it is written again
+        if computed % BLOCK and self.pool.holders[self.table[slot, keep - 1]] > 1:
+            # The last block is shared, and the next token would go into it.
+            if self._available() == 0:
+                self.pool.drop(int(self.table[slot, keep - 1]))
+                self.held[slot] = keep - 1
+                self._slots.computed[slot] = (keep - 1) * BLOCK
+            else:
+                shared = int(self.table[slot, keep - 1])
+                self.table[slot, keep - 1] = self._take()
+                self._copy(shared, int(self.table[slot, keep - 1]))
+                self.pool.drop(shared)
+        self._untouched[slot] = self._slots.computed[slot]
+
+    def share(self, slot: int, swaps: int) -> None:
+        slots = self._slots
+        computed = int(slots.computed[slot])
+        if computed != self._untouched[slot] or (computed and slots.weights[slot] != swaps):
+            return
+        match = self.prefixes.match(slots.tokens[slot, : slots.known[slot] - 1])
+        if match.tokens <= computed:
+            return
+        for block in match.blocks:
+            self.pool.hold(block)
+        copied = None
+        if match.tail:
+            self.pool.hold(match.copied)  # making room for the copy must not take it away
+            if self._available():
+                copied = self._take()
+                self._copy(match.copied, copied)
+            self.pool.drop(match.copied)
+        self.free(slot)
+        held = len(match.blocks)
+        self.table[slot, :held] = match.blocks
+        if copied is not None:
+            self.table[slot, held] = copied
+            held += 1
+        self.held[slot] = held
+        slots.computed[slot] = match.tokens if copied is not None else held * BLOCK
+        slots.weights[slot] = swaps
+        self._untouched[slot] = slots.computed[slot]
+
+    def publish(self, slot: int, swaps: int, tail: bool) -> None:
+        slots = self._slots
+        computed = int(slots.computed[slot])
+        if computed and slots.weights[slot] == swaps:
+            used = self.table[slot, : -(-computed // BLOCK)]
+            self.prefixes.insert(slots.tokens[slot, :computed], used, tail)
+
+    def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
+        wanted = -(-tokens // BLOCK) - int(self.held[slot])
+        if wanted <= 0:
+            return True
+        if self.pool.free < wanted + spare and self._available() < wanted + spare:
+            return False
+        for _ in range(wanted):
+            self.table[slot, self.held[slot]] = self._take()
+            self.held[slot] += 1
+        return True
+
+    def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
+        held = [self.table[slot, : self.held[slot]] for slot in beside]
+        taken = len(np.unique(np.concatenate(held))) if held else 0
+        return self.pool.count - taken >= blocks_of(tokens) + spare
+
+    def short(self, slots: Rows, tokens: Rows) -> Rows:
+        return slots[self.held[slots] * BLOCK < tokens]
+
+    def free(self, slot: int) -> None:
+        for index in range(int(self.held[slot])):
+            self.pool.drop(int(self.table[slot, index]))
+        self.held[slot] = 0
+        self._slots.computed[slot] = self._untouched[slot] = 0
+
+    def forget(self) -> None:
+        self.prefixes.clear()
+
+    def borrow(self, tokens: int) -> NDArray[np.int64] | None:
+        wanted = -(-tokens // BLOCK)
+        if self._available() < wanted:
+            return None
+        return np.array([self._take() for _ in range(wanted)], np.int64)
+
+    def give_back(self, blocks: NDArray[np.int64]) -> None:
+        for block in blocks.tolist():
+            self.pool.drop(block)
+
+    def _available(self) -> int:
+        return self.pool.free + self.prefixes.evictable()
+
+    def _take(self) -> int:
+        if not self.pool.free:
+            self.prefixes.evict(EVICTED)
+        return self.pool.take()

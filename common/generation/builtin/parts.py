@@ -1,0 +1,91 @@
+"""The two halves of the built-in engine that differ from path to path: what computes, and where
+keys and values lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.generation.contract import Ints
+
+SHARE_FROM = 6  # common tokens from which taking over a neighbour's beats computing them
+
+Rows = NDArray[np.int64]  # slot numbers, ascending where they decode
+
+
+class Compute(Protocol):
+    """Runs tokens of slots through the model. State is in the engine's `Slots`."""
+
+    vocab_size: int
+    prefill_from: int  # known tokens from which one run of their own beats a token a step
+    layout: str  # of what `read` gives: path, type, order and shape
+    cache_bytes_per_token: int
+
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+        """Computes the next `counts[i]` known tokens of `slots[i]` and samples behind those that
+        have no more; the number of tokens sampled. Where all counts are 1 it may go on for up to
+        `steps` steps, until a request ends or `budget_s` is spent.
+        """
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes weights (`Decoder`'s names, which the engine has checked)."""
+
+    def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first; `blocks` of the cache are
+        free to use, if there are blocks."""
+
+    def span_bytes(self, start: int, end: int) -> int:
+        """Bytes of the entries of tokens [start, end); `start` begins a block."""
+
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """A copy of a slot's entries for tokens [start, end)."""
+
+    def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        """Puts what `read` gave into a slot that has room for it."""
+
+    def sleep(self) -> None:
+        """Gives back weights and cache."""
+
+    def wake(self) -> None:
+        """Makes room for them again; `load` follows."""
+
+
+class Memory(Protocol):
+    """Which part of the cache is whose."""
+
+    def place(self, slot: int) -> None:
+        """The slot has a request now: what lies behind its computed tokens is given up."""
+
+    def share(self, slot: int, swaps: int) -> None:
+        """Takes what others have computed of the slot's tokens under the same weights."""
+
+    def publish(self, slot: int, swaps: int, tail: bool) -> None:
+        """Lets others share what the slot has computed, if all of it is of the same weights; its
+        last tokens, which do not fill a block, if `tail`.
+        """
+
+    def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
+        """Has room for the slot's first `tokens` tokens, and `spare` blocks beside; or answers
+        False."""
+
+    def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
+        """Whether a slot could have room for so many tokens, and `spare` blocks be left, if only
+        the slots `beside` kept what they have."""
+
+    def short(self, slots: Rows, tokens: Rows) -> Rows:
+        """Those of `slots` whose first `tokens[i]` tokens have no room yet."""
+
+    def free(self, slot: int) -> None:
+        """Gives up what the slot has."""
+
+    def forget(self) -> None:
+        """Nothing that is computed may be shared any more: there are other weights."""
+
+    def borrow(self, tokens: int) -> NDArray[np.int64] | None:
+        """Blocks for so many tokens, until `give_back`; None: there are not enough."""
+
+    def give_back(self, blocks: NDArray[np.int64]) -> None: ...

@@ -1,0 +1,66 @@
+"""Requests that end at a text: found in what their last tokens decode to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from common.errors import Refused
+from common.generation.builtin.slots import Slots
+from common.generation.contract import STOP, Request
+
+MARGIN = 8  # tokens: a character may be spread over several that say nothing by themselves
+
+
+def begin_of(request: Request) -> int:
+    """Where the turn begins that the request generates."""
+    return len(request.tokens) if request.begin < 0 else request.begin
+
+
+class StopText:
+    """Looks at a slot after each of its tokens: the one that completes a text is the last."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str] | None) -> None:
+        self._decode = decode
+        self._texts: dict[int, tuple[str, ...]] = {}  # of the slots that have some
+        self._begin: dict[int, int] = {}  # where their turns begin
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def check(self, request: Request) -> None:
+        """Refused when the request names a text and the engine cannot decode tokens."""
+        if request.stop_text and self._decode is None:
+            raise Refused(
+                f"request {request.id} has stop texts, and this engine has no tokenizer",
+                where="engine",
+                fix="stop at token ids, or start the engine with a tokenizer",
+            )
+
+    def met(self, request: Request) -> bool:
+        """Whether what the turn has so far, generated elsewhere, completes a text already."""
+        if not request.stop_text or self._decode is None:
+            return False
+        text = self._decode(request.tokens[begin_of(request) :].tolist())
+        return any(stop in text for stop in request.stop_text)
+
+    def place(self, slot: int, request: Request) -> None:
+        if request.stop_text:
+            self._texts[slot] = request.stop_text
+            self._begin[slot] = begin_of(request)
+
+    def end(self, slot: int) -> None:
+        self._texts.pop(slot, None)
+        self._begin.pop(slot, None)
+
+    def look(self, slots: Slots) -> None:
+        """Marks the slots whose newest token completes one of their texts."""
+        assert self._decode is not None
+        for slot, texts in self._texts.items():
+            end = int(slots.known[slot])
+            longest = max(len(text.encode()) for text in texts)  # a token is a byte at least
+            start = max(self._begin[slot], end - longest - MARGIN)
+            if start == end:
+                continue
+            text = self._decode(slots.tokens[slot, start:end].tolist())
+            if any(stop in text for stop in texts):
+                slots.finish[slot] = STOP

@@ -1,0 +1,273 @@
+"""What every engine offers, whatever it computes with: requests in, tokens out, weights swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import Refused
+from common.records.experts import NO_EXPERTS, laid_out
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes, as on the wire
+MIXED = -1  # version of a cache that weights of several versions computed
+WHOLE_BYTES = 1 << 62  # of a cache: all of it
+NO_SESSION = -1  # any negative session: nothing is kept after the request
+
+Ints = NDArray[np.integer]
+Floats = NDArray[np.floating]
+NO_FLOATS = np.zeros(0, np.float32)
+
+
+@dataclass(slots=True)
+class Request:
+    """Generate after `tokens` until a stop id (which is included), `max_new` tokens or a full slot.
+
+    What is sampled depends on the weights, `tokens`, `seed` and positions only: the same request
+    resubmitted with its first results appended to `tokens` goes on as it would have.
+    """
+
+    id: int
+    tokens: NDArray[np.int32]
+    max_new: int
+    temperature: float  # 0: greedy, with the log-probabilities of temperature 1
+    stop_ids: tuple[int, ...]
+    seed: int
+    session: int  # requests of one session follow each other; the next finds what this one computed
+    top_p: float = 1.0  # share of the probability that is kept, likeliest first; 1: all
+    top_k: int = 0  # likeliest tokens that are kept; 0: all
+    min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
+    stop_text: tuple[str, ...] = ()  # the token that completes one of these is the last
+    begin: int = -1  # of `tokens`, those from here on were generated too; -1: none
+    unmodified: bool = False  # log-probabilities at temperature 1, nothing left out, come too
+
+
+@dataclass(slots=True)
+class Flush:
+    """New tokens of n requests, in order of `ids`: request i owns the next `counts[i]` entries."""
+
+    ids: NDArray[np.int64]
+    counts: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]  # of the distribution that was sampled from
+    unmodified: NDArray[np.float32]  # at temperature 1; nan where not asked for, empty if nowhere
+    versions: NDArray[np.int32]  # of the weights that sampled each token
+    finish: NDArray[np.int8]
+    # [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted each
+    # token; `common.records.experts` says what stands for none.
+    experts: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)
+
+
+@dataclass(slots=True)
+class Piece:
+    """One request's share of a flush."""
+
+    id: int
+    tokens: Ints
+    logprobs: Floats
+    versions: Ints
+    finish: int = RUNNING
+    unmodified: Floats | None = None
+    experts: NDArray[np.int16] | None = None
+
+
+@dataclass(slots=True)
+class SessionCache:
+    """What an engine has computed of a session, or a part of it, as another engine of the same
+    model can take it: keys and values of `tokens[start:end]`."""
+
+    tokens: NDArray[np.int32]  # [n], all that is computed
+    content: NDArray[np.uint8]  # in the order that `layout` names
+    start: int
+    end: int
+    layout: str  # path, dtype, order, shape; an engine of another layout does not take it
+    version: int  # of all the weights that computed the n tokens; MIXED: of several
+    first_sampled: int  # of `tokens`, the first that the session's engines sampled; n: none
+    first_version: int  # of the weights that sampled that one
+
+
+class Engine(Protocol):
+    """Driven by one thread: `step` until it returns False, `drain` when it suits."""
+
+    @property
+    def path(self) -> str:
+        """What computes, for people."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share the weights of one engine."""
+
+    @property
+    def preempted(self) -> int:
+        """Requests so far that gave up their cache to older ones."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def tokens_generated(self) -> int: ...
+    @property
+    def tokens_computed(self) -> int:
+        """Tokens that went through the model, given or sampled; what was cached does not count."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the batch so far."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in steps that computed something."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether a request has ended since the last drain."""
+
+    @property
+    def due_s(self) -> float:
+        """Seconds that may pass before the next step brings anything; 0: step at once."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Takes all or none (Refused, naming the request). An id that is in work is left alone."""
+
+    def abort(self, ids: Iterable[int]) -> None:
+        """Ends these with ABORTED; what they had generated is still flushed."""
+
+    def release(self, sessions: Iterable[int]) -> None:
+        """Nothing more will come of these sessions: their slots are free."""
+
+    def step(self) -> bool:
+        """A token more, or a few, for what runs; False when paused, asleep or without work."""
+
+    def drain(self, ended_only: bool = False) -> Flush | None:
+        """What has come since the last drain, each token once; of ended requests only, or all."""
+
+    def swap(self, state: Mapping[str, Tensor], version: int) -> None:
+        """New weights from the next step on."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def sleep(self) -> None:
+        """Gives back the memory of weights and cache; what runs waits and loses no token."""
+
+    def wake(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Takes weights again, of any version, and goes on."""
+
+    def score(self, tokens: Ints) -> NDArray[np.float32]:
+        """Log-probability, at temperature 1, of each token after the first: length n - 1."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Known tokens computed in a second, as measured lately; 0: not yet."""
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Of keys and values; 0: they cannot be moved."""
+
+    def export(
+        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
+    ) -> SessionCache | None:
+        """A copy of what an idle session has computed, from token `start` (where a part ended) on,
+        some `most_bytes` of it; None: nothing that could be taken over.
+        """
+
+    def adopt(self, session: int, cache: SessionCache) -> bool:
+        """Keeps what another engine computed for the session's next request; the first part takes
+        the room for all. False: no room beside what runs, or of other weights or another layout
+        than these; parts that were taken stay.
+        """
+
+
+def flush_of(pieces: Sequence[Piece]) -> Flush | None:
+    if not pieces:
+        return None
+    asked = any(p.unmodified is not None for p in pieces)
+    return Flush(
+        ids=np.array([p.id for p in pieces], np.int64),
+        counts=np.array([len(p.tokens) for p in pieces], np.int32),
+        tokens=np.concatenate([p.tokens for p in pieces], dtype=np.int32, casting="same_kind"),
+        logprobs=np.concatenate([p.logprobs for p in pieces], dtype=np.float32),
+        unmodified=np.concatenate([_unmodified(p) for p in pieces] if asked else [NO_FLOATS]),
+        versions=np.concatenate([p.versions for p in pieces], dtype=np.int32, casting="same_kind"),
+        finish=np.array([p.finish for p in pieces], np.int8),
+        experts=laid_out(
+            [(NO_EXPERTS if p.experts is None else p.experts, len(p.tokens)) for p in pieces]
+        ),
+    )
+
+
+def joined(first: Flush, second: Flush) -> Flush:
+    """Both, one after the other."""
+    unmodified = NO_FLOATS
+    if len(first.unmodified) or len(second.unmodified):
+        parts = (f.unmodified if len(f.unmodified) else _unasked(f) for f in (first, second))
+        unmodified = np.concatenate(list(parts))
+    return Flush(
+        ids=np.concatenate((first.ids, second.ids)),
+        counts=np.concatenate((first.counts, second.counts)),
+        tokens=np.concatenate((first.tokens, second.tokens)),
+        logprobs=np.concatenate((first.logprobs, second.logprobs)),
+        unmodified=unmodified,
+        versions=np.concatenate((first.versions, second.versions)),
+        finish=np.concatenate((first.finish, second.finish)),
+        experts=laid_out([(f.experts, len(f.tokens)) for f in (first, second)]),
+    )
+
+
+def rows_of(flush: Flush, rows: NDArray[np.bool_]) -> Flush:
+    """The part of a flush that belongs to the requests of `rows`."""
+    tokens = np.repeat(rows, flush.counts)
+    return Flush(
+        ids=flush.ids[rows],
+        counts=flush.counts[rows],
+        tokens=flush.tokens[tokens],
+        logprobs=flush.logprobs[tokens],
+        unmodified=flush.unmodified[tokens] if len(flush.unmodified) else flush.unmodified,
+        versions=flush.versions[tokens],
+        finish=flush.finish[rows],
+        experts=flush.experts[tokens] if len(flush.experts) else flush.experts,
+    )
+
+
+def _unasked(flush: Flush) -> NDArray[np.float32]:
+    return np.full(len(flush.tokens), np.nan, np.float32)
+
+
+def _unmodified(piece: Piece) -> NDArray[np.float32]:
+    if piece.unmodified is None:
+        return np.full(len(piece.tokens), np.nan, np.float32)
+    return piece.unmodified.astype(np.float32)
+
+
+def check(request: Request, vocab_size: int) -> None:
+    """Refused, with the reason, when no engine could serve this."""
+    tokens = request.tokens
+    reason = ""
+    if tokens.ndim != 1 or len(tokens) == 0:
+        reason = f"it needs at least one token in one dimension, not shape {tokens.shape}"
+    elif int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        reason = f"its tokens are not all in [0, {vocab_size})"
+    elif not request.temperature >= 0:
+        reason = f"temperature {request.temperature} is not a number >= 0"
+    elif not 0 < request.top_p <= 1:
+        reason = f"top_p {request.top_p} is not in (0, 1]"
+    elif not 0 <= request.min_p <= 1:
+        reason = f"min_p {request.min_p} is not in [0, 1]"
+    elif request.top_k < 0:
+        reason = f"top_k {request.top_k} is negative"
+    elif "" in request.stop_text:
+        reason = "an empty text would stop it before it begins"
+    if reason:
+        raise Refused(
+            f"request {request.id} cannot be served: {reason}",
+            where="engine",
+            fix="check the tokenizer against the model's vocabulary, and the sampling settings",
+        )

@@ -1,0 +1,340 @@
+"""The GPU path: the model in torch over the paged cache, decode steps as CUDA graphs by bucket.
+
+A decode step is cut into buckets (`buckets.py`); each has buffers and a graph of its own, captured
+when it is first needed. Stretches of known tokens run as packed sequences beside them. On a CPU the
+same code runs without graphs, through the operators' CPU implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from common.generation.builtin.blocks import blocks_of
+from common.generation.builtin.parts import Rows
+from common.generation.builtin.slots import Slots
+from common.generation.contract import NO_FLOATS, Ints
+from common.generation.steps.buckets import Bucket, Buckets
+from common.generation.steps.eager import draw, joined_experts, load_into
+from common.generation.steps.sampling import unmodified
+from common.model.attention import Attention
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.moe import Routing, groups_here
+from kernels.ops import (
+    BLOCK,
+    bucket_pack,
+    bucket_scatter,
+    cache_shapes,
+    can_be_captured,
+    paged_decode,
+    paged_write,
+    varlen_prefill,
+)
+from kernels.ops.layout import unpacked
+
+EMPTY = -1  # a lane without a row
+SCORED = 512  # tokens whose logits are held at once
+
+
+@dataclass
+class Captured:
+    """A bucket's buffers, and what fills `logits` from the others."""
+
+    tokens: Tensor  # int64 [lanes]
+    positions: Tensor  # int64 [lanes], EMPTY where there is no row
+    table: Tensor  # int32 [lanes, context / BLOCK]
+    logits: Tensor  # float32 [lanes, vocab]
+    experts: Tensor  # int64 [lanes, sparse layers, k]
+    replay: Callable[[], None]
+
+
+class GraphCompute:
+    prefill_from = 1
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        slots: Slots,
+        blocks: int,
+        device: torch.device,
+    ) -> None:
+        self.vocab_size = config.vocab_size
+        self._config, self._dtype, self._slots = config, dtype, slots
+        self._blocks, self._device = blocks, device
+        self._scale = config.head_dim**-0.5
+        heads, width = config.kv_heads, config.head_dim
+        self.layout = f"graphs {dtype} [2, {config.layers}, blocks, {heads}, {BLOCK} x {width}]"
+        self.cache_bytes_per_token = 2 * config.layers * heads * width * dtype.itemsize
+        self._buckets = Buckets(slots.count, slots.max_length)
+        self._table: NDArray[np.int32] | None = None
+        self._captured: dict[Bucket, Captured] = {}
+        self._pool: Any = None  # of the graphs, once there is one
+
+    def attach(self, table: NDArray[np.int32]) -> None:
+        """The block table that steps read."""
+        self._table = table
+        width = max(table.shape[1], self._buckets.contexts[-1] // BLOCK)
+        self._shadow = np.zeros((len(table), width), np.int32)
+        self._table_there = torch.from_numpy(self._shadow).to(self._device)
+
+    @torch.inference_mode()
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+        self._refresh()
+        single = counts == 1
+        parts = []
+        if not single.all():
+            parts.append(self._prefill(slots[~single], counts[~single]))
+        if single.any():
+            parts.append(self._decode(slots[single]))
+        went = joined_experts([experts for _, experts in parts])
+        order = np.concatenate((slots[~single], slots[single]))
+        self._slots.computed[slots] += counts
+        known = self._slots.known[order] == self._slots.computed[order]
+        sampling = np.flatnonzero(known)
+        if len(sampling):
+            chosen = self._tensor(sampling)
+            logits = torch.cat([logits for logits, _ in parts])[chosen]
+            went = went[chosen] if went is not None else None
+            draw(self._slots, order[sampling], logits, version, went)
+        return len(sampling)
+
+    def _refresh(self) -> None:
+        """The block table there, if it has changed here."""
+        assert self._table is not None
+        shadow = self._shadow[:, : self._table.shape[1]]
+        if not np.array_equal(shadow, self._table):
+            shadow[:] = self._table
+            self._table_there.copy_(torch.from_numpy(self._shadow))
+
+    # -- decode ----------------------------------------------------------------------------------
+
+    def _decode(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, vocab] behind the next token of each row, and the experts it went to."""
+        slots = self._slots
+        logits = torch.empty(len(rows), self.vocab_size, dtype=torch.float32, device=self._device)
+        went = torch.empty(
+            len(rows), *self._config.expert_shape, dtype=torch.int64, device=self._device
+        )
+        for bucket, chosen in self._buckets.split(slots.computed[rows] + 1):
+            captured = self._captured.get(bucket) or self._capture(bucket)
+            index = np.full(bucket.lanes, EMPTY)
+            index[: len(chosen)] = chosen
+            lanes = np.where(index >= 0, rows[index], EMPTY)
+            positions = np.where(lanes >= 0, slots.computed[lanes], EMPTY)
+            captured.tokens.copy_(self._tensor(slots.tokens[lanes, positions]))
+            captured.positions.copy_(self._tensor(positions))
+            width = captured.table.shape[1]
+            captured.table.copy_(
+                bucket_pack(self._table_there[:, :width].contiguous(), self._tensor(lanes))
+            )
+            captured.replay()
+            bucket_scatter(captured.logits, self._tensor(index), logits)
+            if self._config.experts:
+                went[self._tensor(chosen)] = captured.experts[: len(chosen)]
+        return logits, went if self._config.experts else None
+
+    def _capture(self, bucket: Bucket) -> Captured:
+        """Buffers for a bucket, all lanes empty, and its graph where there is a GPU."""
+        tokens = torch.zeros(bucket.lanes, dtype=torch.int64, device=self._device)
+        table = torch.zeros(
+            bucket.lanes, bucket.context // BLOCK, dtype=torch.int32, device=self._device
+        )
+        made = Captured(
+            tokens=tokens,
+            positions=torch.full_like(tokens, EMPTY),
+            table=table,
+            logits=torch.zeros(
+                bucket.lanes, self.vocab_size, dtype=torch.float32, device=self._device
+            ),
+            experts=torch.zeros(
+                bucket.lanes, *self._config.expert_shape, dtype=torch.int64, device=self._device
+            ),
+            replay=lambda: self._forward(made),
+        )
+        groups = not self._config.experts or groups_here(self._config, self.model.embedding)
+        if self._device.type == "cuda" and can_be_captured() and groups:
+            made.replay = self._graph(made)
+        self._captured[bucket] = made
+        return made
+
+    def _graph(self, made: Captured) -> Callable[[], None]:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._forward(made)  # kernels are built and loaded before the capture
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._forward(made)
+        self._pool = graph.pool()  # all graphs take turns with the same memory
+        return graph.replay
+
+    def _forward(self, made: Captured) -> None:
+        lengths = (made.positions + 1).to(torch.int32)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            paged_write(keys, values, k, v, made.table, made.positions)
+            mixed: Tensor = paged_decode(q, keys, values, made.table, lengths, self._scale)
+            return mixed
+
+        routing = Routing()
+        hidden = self.model(made.tokens, made.positions.clamp(min=0), attend, routing=routing)
+        made.logits.copy_(self.model.logits(hidden))
+        if routing.experts is not None:
+            made.experts.copy_(routing.experts)
+
+    # -- prefill ---------------------------------------------------------------------------------
+
+    def _prefill(self, slots: Rows, counts: Rows) -> tuple[Tensor, Tensor | None]:
+        """Logits [n, vocab] behind the next `counts[i]` tokens of each of `slots`, and the experts
+        that the last of them went to."""
+        state = self._slots
+        starts = state.computed[slots]
+        order = np.argsort(starts > 0, kind="stable")  # those from the beginning go first
+        rows = np.repeat(slots[order], counts[order])
+        ends = np.cumsum(counts[order])
+        positions = np.arange(ends[-1]) - np.repeat(
+            ends - counts[order] - starts[order], counts[order]
+        )
+        tokens, places = self._tensor(state.tokens[rows, positions]), self._tensor(positions)
+        fresh = int((starts == 0).sum())
+        attention = self._prefill_attention(slots[order], starts[order], ends, fresh, rows, places)
+        routing = Routing()
+        hidden = self.model(tokens, places, attention, routing=routing)
+        last = np.empty_like(order)
+        last[order] = ends - 1
+        chosen = self._tensor(last)
+        logits: Tensor = self.model.logits(hidden[chosen]).float()
+        return logits, routing.experts[chosen] if routing.experts is not None else None
+
+    def _prefill_attention(
+        self,
+        slots: Rows,
+        starts: Rows,
+        ends: Rows,
+        fresh: int,
+        rows: Rows,
+        places: Tensor,
+    ) -> Attention:
+        """Packed rows: the first `fresh` sequences see each other's nothing and start at 0; each of
+        the others sees what the cache has of it."""
+        table = self._table_there[self._tensor(rows)]
+        borders = torch.from_numpy(np.concatenate(([0], ends[:fresh])).astype(np.int32))
+        borders = borders.to(self._device)
+        begun = int(ends[fresh - 1]) if fresh else 0
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            paged_write(keys, values, k, v, table, places)
+            parts = []
+            if fresh:
+                packed = (x[:begun].contiguous() for x in (q, k, v))
+                parts.append(varlen_prefill(*packed, borders, self._scale))
+            at = begun
+            for i in range(fresh, len(slots)):
+                end = int(ends[i])
+                seen = int(starts[i]) + end - at
+                held = self._table_there[int(slots[i]), : -(-seen // BLOCK)]
+                parts.append(self._continued(q[at:end], keys[held], values[held], seen))
+                at = end
+            return torch.cat(parts)
+
+        return attend
+
+    def _continued(self, q: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:
+        """Attention of the last rows of a sequence [n, heads, width] to its blocks."""
+        k, v = (x.transpose(0, 1).flatten(1, 2)[:, :seen] for x in unpacked(keys, values))
+        place = torch.arange(seen, device=q.device)
+        visible = place <= place[seen - len(q) :, None]
+        out = scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        load_into(self.model, state)
+
+    @torch.inference_mode()
+    def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
+        row = self._tensor(np.asarray(tokens, np.int64))
+        borders = torch.tensor([0, len(row)], dtype=torch.int32, device=self._device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            packed = (x.contiguous() for x in (q, k, v))
+            mixed: Tensor = varlen_prefill(*packed, borders, self._scale)
+            return mixed
+
+        hidden = self.model(row, torch.arange(len(row), device=self._device), attend)[:-1]
+        targets = np.asarray(tokens[1:], np.int64)
+        parts = [
+            unmodified(self.model.logits(hidden[i : i + SCORED]).float(), targets[i : i + SCORED])
+            for i in range(0, len(targets), SCORED)
+        ]
+        return np.concatenate([NO_FLOATS, *parts])
+
+    def copy(self, source: int, target: int) -> None:
+        """Keys and values of a block, all layers."""
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]
+
+    def span_bytes(self, start: int, end: int) -> int:
+        return (blocks_of(end) - start // BLOCK) * BLOCK * self.cache_bytes_per_token
+
+    @torch.inference_mode()
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        content = np.empty(self.span_bytes(start, end), np.uint8)
+        held = self._held(slot, start, end)
+        for part, there in zip(self._halves(content), (self.keys, self.values), strict=True):
+            part.copy_(there[:, held].flatten())
+        return content
+
+    @torch.inference_mode()
+    def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        held = self._held(slot, start, end)
+        whole = np.require(
+            content, requirements=("C", "W", "A")
+        )  # a copy, if it may not be written
+        for part, there in zip(self._halves(whole), (self.keys, self.values), strict=True):
+            shape = (len(there), len(held), *there.shape[2:])
+            there[:, held] = part.view(shape).to(self._device)
+
+    def _halves(self, content: NDArray[np.uint8]) -> tuple[Tensor, ...]:
+        """Keys and values of `content`, flat."""
+        return torch.from_numpy(content).view(self._dtype).chunk(2)
+
+    def _held(self, slot: int, start: int, end: int) -> Tensor:
+        assert self._table is not None
+        return self._tensor(self._table[slot, start // BLOCK : blocks_of(end)].astype(np.int64))
+
+    def sleep(self) -> None:
+        del self.model, self.keys, self.values
+        self._captured.clear()
+        self._pool = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        config = self._config
+        model = Decoder(config, self._dtype, max_positions=self._slots.max_length)
+        self.model = model.to(self._device).eval().requires_grad_(False)
+        shapes = cache_shapes(self._blocks, config.kv_heads, config.head_dim, self._dtype)
+        self.keys, self.values = (
+            torch.zeros(config.layers, *shape, dtype=self._dtype, device=self._device)
+            for shape in shapes
+        )
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)

@@ -1,0 +1,292 @@
+"""The native path: a whole step of the batch in one call of `kernels/csrc/decoder.cpp`.
+
+The library works in place on the arrays of `Slots` and on the block table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from common.errors import MeshError
+from common.generation.builtin.blocks import BLOCK, blocks_of
+from common.generation.builtin.parts import Rows
+from common.generation.builtin.slots import Slots
+from common.generation.contract import Ints
+from common.model.config import ModelConfig
+from common.model.decoder import rope_table
+from kernels.build import Library, library
+
+WIDTHS = (32, 64, 128)  # of a head, for which there are kernels; others are padded with zeros
+SCORED = 512  # tokens of one call
+DTYPES = {"float32": "", "bfloat16": "MESHRL_STORAGE=bf16"}
+PARTS = (  # in the order of Part in decoder.cpp
+    "embedding",
+    "unembedding",
+    "final_norm",
+    "attention_norm",
+    "qkv",
+    "qkv_bias",
+    "query_norm",
+    "key_norm",
+    "output",
+    "output_bias",
+    "mlp_norm",
+    "gate_up",
+    "down",
+    "experts.router",
+    "experts.gate_up",
+    "experts.down",
+)
+
+_SHAPE = (
+    *("vocab", "hidden", "layers", "heads", "kv_heads", "head_width", "rotary_width", "ffn"),
+    *("positions", "blocks", "experts", "experts_per_token", "expert_ffn", "normalise_routing"),
+)
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _SHAPE),
+        ("norm_epsilon", ctypes.c_float),
+        ("attention_scale", ctypes.c_float),
+    )
+
+
+_ARRAYS = {
+    "tokens": np.int64,
+    "logprobs": np.float32,
+    "unmodified": np.float32,
+    "versions": np.int32,
+    "known": np.int64,
+    "computed": np.int64,
+    "limit": np.int64,
+    "stops": np.int64,
+    "table": np.int32,
+    "key": np.uint64,
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "top_k": np.int64,
+    "wants_unmodified": np.bool_,
+    "finish": np.int8,
+    "experts": np.int16,
+}
+
+
+class _Slots(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, ctypes.c_int64) for name in ("length", "table_width", "stop_width")),
+    )
+
+
+def native_library(config: ModelConfig, dtype: str = "float32") -> Library:
+    """The library for models of this shape, or why there is none."""
+    if dtype not in DTYPES:
+        return Library(None, f"dtype {dtype} has no native decoder")
+    if config.head_dim > WIDTHS[-1]:
+        return Library(None, f"heads of width {config.head_dim} have no native attention")
+    return library("decoder", DTYPES[dtype])
+
+
+class NativeCompute:
+    prefill_from = 1  # every token is a row of the same step
+
+    def __init__(self, found: Library, config: ModelConfig, slots: Slots, blocks: int) -> None:
+        """Raises FileNotFoundError, with the reason, when the library could not be built, and
+        MeshError when memory runs out."""
+        self.vocab_size = config.vocab_size
+        self._config, self._slots = config, slots
+        self._width = next(width for width in WIDTHS if width >= config.head_dim)
+        self._table: NDArray[np.int32] | None = None
+        self._described: _Slots | None = None
+        self._stops: NDArray[np.int64] | None = None  # that the description points to
+        self._lib = _declared(found.load())
+        heads, item = config.kv_heads, self._lib.decoder_item_bytes()
+        shape = f"{config.layers}, 2, blocks, {heads}, {BLOCK} x {self._width}"
+        self.layout = f"native, {item} bytes an item [{shape}]"
+        self.cache_bytes_per_token: int = 2 * config.layers * heads * self._width * item
+        positions = slots.max_length
+        rope = rope_table(config, positions).contiguous()
+        described = _Shape(
+            vocab=config.vocab_size,
+            hidden=config.hidden_size,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_width=self._width,
+            rotary_width=config.head_dim,
+            ffn=config.ffn_size,
+            positions=positions,
+            blocks=blocks,
+            experts=config.experts,
+            experts_per_token=config.experts_per_token,
+            expert_ffn=config.expert_ffn_size,
+            normalise_routing=config.normalise_routing,
+            norm_epsilon=config.norm_eps,
+            attention_scale=config.head_dim**-0.5,
+        )
+        sparse = np.zeros(config.layers, np.uint8)
+        sparse[list(config.sparse_layers)] = 1
+        self._decoder = self._lib.decoder_new(
+            ctypes.byref(described), rope.data_ptr(), sparse.ctypes.data
+        )
+        if not self._decoder:
+            raise _out_of_memory()
+
+    def __del__(self) -> None:
+        if getattr(self, "_decoder", None):
+            self._lib.decoder_delete(self._decoder)
+
+    def attach(self, table: NDArray[np.int32]) -> None:
+        """The block table that steps read."""
+        self._table = table
+
+    def copy(self, source: int, target: int) -> None:
+        """Keys and values of a block, all layers."""
+        self._lib.decoder_copy_block(self._decoder, source, target)
+
+    def span_bytes(self, start: int, end: int) -> int:
+        return (blocks_of(end) - start // BLOCK) * BLOCK * self.cache_bytes_per_token
+
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        content = np.empty(self.span_bytes(start, end), np.uint8)
+        blocks = self._held(slot, start, end)
+        self._lib.decoder_read_blocks(
+            self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
+        )
+        return content
+
+    def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        blocks, content = self._held(slot, start, end), np.ascontiguousarray(content)
+        self._lib.decoder_write_blocks(
+            self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
+        )
+
+    def _held(self, slot: int, start: int, end: int) -> NDArray[np.int32]:
+        assert self._table is not None
+        return self._table[slot, start // BLOCK : blocks_of(end)]
+
+    def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+        if self._described is None or self._stops is not self._slots.stops:
+            assert self._table is not None
+            self._described = _described(self._slots, self._table)
+            self._stops = self._slots.stops  # replaced when a request has more
+        sampled = self._lib.decoder_run(
+            self._decoder,
+            ctypes.byref(self._described),
+            slots.ctypes.data,
+            counts.ctypes.data,
+            len(slots),
+            steps,
+            budget_s,
+            version,
+        )
+        if sampled < 0:
+            raise _out_of_memory()
+        return int(sampled)
+
+    @torch.inference_mode()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            _, dot, rest = name.partition("layers.")
+            layer, _, part = rest.partition(".") if dot else ("0", "", name)
+            self._set(part, int(layer), tensor)
+        if self._config.tie_embeddings:
+            self._set("unembedding", 0, state["embedding"])
+
+    def _set(self, part: str, layer: int, tensor: Tensor) -> None:
+        values = self._padded(part, tensor.detach().float().cpu()).contiguous()
+        answer = self._lib.decoder_load(self._decoder, PARTS.index(part), layer, values.data_ptr())
+        if answer:
+            raise _out_of_memory()
+
+    def _padded(self, part: str, tensor: Tensor) -> Tensor:
+        """Heads widened to the width that there are kernels for."""
+        config, more = self._config, self._width - self._config.head_dim
+        if not more or part not in ("qkv", "qkv_bias", "output"):
+            return tensor
+        if part == "output":
+            columns = torch.unflatten(tensor, 1, (config.heads, config.head_dim))
+            return pad(columns, (0, more)).flatten(1)
+        heads = config.heads + 2 * config.kv_heads
+        rows = torch.unflatten(tensor, 0, (heads, config.head_dim))
+        return pad(rows, (0, more) if rows.dim() == 2 else (0, 0, 0, more)).flatten(0, 1)
+
+    def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
+        scored = np.zeros(max(len(tokens) - 1, 0), np.float32)
+        row = np.ascontiguousarray(tokens, np.int64)
+        table = np.ascontiguousarray(blocks, np.int32)
+        computed = np.zeros(1, np.int64)
+        alone = _Slots(
+            tokens=row.ctypes.data,
+            computed=computed.ctypes.data,
+            table=table.ctypes.data,
+            length=len(row),
+            table_width=len(table),
+        )
+        for start in range(0, len(scored), SCORED):
+            part = scored[start : start + SCORED]
+            if self._lib.decoder_score(
+                self._decoder, ctypes.byref(alone), 0, len(part), part.ctypes.data
+            ):
+                raise _out_of_memory()
+        return scored
+
+    def sleep(self) -> None:
+        self._lib.decoder_sleep(self._decoder)
+
+    def wake(self) -> None:
+        if self._lib.decoder_wake(self._decoder):
+            raise _out_of_memory()
+
+
+def _described(slots: Slots, table: NDArray[np.int32]) -> _Slots:
+    """The addresses of the arrays."""
+    described = _Slots(
+        length=slots.max_length, table_width=table.shape[1], stop_width=slots.stops.shape[1]
+    )
+    for name, dtype in _ARRAYS.items():
+        array = table if name == "table" else getattr(slots, name)
+        assert array.dtype == dtype and array.flags.c_contiguous
+        setattr(described, name, array.ctypes.data if array.size else None)
+    return described
+
+
+def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    lib.decoder_new.restype = address
+    lib.decoder_new.argtypes = (address, address, address)
+    lib.decoder_delete.argtypes = (address,)
+    lib.decoder_wake.argtypes = (address,)
+    lib.decoder_sleep.argtypes = (address,)
+    lib.decoder_copy_block.argtypes = (address, number, number)
+    lib.decoder_item_bytes.restype = number
+    lib.decoder_item_bytes.argtypes = ()
+    lib.decoder_read_blocks.argtypes = (address, address, number, address)
+    lib.decoder_read_blocks.restype = None
+    lib.decoder_write_blocks.argtypes = (address, address, number, address)
+    lib.decoder_write_blocks.restype = None
+    lib.decoder_load.argtypes = (address, ctypes.c_int, number, address)
+    lib.decoder_score.argtypes = (address, address, number, number, address)
+    lib.decoder_run.restype = number
+    lib.decoder_run.argtypes = (
+        *(address, address, address, address),
+        *(number, number, ctypes.c_double, ctypes.c_int32),
+    )
+    return lib
+
+
+def _out_of_memory() -> MeshError:
+    return MeshError(
+        "no memory for the weights and the cache",
+        where="engine",
+        fix="lower rollout.kv_tokens or rollout.slots",
+    )

@@ -1,0 +1,1 @@
+"""What a job is: its configuration and what follows from it alone. Open `config.py` first."""

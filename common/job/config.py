@@ -1,0 +1,382 @@
+"""What a job is: every key of a job file, its default, and what it means."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Interval, Le, MinLen
+
+from common.errors import ConfigError
+from common.job import builtin
+from common.job.constraints import (
+    AlgorithmName,
+    Count,
+    Dtype,
+    Endpoint,
+    EnginePath,
+    Figure,
+    File,
+    Name,
+    Natural,
+    NonNegative,
+    Options,
+    Positive,
+    Share,
+    Table,
+    Text,
+    Whole,
+)
+
+
+@dataclass(frozen=True)
+class MeshConfig(Table):
+    # accelerators (CPU slots here) that the planner may place roles on
+    workers: Annotated[Whole, Ge(2)] = 3
+    device: Literal["cpu", "cuda"] = "cpu"  # what workers compute on
+    bind: Endpoint = "tcp://127.0.0.1:*"  # where every process listens
+    advertise: str = ""  # what it tells others; empty: the bound address
+    metrics: str = "127.0.0.1:*"  # where each process serves its metrics and health; off
+
+
+@dataclass(frozen=True)
+class ModelConfigSection(Table):
+    # a Hugging Face directory (config.json, safetensors); empty: start from scratch
+    path: File = ""
+    config: Options = field(default_factory=dict)  # config.json's keys, used from scratch
+    tokenizer: File = ""  # a tokenizer.json; empty: the one in `path`
+
+
+INITIAL = "initial"  # as the path of a frozen model: the weights that training begins from
+
+
+@dataclass(frozen=True)
+class FrozenModelConfig(Table):
+    # a Hugging Face directory; initial: the job's first weights; empty: no such one
+    path: File = ""
+    engine: Literal["torch"] = "torch"
+    engine_path: EnginePath = "auto"  # of the built-in engine, as rollout.path
+    dtype: Dtype = "float32"  # of its weights and cache
+    max_tokens: Natural = 0  # of a sequence; 0: rollout.max_tokens
+
+
+@dataclass(frozen=True)
+class ModelsConfig(Table):
+    reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # of the KL term
+    teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # that is distilled
+    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # that judges
+
+    @property
+    def declared(self) -> dict[str, FrozenModelConfig]:
+        """The frozen models that the job has, by role."""
+        every = {"reference": self.reference, "teacher": self.teacher, "reward": self.reward}
+        return {role: model for role, model in every.items() if model.path}
+
+
+@dataclass(frozen=True)
+class DatasetConfig(Table):
+    train: File = ""  # JSONL, Parquet or a `datasets` directory
+    held_out: File = ""  # the same, never trained on
+    prompt: Text = "prompt"  # the row's key that holds the prompt
+    response: Text = "response"  # the row's key that holds what sft learns to answer
+    tasks: Natural = 0  # of a verifiers taskset, trained on when `train` names no file; 0: all
+    held_out_tasks: Natural = 0  # of a verifiers taskset, its first ones
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig(Table):
+    use: str = ""  # module:function, a factory; empty: single turn, and tools in a chat
+    chat: str = ""  # chat format, as `renderers` calls it; auto: the model's; empty: plain text
+    chat_options: Options = field(default_factory=dict)  # such as enable_thinking
+    verifiers: str = ""  # id of a taskset of the `verifiers` package, which is the environment
+    verifiers_options: Options = field(default_factory=dict)  # its `[env]` table
+    python: File = ""  # the interpreter that has `verifiers`
+    processes: Count = 1  # environment processes of a rollout shard
+    # tool name -> module:function, a built-in one's name, or mcp:SERVER/TOOL
+    tools: dict[str, str] = field(default_factory=dict)
+    mcp: dict[str, list[str]] = field(default_factory=dict)  # MCP server name -> its command
+    once: list[str] = field(default_factory=list)  # tools that must not run a second time
+    tool_deadline_s: Positive = 5.0
+    step_deadline_s: Positive = 30.0
+
+
+@dataclass(frozen=True)
+class JudgeConfig(Table):
+    use: str = ""  # model: [models.reward]; or the base URL of an OpenAI-compatible server
+    template: str = ""  # what it is asked, with {prompt} and {answer}; or a file that says it
+    yes: Text = "yes"  # what it answers to what is right
+    no: Text = "no"  # and to what is wrong
+    model: str = ""  # its name at the server
+    key: str = ""  # environment variable that holds the server's key; empty: it needs none
+    max_tokens: Count = 512  # that the server may answer with
+    in_flight: Count = 16  # requests of a shard at the server at a time
+    deadline_s: Positive = 60.0  # for one verdict
+    patience_s: NonNegative = 600.0  # for one that has to be asked for again
+
+
+@dataclass(frozen=True)
+class RewardPartConfig(Table):
+    use: Text  # module:function, or a built-in reward's name
+    weight: float = 1.0
+    options: Options = field(default_factory=dict)  # of a built-in one
+
+
+@dataclass(frozen=True)
+class RewardConfig(Table):
+    use: str = ""  # module:function, or math | code_tests | regex | exact | choice
+    options: Options = field(default_factory=dict)  # of a built-in one
+    parts: list[RewardPartConfig] = field(default_factory=list)  # a weighted sum, in place of `use`
+    deadline_s: Positive = 10.0
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+
+    @property
+    def declared(self) -> list[RewardPartConfig]:
+        """What the reward is the sum of; nothing: the environment's score, or a judge's verdict."""
+        if self.parts or not self.use:
+            return self.parts
+        return [RewardPartConfig(self.use, 1.0, self.options)]
+
+
+@dataclass(frozen=True)
+class SandboxConfig(Table):
+    tier: Literal["cgroup", "bwrap", "landlock"] = "bwrap"  # isolation that the model's code needs
+    processes: Count = 1  # sandbox processes of the mesh
+    python: File = ""  # interpreter of the model's code; empty: ours, with the standard library
+    imports: list[str] = field(default_factory=list)  # modules that it finds imported already
+    wall_s: Annotated[float, Ge(0.1)] = 10.0  # of one call, less what it waited for a core
+    cpu_s: Annotated[float, Ge(0.1)] = 10.0
+    memory_mb: Annotated[int, Interval(ge=32, le=1 << 20)] = 512
+    max_processes: Annotated[Count, Le(4096)] = 32  # of a call, threads included
+    open_files: Annotated[int, Interval(ge=16, le=1024)] = 128
+    scratch_mb: Annotated[Count, Le(1 << 20)] = 64  # of files that a call may write
+    files: Annotated[Whole, Ge(16)] = 4096  # that it may make
+    output_kb: Count = 64  # that it may print
+    sessions: Count = 32  # of a sandbox process at a time
+    session_idle_s: Annotated[float, Ge(1)] = 600.0
+
+
+@dataclass(frozen=True)
+class BucketConfig(Table):
+    max_tokens: Count  # still to be sampled by the trajectories that it is for
+    batch: Count  # requests that one of its engines decodes together
+    engines: Positive = 1.0  # share of the rollout engines, beside the other buckets' shares
+
+
+@dataclass(frozen=True)
+class RolloutConfig(Table):
+    engine: Literal["torch", "sglang"] = "torch"
+    path: EnginePath = "auto"  # of the built-in engine: native (C++), eager, graphs (GPU), auto
+    dtype: Dtype = "float32"  # of the engine's weights and cache
+    kv_tokens: Natural = 0  # tokens that the engine's cache holds; 0: all slots full
+    shards: Count = 1
+    slots: Count = 64  # sequences that an engine decodes together
+    # of a whole trajectory, prompt and tool results included
+    max_tokens: Annotated[Whole, Ge(2)] = 320
+    max_turns: Count = 26
+    temperature: Positive = 1.0
+    # share of the probability that is kept, likeliest first; 1: all
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    top_k: Natural = 0  # likeliest tokens that are kept; 0: all
+    min_p: Share = 0.0  # kept: at least so likely as this times the likeliest; 0: all
+    stop: list[str] = field(default_factory=list)  # tokens that end a turn
+    stop_text: list[Text] = field(default_factory=list)  # texts that end a turn
+    kv_on_update: Literal["keep", "recompute"] = "keep"  # the cache at a new version
+    sglang_python: File = ""  # interpreter that has SGLang; empty: `meshrl engine install sglang`'s
+    sglang_options: list[str] = field(default_factory=list)  # further flags of its server
+    sglang_weights: Literal["auto", "disk", "tensors", "distributed"] = "auto"  # auto: disk
+    buckets: list[BucketConfig] = field(default_factory=list)  # short ones first; empty: one
+    pace: str = ""  # an accelerator's, which the engine is slowed down to; empty: its own
+    # forced, in tokens, by trajectory; empty: no
+    lengths: list[Count] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig(Table):
+    name: AlgorithmName = "grpo"
+    group_size: Count = 16
+    groups_per_step: Count = 16
+    min_group: Annotated[Whole, Ge(-1)] = -1  # members that must be scored; -1: group_size - 2
+    max_staleness: Natural = 2  # versions
+    clip_low: float = -1.0  # ratios below 1 - this are clipped; negative: the algorithm's own
+    clip_high: float = -1.0  # ratios above 1 + this are clipped; negative: the algorithm's own
+    dual_clip: float = -1.0  # bound on ratios of bad tokens; 0: none, negative: the algorithm's own
+    filter_zero_variance: bool = True
+    refill_filtered: bool = False  # a filtered group is replaced by another
+    aggregation: Literal["", "tokens", "sequences", "constant"] = ""  # empty: the algorithm's own
+    loss_constant: Natural = 0  # tokens that "constant" divides by; 0: rollout.max_tokens
+    overlong_buffer: Whole = -1  # last tokens, in which length costs; negative: the algorithm's own
+    overlong_penalty: NonNegative = 1.0  # reward that a trajectory of full length loses
+    kl: Literal["k1", "k2", "k3"] = "k3"  # estimate of the divergence from the reference
+    kl_coefficient: NonNegative = 0.0  # 0: no reference is needed
+    kl_in: Literal["loss", "reward"] = "loss"
+    correction: Literal["none", "decoupled", "tis", "mis"] = "none"  # of older policies' tokens
+    correction_level: Literal["token", "sequence"] = "token"
+    correction_low: float = -1.0  # lowest weight that mis keeps; negative: its own
+    correction_high: float = -1.0  # largest weight; negative: the correction's own
+    updates: Count = 1  # of the optimizer in a step, each on its share of the groups
+    discount: Share = 1.0  # of later rewards, per token; ppo and reinforce_pp
+    gae_lambda: Share = 1.0  # ppo: from one-step advantages, 0, to those of whole trajectories, 1
+    # ppo: how far a value may move in a step without losing its gradient
+    value_clip: NonNegative = 0.2
+    value_coefficient: NonNegative = 0.5  # ppo: of the value loss beside the policy's
+
+
+@dataclass(frozen=True)
+class LoraConfig(Table):
+    rank: Natural = 0  # of the adapters that are trained in place of the model; 0: the model itself
+    alpha: Positive = 32.0  # what adapters add is multiplied by alpha / rank
+    targets: list[str] = field(default_factory=list)  # projections; empty: all that take adapters
+
+    @property
+    def scale(self) -> float:
+        """What the product of an adapter's factors is multiplied by."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Table):
+    muon_lr: NonNegative = 0.003  # matrices; 0: AdamW on everything
+    adamw_lr: NonNegative = 0.001
+    weight_decay: NonNegative = 0.0
+    warmup_steps: Natural = 5
+    final_lr: Share = 0.1  # share of the learning rate that is left at the last step
+    clip_norm: Positive = 1.0
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Table):
+    bin_tokens: Count = 2560  # token budget of a bin, the unit of training work
+    dtype: Dtype = "float32"  # of passes; what is trained stays float32
+    activation_checkpointing: bool = False  # layers are computed again on the way back
+    checkpoint_every: Count = 8  # steps; those since are repeated from their records
+    keep_checkpoints: Count = 3
+    deterministic: bool = False  # rounds wait for the whole batch, so that runs can be compared
+    # a hybrid's bin that is not back by then is recomputed by the core
+    bin_deadline_s: Positive = 20.0
+    ranks: Count = 1  # workers that share the core: each holds its rows of the parameters
+    # for the others in a collective; past it a rank counts as lost
+    rank_deadline_s: Positive = 120.0
+
+
+@dataclass(frozen=True)
+class WarmStartConfig(Table):
+    demonstrations: str = ""  # module:function; empty: no warm start
+    steps: Natural = 420
+    batch: Count = 64  # demonstrations a step
+    muon_lr: NonNegative = 0.02
+    adamw_lr: NonNegative = 0.003
+    warmup_steps: Natural = 20
+    decay: Share = 0.4  # share of the steps, at the end, in which the learning rate falls to 0
+
+
+@dataclass(frozen=True)
+class EvaluationDataset(Table):
+    name: Figure  # what its figures are called by
+    path: Annotated[File, MinLen(1)]  # rows as in dataset.held_out
+    problems: Count = 256  # its first ones
+    samples: Count = 1  # of each problem
+    temperature: NonNegative = 1.0  # 0: greedy
+    pass_at: list[Count] = field(default_factory=list)  # each k of pass@k, at most `samples`
+    solved: float = 1.0  # reward from which a sample counts as right
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(Table):
+    every: Natural = 10  # steps; 0: only before and after
+    before: bool = True
+    after: bool = True
+    problems: Natural = 256  # of the held-out set
+    datasets: list[EvaluationDataset] = field(default_factory=list)  # beside the held-out set
+    best: str = ""  # figure whose best version is kept, as held_out.greedy; empty: none
+    hold_s: NonNegative = 900.0  # that the next step may wait for the evaluation of the last
+
+
+@dataclass(frozen=True)
+class BudgetConfig(Table):
+    steps: Count = 48
+
+
+@dataclass(frozen=True)
+class TrackingConfig(Table):
+    tensorboard: bool | str = False  # true: files in RUN/tensorboard; or in that directory
+    wandb: str = ""  # project; empty: not there
+    trackio: str = ""  # project; empty: not there
+
+
+@dataclass(frozen=True)
+class PlannerConfig(Table):
+    interval_s: Positive = 1.0  # between two looks at the stage times
+    # ratio of the two stage times from which a move is considered
+    imbalance: Annotated[float, Ge(1)] = 1.15
+    gain: NonNegative = 0.05  # share of the iteration time a move must save
+    warmup_steps: Natural = 1
+    cooldown_steps: Natural = 3
+    min_rollout: Count = 1
+    training: Count = 1  # gangs that train in the default split; the others roll out
+
+
+@dataclass(frozen=True)
+class JobConfig(Table):
+    name: Name = "job"
+    out: File = ""  # run directory; empty: runs/<name>
+    seed: Whole = 0
+    cache: File = "~/.cache/meshrl"  # warm starts; empty: none
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfigSection = field(default_factory=ModelConfigSection)
+    models: ModelsConfig = field(default_factory=ModelsConfig)
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+
+    @property
+    def min_group(self) -> int:
+        """Scored members below which a group is dropped."""
+        chosen, size = self.algorithm.min_group, self.algorithm.group_size
+        return chosen if chosen >= 0 else max(min(2, size), size - 2)
+
+    @property
+    def jailed(self) -> list[str]:
+        """Its tools and rewards that run code which the model wrote."""
+        rewards = [part.use for part in self.reward.declared]
+        return builtin.jailed([*self.environment.tools.values(), *rewards])
+
+    @property
+    def supervised(self) -> bool:
+        """Whether trajectories are given by the dataset instead of sampled."""
+        return self.algorithm.name == "sft"
+
+    def document(self) -> dict[str, Any]:
+        """The job as plain data, for Redis and for `--dry-run`."""
+        return asdict(self)
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> JobConfig:
+        """The inverse of `document`, whose values were checked when the job was submitted;
+        ConfigError names a key that is unknown.
+        """
+        built: JobConfig = _built(cls, document, "")
+        return built
+
+
+def _built(kind: Any, value: Any, key: str) -> Any:
+    """A value of its type: tables become their dataclasses, also those in lists."""
+    if get_origin(kind) is list:
+        return [_built(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if not is_dataclass(kind):
+        return value
+    hints = get_type_hints(kind)
+    places = {name: f"{key}.{name}" if key else name for name in value}
+    if unknown := [place for name, place in places.items() if name not in hints]:
+        raise ConfigError(f"unknown key {unknown[0]}")
+    return kind(**{n: _built(hints[n], item, places[n]) for n, item in value.items()})  # type: ignore[operator]

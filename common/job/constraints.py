@@ -1,0 +1,108 @@
+"""What values of a job file may be: types with a range, which `common.job.config` declares its keys
+by.
+
+Nothing is checked here. `meshrl.job.schema` has pydantic hold a job file to them; services read
+jobs that were checked when they were submitted, and never import pydantic.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Interval, MinLen, Predicate
+
+LARGEST = 2**63 - 1  # whole number that messages carry
+
+
+class Table:
+    """A table of a job file: it has no other keys, and no value is converted to another type."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "strict": True,
+        "allow_inf_nan": False,
+    }
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> Any:
+        return handler(source) | {"strict": False}  # a table itself comes as a dict
+
+
+class Misfit(ValueError):
+    """A value inside of a table does not fit; `place` says where in it."""
+
+    def __init__(self, place: str, wrong: str) -> None:
+        super().__init__(wrong)
+        self.place = place
+
+
+def _is_name(text: str) -> bool:
+    """True; ValueError says what a name is made of."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        raise ValueError("must be letters, digits, '.', '_', '-', and not begin with a mark")
+    return True
+
+
+def _is_figure(text: str) -> bool:
+    """True; ValueError says what the names of figures are made of: a dot follows them."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", text):
+        raise ValueError("must be letters, digits, '_', '-'")
+    return True
+
+
+def _is_path(text: str) -> bool:
+    """True; ValueError when no file can be called that."""
+    if "\0" in text:
+        raise ValueError("holds a zero byte, which no path does")
+    if text.startswith("~") and os.path.expanduser(text) == text:
+        raise ValueError("begins with the home directory of a user that this host has not")
+    return True
+
+
+def _is_endpoint(text: str) -> bool:
+    """True; ValueError says what processes can listen at."""
+    if not re.fullmatch(r"tcp://[^\s/]+:(\*|\d{1,5})", text):
+        raise ValueError("must be tcp://INTERFACE:PORT, with * for any free port")
+    return True
+
+
+def _is_plain(table: dict[str, Any]) -> bool:
+    """True; Misfit names a value that cannot be written as JSON and be sent."""
+    pending = list(table.items())
+    for place, value in pending:
+        if isinstance(value, dict):
+            pending += [(f"{place}.{key}", inner) for key, inner in value.items()]
+        elif isinstance(value, list):
+            pending += [(f"{place}[{i}]", inner) for i, inner in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise Misfit(place, f"must be a finite number, not {value}")
+        elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+            raise Misfit(place, "must be a number of at most 64 bits")
+        elif not isinstance(value, str | int | float):
+            raise Misfit(place, f"must not be a {type(value).__name__}: write it as text")
+    return True
+
+
+Whole = Annotated[int, Interval(ge=-LARGEST, le=LARGEST)]
+Natural = Annotated[int, Interval(ge=0, le=LARGEST)]
+Count = Annotated[int, Interval(ge=1, le=LARGEST)]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+
+Text = Annotated[str, MinLen(1)]
+Name = Annotated[str, Predicate(_is_name)]
+Endpoint = Annotated[str, Predicate(_is_endpoint)]
+Figure = Annotated[str, Predicate(_is_figure)]
+File = Annotated[str, Predicate(_is_path)]
+Options = Annotated[dict[str, Any], Predicate(_is_plain)]
+
+Dtype = Literal["float32", "bfloat16"]
+EnginePath = Literal["auto", "native", "eager", "graphs"]
+AlgorithmName = Literal[
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo", "sft", "distill"
+]

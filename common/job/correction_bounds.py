@@ -1,0 +1,22 @@
+"""Bounds of the weights by which tokens count that another policy sampled than the one trained: the
+trainer holds to them, and a job file is checked against them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from common.job.config import AlgorithmConfig
+
+# Largest weight, by correction: what their sources use, and what decoupled PPO does without.
+LARGEST = {"decoupled": math.inf, "tis": 2.0, "mis": 5.0}
+LOWEST = {"mis": 0.5}  # that is kept
+
+
+def bounds(config: AlgorithmConfig) -> tuple[float, float]:
+    """(lowest, largest) weight: the job's, or the correction's own."""
+    low, high, name = config.correction_low, config.correction_high, config.correction
+    return (
+        low if low >= 0 else LOWEST.get(name, 0.0),
+        high if high >= 0 else LARGEST.get(name, math.inf),
+    )

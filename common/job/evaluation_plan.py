@@ -1,0 +1,96 @@
+"""What is evaluated at which version, and the figures that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+from common.job.config import EvaluationConfig, EvaluationDataset, JobConfig
+
+HELD_OUT = "held_out"  # the set of dataset.held_out
+SAMPLED, GREEDY = f"{HELD_OUT}.sampled", f"{HELD_OUT}.greedy"
+BEFORE, AFTER = "before", "after"
+MISSING = 0.05  # share of a set's samples without a say above which versions are not compared by it
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One evaluation: the held-out set in `modes`, and each of the other datasets."""
+
+    tag: str  # one result each
+    version: int
+    modes: tuple[str, ...]  # sampled | greedy
+
+
+def bracket(config: JobConfig, tag: str, version: int) -> Plan | None:
+    """The evaluation `before` or `after` training; None: the job wants none."""
+    plan = config.evaluation
+    wanted = plan.before if tag == BEFORE else plan.after
+    return Plan(tag, version, ("sampled", "greedy")) if wanted and measurable(config) else None
+
+
+def measurable(config: JobConfig) -> bool:
+    """Whether there is something to evaluate on, and a reward to evaluate by."""
+    rewarded = config.reward.declared or config.reward.judge.use
+    rewarded = rewarded or config.environment.use or config.environment.verifiers
+    return bool(rewarded and (config.dataset.held_out or config.evaluation.datasets))
+
+
+def due(config: JobConfig, version: int) -> Plan | None:
+    """The evaluation that a version asks for while training goes on; None: it asks for none.
+
+    The last one is evaluated after training.
+    """
+    plan = config.evaluation
+    last = version >= config.budget.steps
+    if not plan.every or version < 1 or version % plan.every or last or not measurable(config):
+        return None
+    modes = ("sampled", "greedy") if plan.best == GREEDY else ("sampled",)
+    return Plan(f"step-{version}", version, modes)
+
+
+def comparable(missing: int, samples: int) -> bool:
+    """Whether a figure of so many samples, `missing` of which failed or are of several versions,
+    may make its version the best one: what a few are left to say is not what all would have said.
+    """
+    return samples > 0 and missing <= MISSING * samples
+
+
+def figures(config: EvaluationConfig, held_out: bool) -> list[str]:
+    """The names of all figures of a job; `held_out`: it has that set."""
+    found = [SAMPLED, GREEDY] if held_out else []
+    for dataset in config.datasets:
+        found += figures_of(dataset)
+    return found
+
+
+def figures_of(dataset: EvaluationDataset) -> list[str]:
+    """`NAME.mean` and each `NAME.pass@k`."""
+    return [f"{dataset.name}.mean", *(f"{dataset.name}.pass@{k}" for k in dataset.pass_at)]
+
+
+def pass_at(k: int, samples: int, right: int) -> float:
+    """The unbiased estimate of the chance that one of k samples is right, from `right` of
+    `samples`, k <= samples (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    return 1.0 - comb(samples - right, k) / comb(samples, k)
+
+
+def estimates(dataset: EvaluationDataset, rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The figures of a dataset from the rewards of each problem's samples.
+
+    Samples that failed by type are not among them; a problem with fewer than k samples left says
+    nothing of pass@k. What no problem says is left out.
+    """
+    name = dataset.name
+    every = [reward for problem in rewards for reward in problem]
+    found = {f"{name}.mean": sum(every) / len(every)} if every else {}
+    for k in dataset.pass_at:
+        each = [
+            pass_at(k, len(problem), sum(reward >= dataset.solved for reward in problem))
+            for problem in rewards
+            if len(problem) >= k
+        ]
+        if each:
+            found[f"{name}.pass@{k}"] = sum(each) / len(each)
+    return found

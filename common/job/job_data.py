@@ -1,0 +1,51 @@
+"""A submitted job on the host that runs it: its configuration, and where its bundle lies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.job.config import JobConfig
+
+
+@dataclass(frozen=True)
+class JobData:
+    id: str
+    config: JobConfig
+    bundle: Path
+    run_dir: Path
+
+    @classmethod
+    def of(cls, job: str, document: dict[str, Any], run_dir: str) -> JobData:
+        """From a job's row in Redis; the document holds the configuration and `bundle: {dir,
+        digest}`.
+        """
+        values = {key: value for key, value in document.items() if key != "bundle"}
+        bundle = Path(document["bundle"]["dir"])
+        return cls(job, JobConfig.from_document(values), bundle, Path(run_dir))
+
+    @property
+    def modules(self) -> Path:
+        return self.bundle / "modules"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.bundle / "tokenizer.json"
+
+    def frozen(self, role: str) -> Path:
+        """Where a frozen model of the job lies, if it was given as files."""
+        path: str = getattr(self.config.models, role).path
+        return self.bundle / path
+
+    def rows(self, which: str) -> list[dict[str, Any]]:
+        """The rows of `train` or `held_out`; none when the job names no such file."""
+        return self.rows_of(getattr(self.config.dataset, which))
+
+    def rows_of(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a file of the bundle; none without a name."""
+        if not name:
+            return []
+        with (self.bundle / name).open(encoding="utf-8") as file:
+            return [json.loads(line) for line in file]

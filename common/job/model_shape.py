@@ -1,0 +1,15 @@
+"""The shape of a job's model, before any weights."""
+
+from __future__ import annotations
+
+import json
+
+from common.job.job_data import JobData
+from common.model.config import ModelConfig
+
+
+def model_config(data: JobData) -> ModelConfig:
+    if data.config.model.path:
+        text = (data.bundle / data.config.model.path / "config.json").read_text()
+        return ModelConfig.from_hf(json.loads(text))
+    return ModelConfig.from_hf(data.config.model.config)

@@ -1,0 +1,1 @@
+"""Processes of one host: started, watched and ended. Open `host.py` first."""

@@ -1,0 +1,129 @@
+"""First code of every process a Host spawns: it ties the process to its parent, then becomes it.
+
+`python -m common.process.child parent=PID death=FD nice=N rlimit=AS:BYTES -- module:NAME
+ARGS...` runs a Python module in this same interpreter; `-- exec:PROGRAM ARGS...` replaces it. This
+costs no second interpreter, and the parent forks without running Python code in the child (a
+`preexec_fn` would, next to ZeroMQ's and our own threads). Only the standard library, and little of
+it: it is in the start-up time of every process.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import socket
+import sys
+
+CHANNEL_FD = "MESHRL_CHANNEL_FD"
+FRAME_LIMIT = 64 << 20  # bytes; a longer length prefix means that the stream is garbage
+PR_SET_PDEATHSIG = 1
+ORPHANED = 71  # exit status of a child whose parent was gone before it could be tied to it
+
+
+def tie_to_parent(parent: int) -> None:
+    """SIGKILL for this process when the parent's spawning thread ends, or now if it has ended."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(ORPHANED)
+
+
+def end_with(death_fd: int) -> None:
+    """A thread that waits for the end of file of the pipe whose write end only the parent has."""
+
+    def watch() -> None:
+        while os.read(death_fd, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _thread.start_new_thread(watch, ())
+
+
+def limit(spec: str) -> None:
+    import resource
+
+    name, value = spec.split(":")
+    which: int = getattr(resource, f"RLIMIT_{name}")
+    _, hard = resource.getrlimit(which)
+    ceiling = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
+    resource.setrlimit(which, (ceiling, ceiling))
+
+
+class Channel:
+    """The child's end of the socket pair to its parent: blocking, length-prefixed frames."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+        self._buffer = bytearray()
+
+    @classmethod
+    def from_env(cls) -> Channel:
+        return cls(socket.socket(fileno=int(os.environ.pop(CHANNEL_FD))))
+
+    def send(self, frame: bytes) -> None:
+        self._stream.sendall(len(frame).to_bytes(4, "little") + frame)
+
+    def recv(self) -> bytes | None:
+        """The next frame; None when the parent has closed its end."""
+        while True:
+            frame = take_frame(self._buffer)
+            if frame is not None:
+                return frame
+            more = self._stream.recv(1 << 16)
+            if not more:
+                return None
+            self._buffer += more
+
+    def move_above(self, lowest_fd: int) -> None:
+        """Puts the descriptor where code that writes to small numbers by mistake does not hit."""
+        import fcntl
+
+        moved = fcntl.fcntl(self._stream.fileno(), fcntl.F_DUPFD_CLOEXEC, lowest_fd)
+        self._stream.close()
+        self._stream = socket.socket(fileno=moved)
+
+
+def take_frame(buffer: bytearray) -> bytes | None:
+    """Cuts the first whole frame off `buffer`; ValueError when its length cannot be true."""
+    if len(buffer) < 4:
+        return None
+    length = int.from_bytes(buffer[:4], "little")
+    if length > FRAME_LIMIT:
+        raise ValueError(f"a frame of {length} bytes; the limit is {FRAME_LIMIT}")
+    if len(buffer) < 4 + length:
+        return None
+    frame = bytes(buffer[4 : 4 + length])
+    del buffer[: 4 + length]
+    return frame
+
+
+def main(argv: list[str]) -> None:
+    split = argv.index("--")
+    program, arguments = argv[split + 1], argv[split + 2 :]
+    for option in argv[:split]:
+        key, value = option.split("=", 1)
+        if key == "parent":
+            tie_to_parent(int(value))
+        elif key == "death":
+            end_with(int(value))
+        elif key == "nice":
+            os.nice(int(value))
+        elif key == "rlimit":
+            limit(value)
+        else:
+            raise SystemExit(f"common.process.child: unknown option {option!r}")
+    kind, _, name = program.partition(":")
+    if kind == "exec":
+        os.execvp(name, [name, *arguments])
+    import runpy
+
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

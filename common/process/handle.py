@@ -1,0 +1,252 @@
+"""A process of ours, seen from its parent or from the next incarnation of its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Protocol
+
+from common.errors import BadMessage, DeadlineExceeded, PeerLost
+from common.process.child import FRAME_LIMIT, take_frame
+
+UNKNOWN_EXIT = 255  # of a process that is not our child: nobody can tell us its status
+POLL_S = 0.05  # where the kernel has no pidfd_open (before 5.3)
+
+
+class Child(Protocol):
+    """A spawned process. Its session's leftovers are killed with it if it leads its own session."""
+
+    name: str
+    pid: int
+    start_time: int  # clock ticks since boot: with pid, names a process for ever
+
+    def poll(self) -> int | None:
+        """Exit status (negative: the signal), or None while it runs."""
+
+    async def wait(self, deadline_s: float) -> int | None:
+        """Exit status, or None if it still runs after `deadline_s`."""
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
+        """One frame down the channel; PeerLost when the child has closed it."""
+
+    async def recv(self, deadline_s: float) -> bytes:
+        """The next frame; DeadlineExceeded, PeerLost at its end, BadMessage if it is no frame."""
+
+    def close(self) -> None:
+        """Closes our end of the channel."""
+
+    def usage(self) -> Usage | None:
+        """What the kernel has charged it so far; None once it has ended."""
+
+
+class Usage:
+    """CPU time of all threads, the main thread's wait for a core, and the process state letter."""
+
+    __slots__ = ("cpu_s", "queued_s", "state")
+
+    def __init__(self, cpu_s: float, queued_s: float, state: str) -> None:
+        self.cpu_s, self.queued_s, self.state = cpu_s, queued_s, state
+
+
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the third (the state) on."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text[text.rindex(")") + 2 :].split()
+
+
+def start_time(pid: int) -> int:
+    """Clock ticks from boot to the start of `pid`; 0 if there is no such process, or a zombie."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else 0
+
+
+def usage_of(pid: int) -> Usage | None:
+    fields = _stat(pid)
+    if fields is None or fields[0] in "ZX":
+        return None
+    queued_s = 0.0
+    with contextlib.suppress(OSError):  # a kernel without scheduler statistics: nothing to forgive
+        queued_s = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return Usage((int(fields[11]) + int(fields[12])) * _TICK_S, queued_s, fields[0])
+
+
+class SystemChild:
+    """A Child of this machine: spawned (`popen`), or adopted by its pid and start time."""
+
+    def __init__(
+        self,
+        name: str,
+        pid: int,
+        *,
+        popen: subprocess.Popen[bytes] | None = None,
+        channel: socket.socket | None = None,
+        leads_session: bool = False,
+    ) -> None:
+        self.name, self.pid = name, pid
+        self.start_time = start_time(pid)
+        self._popen = popen
+        self._channel = channel
+        self._buffer = bytearray()
+        self._reading = False
+        self._arrived: asyncio.Future[None] | None = None
+        self._leads_session = leads_session
+        self._code: int | None = None
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except OSError:  # it has ended, or the kernel is old: poll() and wait() do without
+            self._pidfd = -1
+
+    def poll(self) -> int | None:
+        if self._code is not None:
+            return self._code
+        if self._popen is None:
+            alive = self.start_time != 0 and start_time(self.pid) == self.start_time
+            code = None if alive else UNKNOWN_EXIT
+        else:
+            if self._leads_session and not start_time(self.pid):
+                self._kill_session()  # before it is reaped: until then its number is its own
+            code = self._popen.poll()
+        if code is not None:
+            self._code = code
+            self._close()
+        return code
+
+    async def wait(self, deadline_s: float) -> int | None:
+        code = self.poll()
+        if code is not None or deadline_s <= 0:
+            return code
+        if self._pidfd < 0:
+            return await self._wait_polling(deadline_s)
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        # One reader per descriptor: each waiter watches a duplicate of its own.
+        watched = os.dup(self._pidfd)
+        loop.add_reader(watched, ended.set)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await ended.wait()
+        except TimeoutError:
+            return None
+        finally:
+            loop.remove_reader(watched)
+            os.close(watched)
+        return self.poll()
+
+    async def _wait_polling(self, deadline_s: float) -> int | None:
+        for _ in range(math.ceil(deadline_s / POLL_S)):
+            await asyncio.sleep(POLL_S)
+            if self.poll() is not None:
+                break
+        return self._code
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self._leads_session and self.poll() is None:
+            self._kill_session()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def _kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def usage(self) -> Usage | None:
+        return usage_of(self.pid)
+
+    async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
+        if self._channel is None:
+            raise PeerLost("no channel to the process", where=self.name)
+        if len(frame) > FRAME_LIMIT:
+            raise BadMessage(f"a frame of {len(frame)} bytes", where=self.name)
+        record = len(frame).to_bytes(4, "little") + frame
+        try:
+            sent = self._channel.send(record)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise PeerLost(f"channel closed ({error})", where=self.name) from error
+        if sent < len(record):
+            await self._send_rest(self._channel, record[sent:], deadline_s)
+
+    async def _send_rest(self, channel: socket.socket, rest: bytes, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.get_running_loop().sock_sendall(channel, rest)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the process took no frame in {deadline_s:g} s") from None
+        except OSError as error:
+            raise PeerLost(f"channel closed ({error})", where=self.name) from error
+
+    async def recv(self, deadline_s: float) -> bytes:
+        """Bytes reach a buffer through a callback: a deadline that strikes loses none of them."""
+        if (frame := self._taken()) is not None:
+            return frame
+        loop = asyncio.get_running_loop()
+        if self._channel is not None and not self._reading:
+            loop.add_reader(self._channel, self._read)
+            self._reading = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while frame is None:
+                    if self._channel is None:
+                        raise PeerLost("the process closed its channel", where=self.name)
+                    self._arrived = loop.create_future()
+                    await self._arrived
+                    frame = self._taken()
+        if frame is None and (frame := self._taken()) is None:
+            raise DeadlineExceeded(f"no frame in {deadline_s:g} s", where=self.name)
+        return frame
+
+    def _taken(self) -> bytes | None:
+        try:
+            return take_frame(self._buffer)
+        except ValueError as error:
+            raise BadMessage(str(error), where=self.name) from error
+
+    def _read(self) -> None:
+        assert self._channel is not None
+        try:
+            more = self._channel.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        self._buffer += more
+        if not more or len(self._buffer) > 2 * FRAME_LIMIT:
+            self.close()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            if self._reading:
+                asyncio.get_running_loop().remove_reader(self._channel)
+            self._channel.close()
+            self._channel = None

@@ -1,0 +1,57 @@
+"""Work that does not bear company: one piece at a time in a thread. A piece whose caller has gone
+is waited for before the next one begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from common.errors import DeadlineExceeded
+from common.runtime.mesh import Mesh
+
+T = TypeVar("T")
+STUCK = 70  # exit status of a process with a thread that no deadline has ended
+OPEN_S = 1e9  # of a piece itself: those who wait for it have deadlines
+
+
+class OneThread:
+    """`patience_s`: that the next piece waits for one whose caller has gone, or whose deadline has
+    passed. One that outlives this cannot be stopped: the process ends, and its worker starts it
+    again.
+    """
+
+    def __init__(self, mesh: Mesh, patience_s: float) -> None:
+        self._mesh, self._patience_s = mesh, patience_s
+        self._task: asyncio.Task[Any] | None = None
+        self._busy = asyncio.Lock()
+
+    async def run(self, work: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        """What `work` returns. DeadlineExceeded, or being cancelled, leaves it running: see
+        `ended`.
+        """
+        async with self._busy:
+            await self.ended()
+            running = self._mesh.host.run_blocking(work, *args, deadline_s=OPEN_S)
+            task = self._task = asyncio.create_task(running, name="one thread")
+            task.add_done_callback(looked_at)
+            async with self._mesh.clock.timeout(deadline_s, getattr(work, "__qualname__", "work")):
+                return await asyncio.shield(task)
+
+    async def ended(self) -> None:
+        """Until no piece of work runs any more."""
+        task = self._task
+        if task is None or task.done():
+            return
+        try:
+            async with self._mesh.clock.timeout(self._patience_s, "work that nobody waits for"):
+                await asyncio.wait([task])
+        except DeadlineExceeded as error:
+            self._mesh.host.exit(STUCK, str(error))
+
+
+def looked_at(task: asyncio.Task[Any]) -> None:
+    """Its error was told to whoever waited, or to nobody if that one has gone."""
+    if not task.cancelled():
+        task.exception()

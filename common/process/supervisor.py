@@ -1,0 +1,280 @@
+"""Keeps a set of processes running, as Erlang's supervisors do: restart, within a budget, escalate.
+
+Source of the strategies and of the restart intensity: Erlang/OTP, `supervisor` behaviour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections import deque
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from common.clock import Clock
+from common.errors import NotFound, Refused
+from common.process.handle import Child
+from common.process.host import Host
+
+CHECK_S = 0.5  # how often a running child's lease is looked at
+FIRST_DELAY_S = 0.05  # before the first restart; it doubles with each that the budget remembers
+LONGEST_DELAY_S = 5.0
+NO_START = 1  # what a run that could not even begin ended with
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """What to run. `name` is also the child's name in the registry."""
+
+    name: str
+    argv: list[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None
+    restart: Literal["always", "on_failure", "never"] = "always"
+    budget: tuple[int, float] = (5, 60.0)  # restarts, seconds: more in that time is given up
+    critical: bool = False  # its loss for good escalates
+    stage: int = 0  # started from the lowest, stopped from the highest
+    own_session: bool = False
+    die_with_parent: bool = True
+    nice: int = 0
+
+
+class Hooks:
+    """What the owner of a supervisor wants to know; override what is needed.
+
+    One that raises is printed and passed over: a child is restarted though Redis is away.
+    """
+
+    async def started(self, child: Child) -> None: ...
+
+    async def ended(self, child: Child, code: int, why: str) -> None:
+        """After the end and before a restart: the place to free the child's registry name."""
+
+    def lease_expired(self, child: Child) -> bool:
+        """Whether the child runs although its lease has been gone for long: it is then killed."""
+        return False
+
+    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+        """A child is not restarted any more."""
+
+    async def escalate(self, name: str) -> None:
+        """A critical child is lost for good; its supervisor's owner decides what falls with it."""
+
+
+async def _tell(hook: Coroutine[None, None, None]) -> None:
+    try:
+        await hook
+    except Exception:
+        traceback.print_exc()
+
+
+class Restarts:
+    """Counts restarts against a budget of `most` in `within_s`."""
+
+    def __init__(self, most: int, within_s: float) -> None:
+        self._most, self._within_s = most, within_s
+        self._times: deque[float] = deque()
+        self.total = 0
+
+    def next_delay(self, now: float) -> float | None:
+        """Seconds to wait before a restart at `now`; None when the budget is spent."""
+        while self._times and self._times[0] <= now - self._within_s:
+            self._times.popleft()
+        if len(self._times) >= self._most:
+            return None
+        delay = min(FIRST_DELAY_S * 2.0 ** len(self._times), LONGEST_DELAY_S)
+        self._times.append(now)
+        self.total += 1
+        return delay
+
+
+@dataclass
+class _Running:
+    spec: ChildSpec
+    restarts: Restarts
+    child: Child | None = None
+    why_not: str = ""  # why there is no child: its last start failed
+    stopping: bool = False
+    watcher: asyncio.Task[None] | None = None
+
+
+class Supervisor:
+    """Children may be given at the start or added later; all methods run on the main thread's loop.
+
+    With `one_for_all` the end of one restarts all, and is charged to the one that ended.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        clock: Clock,
+        specs: Iterable[ChildSpec] = (),
+        *,
+        hooks: Hooks | None = None,
+        strategy: Literal["one_for_one", "one_for_all"] = "one_for_one",
+    ) -> None:
+        self._host, self._clock = host, clock
+        self._hooks = hooks or Hooks()
+        self._strategy = strategy
+        self._children: dict[str, _Running] = {}
+        self._specs = sorted(specs, key=lambda spec: spec.stage)
+        self._all_together = asyncio.Lock()
+
+    @property
+    def children(self) -> dict[str, Child]:
+        """Those that run now, by name."""
+        return {
+            name: running.child
+            for name, running in self._children.items()
+            if running.child is not None and running.child.poll() is None
+        }
+
+    def restarts(self, name: str) -> int:
+        return self._children[name].restarts.total
+
+    async def start(self) -> None:
+        for spec in self._specs:
+            await self.add(spec)
+
+    async def add(self, spec: ChildSpec, *, adopted: Child | None = None) -> Child:
+        """Starts and watches a child, or watches one that an earlier incarnation started.
+
+        A first start that fails is the caller's to handle, and the child is not supervised.
+        """
+        if spec.name in self._children:
+            raise Refused(f"{spec.name} is supervised already", fix="remove it first")
+        child = adopted or self._spawn(spec)
+        running = self._children[spec.name] = _Running(spec, Restarts(*spec.budget), child)
+        running.watcher = asyncio.create_task(self._watch(running), name=f"watch {spec.name}")
+        await _tell(self._hooks.started(child))
+        return child
+
+    async def remove(self, name: str, grace_s: float) -> None:
+        """Ends the child (SIGTERM, after `grace_s` SIGKILL) and forgets it."""
+        running = self._children.get(name)
+        if running is None:
+            raise NotFound(f"no child {name!r}; there are {sorted(self._children)}")
+        await self._stop_one(running, grace_s)
+        self._children.pop(name, None)
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends all children, stage by stage from the highest, each stage within `grace_s`."""
+        for running in self._children.values():
+            running.stopping = True
+        for stage in sorted({r.spec.stage for r in self._children.values()}, reverse=True):
+            same = [r for r in self._children.values() if r.spec.stage == stage]
+            await asyncio.gather(*(self._stop_one(running, grace_s) for running in same))
+        self._children.clear()
+
+    def release(self) -> None:
+        """Stops watching and leaves the children running, for the next incarnation to adopt."""
+        for running in self._children.values():
+            if running.watcher is not None:
+                running.watcher.cancel()
+        self._children.clear()
+
+    def _spawn(self, spec: ChildSpec) -> Child:
+        return self._host.spawn(
+            spec.argv,
+            name=spec.name,
+            env=spec.env,
+            log=spec.log,
+            own_session=spec.own_session,
+            die_with_parent=spec.die_with_parent,
+            nice=spec.nice,
+        )
+
+    async def _restart(self, running: _Running) -> None:
+        """A start that fails is a run that failed: the child's watcher tries again or gives up."""
+        try:
+            running.child = self._spawn(running.spec)
+        except Exception as error:
+            traceback.print_exc()
+            running.why_not = f"it cannot be started: {type(error).__name__}: {error}"
+        else:
+            await _tell(self._hooks.started(running.child))
+
+    async def _stop_one(self, running: _Running, grace_s: float) -> None:
+        running.stopping = True
+        if running.watcher is not None and running.watcher is not asyncio.current_task():
+            running.watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running.watcher
+        child = running.child
+        if child is not None:
+            running.child = None
+            await self._end(child, grace_s, "stopped")
+
+    async def _end(self, child: Child, grace_s: float, why: str) -> None:
+        child.terminate()
+        code = await child.wait(grace_s)
+        if code is None:
+            child.kill()
+            code = await child.wait(LONGEST_DELAY_S)
+            why = f"{why}, after SIGKILL"
+        await _tell(self._hooks.ended(child, -9 if code is None else code, why))
+
+    async def _watch(self, running: _Running) -> None:
+        while not running.stopping:
+            if running.child is None:
+                code, why = NO_START, running.why_not
+            else:
+                code, why = await self._end_of(running.child)
+                if running.stopping:
+                    return
+                ended, running.child = running.child, None
+                await _tell(self._hooks.ended(ended, code, why))
+            if not await self._again(running, code, why):
+                return
+
+    async def _end_of(self, child: Child) -> tuple[int, str]:
+        killed = ""
+        while (code := await child.wait(CHECK_S)) is None:
+            if not killed and self._hooks.lease_expired(child):
+                killed = "its lease had expired while it ran"
+                child.kill()
+        return code, killed or (f"signal {-code}" if code < 0 else f"exit status {code}")
+
+    async def _again(self, running: _Running, code: int, why: str) -> bool:
+        """Restarts what has ended, or gives it up. Whether its watcher goes on."""
+        spec = running.spec
+        wanted = spec.restart == "always" or (spec.restart == "on_failure" and code != 0)
+        delay = running.restarts.next_delay(self._clock.monotonic()) if wanted else None
+        if delay is None:
+            if wanted:
+                most, within_s = spec.budget
+                why = f"{why}; ended more than {most} times in {within_s:g} s"
+            running.stopping = True
+            await _tell(self._hooks.gave_up(spec, why))
+            if spec.critical:
+                await _tell(self._hooks.escalate(spec.name))
+            return False
+        if self._strategy == "one_for_all":
+            await self._end_others(running)
+        await self._clock.sleep(delay)
+        await self._restart(running)
+        return True
+
+    async def _end_others(self, ended: _Running) -> None:
+        """Each other child's own watcher sees the end, and restarts it without a charge."""
+        if self._all_together.locked():
+            return  # a sibling's end is why this one ended
+        async with self._all_together:
+            others = [r for r in self._children.values() if r is not ended and not r.stopping]
+            await asyncio.gather(*(self._replace(other) for other in others))
+
+    async def _replace(self, running: _Running) -> None:
+        if running.watcher is not None:
+            running.watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running.watcher
+        if running.child is not None:
+            child, running.child = running.child, None
+            await self._end(child, FIRST_DELAY_S * 20, "a sibling ended")
+        # The task runs at our next suspension, when the start has succeeded or failed: a hook that
+        # is cancelled leaves no child unwatched.
+        running.watcher = asyncio.create_task(self._watch(running))
+        await self._restart(running)

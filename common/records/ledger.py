@@ -1,0 +1,245 @@
+"""The ledger of a rollout shard: append-only segments of CRC-framed records, and how to read them
+back.
+
+A record counts once `write(2)` has returned: a SIGKILL loses none, a host crash at most what was
+not yet synced. A torn or corrupt tail ends a segment at its last whole record. A segment belongs to
+one owner (a shard's incarnation); what a predecessor that was thought dead writes after its
+successor sealed the segment lies past the sealed length and is ignored.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import numpy as np
+
+from common.errors import BadMessage, Refused, StorageFull
+from common.records import token_record
+
+if TYPE_CHECKING:
+    from common.process.host import Host
+    from common.records.append_file import AppendFile
+
+MAGIC = b"MRLEDGR"
+FORMAT = 2  # of segments
+HEADER = MAGIC + bytes([FORMAT])
+FRAME = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
+DEFLATED = 0x80  # in a kind: the payload is compressed
+DEFLATE_BYTES = 256  # a turn's text shrinks by half, what is shorter hardly
+_WINDOW, _MEMORY = -12, 5  # of zlib: 4 KiB, no header; its default clears 256 KiB for each record
+SEGMENT_BYTES = 8 << 20  # a new segment from here on, so that finished ones can be deleted
+MAX_RECORD = 64 << 20
+
+
+class Kind(IntEnum):
+    OPEN = 1  # [group, member, prompt row, version, prompt ids]
+    TOKENS = 2  # TokenRows; see common.records.token_record
+    TOOL = 3  # [trajectory, name, input, value]
+    TURN = 4  # [trajectory, text]: the model's turn as the environment saw it
+    APPEND = 5  # [trajectory, ids]
+    END = 6  # [trajectory, reason, reward or None, error]
+    CLOSE = 7  # [group, fate]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    kind: Kind
+    payload: Any
+
+
+def trajectory_id(group: int, member: int) -> int:
+    return group << token_record.MEMBER_BITS | member
+
+
+def group_of(trajectory: int) -> int:
+    return trajectory >> token_record.MEMBER_BITS
+
+
+def groups_of(record: Record) -> set[int]:
+    """The groups that a record tells of."""
+    if record.kind in (Kind.OPEN, Kind.CLOSE):
+        return {record.payload[0]}
+    if record.kind is Kind.TOKENS:
+        return set(np.unique(record.payload.ids >> token_record.MEMBER_BITS).tolist())
+    return {group_of(record.payload[0])}
+
+
+def frame(kind: Kind, payload: Any) -> bytes:
+    """One record as it lies in a segment."""
+    body: bytes
+    if kind is Kind.TOKENS:
+        return _framed(kind, token_record.pack(payload))
+    body = msgpack.packb(payload, use_bin_type=True)
+    if len(body) < DEFLATE_BYTES:
+        return _framed(kind, body)
+    deflate = zlib.compressobj(zlib.Z_BEST_SPEED, zlib.DEFLATED, _WINDOW, _MEMORY)
+    return _framed(kind | DEFLATED, deflate.compress(body) + deflate.flush())
+
+
+def _framed(kind: int, body: bytes) -> bytes:
+    return FRAME.pack(len(body), zlib.crc32(body, kind), kind) + body
+
+
+def scan(path: Path, sealed: int = -1) -> Iterator[tuple[Record, int]]:
+    """Whole records of a segment with the offset after each, up to `sealed` bytes (-1: the file's
+    own end). BadMessage if it was written in another format.
+    """
+    content = path.read_bytes()
+    end = len(content) if sealed < 0 else min(sealed, len(content))
+    offset = len(HEADER)
+    if end < offset or not any(content[:offset]):  # torn before its first record
+        return
+    if content[:offset] != HEADER:
+        raise BadMessage(
+            f"a segment that begins with {content[:offset]!r}; this format begins with {HEADER!r}",
+            where=str(path),
+            fix="finish the run with the version of the software that began it",
+        )
+    while offset + FRAME.size <= end:
+        length, crc, kind = FRAME.unpack_from(content, offset)
+        start, stop = offset + FRAME.size, offset + FRAME.size + length
+        if length > MAX_RECORD or stop > end or zlib.crc32(content[start:stop], kind) != crc:
+            return
+        yield _record(kind, content[start:stop]), stop
+        offset = stop
+
+
+def _record(kind: int, body: bytes) -> Record:
+    if kind == Kind.TOKENS:
+        return Record(Kind.TOKENS, token_record.unpack(body))
+    if kind & DEFLATED:
+        body = zlib.decompressobj(_WINDOW).decompress(body, MAX_RECORD)
+    return Record(Kind(kind & ~DEFLATED), msgpack.unpackb(body, raw=False))
+
+
+class Ledger:
+    """Segments of one owner in `directory`; appends are whole or raise StorageFull."""
+
+    def __init__(self, host: Host, directory: Path, owner: str) -> None:
+        self._host = host
+        self.directory = directory
+        self._owner = owner
+        self._number = 0
+        self._file: AppendFile | None = None
+        self.path = Path()  # of the segment that is open
+        self._live: dict[Path, set[int]] = {}  # groups that still need a segment
+        self._deferred: list[tuple[Kind, Any]] = []
+        self.bytes_written = 0
+        directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def next_path(self) -> Path:
+        """The segment that `begin` opens: it goes on record before its first byte is written."""
+        return self.directory / f"{self._owner}-{self._number + 1:05d}.ledger"
+
+    @property
+    def full(self) -> bool:
+        return self._file is not None and self._file.tell() >= SEGMENT_BYTES
+
+    def begin(self) -> tuple[Path, int] | None:
+        """Opens the next segment; returns the one sealed by it and its length."""
+        self.flush()
+        path = self.next_path
+        opened = self._host.open_append(path)
+        sealed = None
+        if self._file is not None:
+            sealed = (self.path, self._file.tell())
+            self._file.sync()
+            self._file.close()
+        self._number += 1
+        self._file, self.path = opened, path
+        self._live[path] = set()
+        return sealed
+
+    def adopt(self, path: Path, groups: set[int]) -> None:
+        """Takes over a predecessor's segment, which `groups` still need."""
+        self._live[path] = set(groups)
+
+    def defer(self, kind: Kind, payload: Any, group: int) -> None:
+        """A record that goes with the next append, before it: one that can be found again from
+        those already written, so that losing it costs work and nothing else.
+        """
+        self._deferred.append((kind, payload))
+        self._live[self.path].add(group)
+
+    def append(self, records: Iterable[tuple[Kind, Any]], groups: Iterable[int] = ()) -> None:
+        """Writes records with one system call; `groups` are those whose fate they tell.
+
+        Raises StorageFull with nothing written when the disk is full.
+        """
+        deferred = self._deferred
+        block = self.block(records, groups)
+        try:
+            self.write(block)
+        except StorageFull:
+            self._deferred = deferred
+            raise
+
+    def block(self, records: Iterable[tuple[Kind, Any]], groups: Iterable[int] = ()) -> bytes:
+        """What `write` takes, with all that was deferred: it is for this segment."""
+        if self._file is None:
+            raise Refused("no segment of the ledger is open", where=str(self.directory))
+        deferred, self._deferred = self._deferred, []
+        self._live[self.path].update(groups)
+        return b"".join(frame(kind, payload) for kind, payload in (*deferred, *records))
+
+    def write(self, block: bytes) -> None:
+        """One system call, which waits where the disk does: for a thread of its own, one at a time.
+
+        Raises StorageFull with nothing written when the disk is full.
+        """
+        if self._file is None or not block:
+            return
+        if not self._file.tell():
+            block = HEADER + block
+        self._file.write(block)
+        self.bytes_written += len(block)
+
+    def forget(self, group: int) -> list[Path]:
+        """Drops a finished group; returns the segments that nothing needs now, deleted."""
+        for live in self._live.values():
+            live.discard(group)
+        freed = [path for path, live in self._live.items() if not live and path != self.path]
+        for path in freed:
+            del self._live[path]
+            path.unlink(missing_ok=True)
+        return freed
+
+    def flush(self) -> None:
+        """Writes what was deferred."""
+        if self._deferred:
+            self.append([])
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(StorageFull):  # what was deferred can be found again
+                self.flush()
+            self._file.sync()
+            self._file.close()
+            self._file = None
+
+
+def segments(directory: Path) -> list[Path]:
+    """A shard's segments, owner by owner in the order they began: owners are named by fencing
+    tokens.
+    """
+    return sorted(directory.glob("*.ledger"), key=lambda path: path.name)
+
+
+def read(directory: Path) -> Iterator[Record]:
+    """Every whole record of a shard's segments."""
+    for path in segments(directory):
+        for record, _ in scan(path):
+            yield record

@@ -1,0 +1,152 @@
+"""Tokens of many trajectories as one record of the ledger: some 11 bytes each when a record holds
+one token of each trajectory, and of a mixture of experts a byte or two for each expert.
+
+    head     format, widths in bytes of the five columns below, experts of a token, rows, tokens,
+             runs, first group
+    rows     group less the first one, member, count (width 0: all are 1), a column each
+    runs     weight version i32 and how many tokens it sampled u32, a column each
+    tokens   ids, in the smallest width of 1 to 4 bytes that fits the largest
+    logprobs float32 as they are: they are training data
+    experts  of each token in turn: u8 if all are known and fit, else i16 (width 0: there are none)
+
+All little-endian; row i owns the next `counts[i]` tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import BadMessage
+from common.records.experts import NO_EXPERTS
+
+FORMAT = 1
+_HEAD = struct.Struct("<6BH3Iq")
+MEMBER_BITS = 12  # of a trajectory's number, below its group's
+_MEMBER = (1 << MEMBER_BITS) - 1
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_EXPERTS = {1: np.uint8, 2: np.int16}
+_BYTES = 24  # of a token less its experts, at most
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """New tokens of trajectories: row i owns the next `counts[i]` entries of the token columns."""
+
+    ids: NDArray[np.int64]  # trajectories
+    counts: NDArray[np.int32]  # at least 1
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]  # of the weights that sampled each
+    experts: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)  # see `experts`
+
+    def columns(
+        self, part: slice | NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], NDArray[np.int16]]:
+        """The token columns' entries for `part` of the tokens."""
+        experts = self.experts[part] if self.experts.shape[1] else self.experts
+        return self.tokens[part], self.logprobs[part], self.versions[part], experts
+
+
+def in_parts(rows: TokenRows, most_bytes: int) -> Iterator[TokenRows]:
+    """The same rows in parts whose records are no larger than `most_bytes`, as far as rows can be
+    kept whole."""
+    ends = np.cumsum(rows.counts)
+    most = max(1, most_bytes // (_BYTES + 2 * rows.experts.shape[1]))
+    row = token = 0
+    while row < len(ends):
+        until = max(int(np.searchsorted(ends, token + most, side="right")), row + 1)
+        columns = rows.columns(slice(token, int(ends[until - 1])))
+        yield TokenRows(rows.ids[row:until], rows.counts[row:until], *columns)
+        row, token = until, int(ends[until - 1])
+
+
+def pack(rows: TokenRows) -> bytes:
+    """The record's bytes; there is at least one row, and no row without a token."""
+    groups = rows.ids >> MEMBER_BITS
+    first = int(groups.min())
+    members = rows.ids & _MEMBER
+    groups = groups - first
+    single = len(rows.tokens) == len(rows.ids)
+    changes = np.flatnonzero(rows.versions[1:] != rows.versions[:-1])
+    starts = np.concatenate((np.zeros(1, np.int64), changes + 1))
+    lengths = np.diff(starts, append=len(rows.versions))
+    tokens = rows.tokens.view(np.uint32)
+    widths = (_width(groups), _width(members), 0 if single else _width(rows.counts))
+    narrow = _token_width(tokens)
+    wide = _expert_width(rows.experts)
+    shape = (rows.experts.shape[1], len(rows.ids), len(tokens), len(starts))
+    head = _HEAD.pack(FORMAT, *widths, narrow, wide, *shape, first)
+    return b"".join(
+        (
+            head,
+            groups.astype(_UNSIGNED[widths[0]]).tobytes(),
+            members.astype(_UNSIGNED[widths[1]]).tobytes(),
+            b"" if single else rows.counts.astype(_UNSIGNED[widths[2]]).tobytes(),
+            rows.versions[starts].tobytes(),
+            lengths.astype(np.uint32).tobytes(),
+            tokens.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :narrow].tobytes(),
+            rows.logprobs.tobytes(),
+            rows.experts.astype(_EXPERTS[wide]).tobytes() if wide else b"",
+        )
+    )
+
+
+def unpack(content: bytes) -> TokenRows:
+    """What `pack` was given; BadMessage if this is of another format, or no such record."""
+    if len(content) < _HEAD.size or content[0] != FORMAT:
+        raise BadMessage(
+            f"tokens in format {content[0] if content else 'none'}; this is format {FORMAT}",
+            where="ledger",
+            fix="finish the run with the version of the software that began it",
+        )
+    _, wide, member, count, narrow, expert, each, n, total, runs, first = _HEAD.unpack_from(content)
+    fixed = (n * wide, n * member, n * count, 4 * runs, 4 * runs, total * narrow, 4 * total)
+    sizes = (*fixed, total * each * expert)
+    known = {wide, member, count or 1} <= {1, 2, 4, 8} and expert in (0, *_EXPERTS)
+    if len(content) != _HEAD.size + sum(sizes) or not known:
+        raise BadMessage("a record of tokens whose columns do not add up", where="ledger")
+    parts, at = [], _HEAD.size
+    for size in sizes:
+        parts.append(content[at : at + size])
+        at += size
+    groups = np.frombuffer(parts[0], _UNSIGNED[wide]).astype(np.int64) + first
+    ids = groups << MEMBER_BITS | np.frombuffer(parts[1], _UNSIGNED[member]).astype(np.int64)
+    ones = np.ones(n, np.int32)
+    lengths = np.frombuffer(parts[4], np.uint32)
+    padded = np.zeros((total, 4), np.uint8)
+    padded[:, :narrow] = np.frombuffer(parts[5], np.uint8).reshape(total, narrow)
+    return TokenRows(
+        ids=ids,
+        counts=np.frombuffer(parts[2], _UNSIGNED[count]).astype(np.int32) if count else ones,
+        tokens=padded.reshape(-1).view("<i4"),
+        logprobs=np.frombuffer(parts[6], np.float32),
+        versions=np.repeat(np.frombuffer(parts[3], np.int32), lengths),
+        experts=_experts(parts[7], expert, each),
+    )
+
+
+def _experts(content: bytes, width: int, each: int) -> NDArray[np.int16]:
+    if not width:
+        return NO_EXPERTS
+    return np.frombuffer(content, _EXPERTS[width]).astype(np.int16).reshape(-1, each)
+
+
+def _width(column: NDArray[np.integer]) -> int:
+    """Bytes that hold the largest of these, none below 0."""
+    largest = int(column.max())
+    return next(width for width in _UNSIGNED if largest < 1 << 8 * width)
+
+
+def _expert_width(experts: NDArray[np.int16]) -> int:
+    if not experts.size:
+        return 0
+    return 1 if int(experts.min()) >= 0 and int(experts.max()) <= 255 else 2
+
+
+def _token_width(tokens: NDArray[np.uint32]) -> int:
+    return max(1, (int(tokens.max()).bit_length() + 7) // 8)

@@ -1,0 +1,1 @@
+"""Actors and the calls between them. Open `mesh.py` first."""

@@ -1,0 +1,404 @@
+"""The asking half of a mesh: the table of outstanding calls and streams, their credits, deadlines
+and cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from common.clock import Clock
+from common.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost, from_wire
+from common.runtime.directory import Route
+from common.runtime.incoming import Incoming
+from common.runtime.interface import Call, Method, Stream
+from common.runtime.sweep import NEVER, Sweep
+from common.telemetry.logs import Telemetry
+from common.telemetry.tracing import Tracer
+from common.transport.base import Transport
+from common.wire.frames import (
+    CALL,
+    CANCEL,
+    CAST,
+    CREDIT,
+    END,
+    ERROR,
+    ITEM,
+    REPLY,
+    Frame,
+    check_sizes,
+    pack_header,
+    unpack_error,
+)
+
+R = TypeVar("R")
+_ANSWERS = (REPLY, ERROR)
+# calls outstanding towards one peer: a quarter of the high-water mark, so that no reply is parked
+# for long
+CREDITS = 256
+
+
+class _Link:
+    """What is under way towards one address."""
+
+    __slots__ = ("address", "in_flight", "queue", "used")
+
+    def __init__(self, address: str, now: float) -> None:
+        self.address = address
+        self.in_flight = 0
+        self.queue: deque[Outstanding] = deque()
+        self.used = now
+
+
+class Outstanding:
+    """One call that has no answer yet: the row of the table."""
+
+    __slots__ = (
+        "answered",
+        "call_id",
+        "deadline",
+        "frames",
+        "future",
+        "link",
+        "method",
+        "ran",
+        "route",
+        "sent",
+        "since",
+    )
+
+    def __init__(
+        self,
+        call_id: int,
+        route: Route,
+        method: Method[Any],
+        frames: list[Frame],
+        future: asyncio.Future[Sequence[Frame]],
+        link: _Link,
+        since: float,
+        deadline: float,
+    ) -> None:
+        self.call_id = call_id
+        self.route = route
+        self.method = method
+        self.frames = frames
+        self.future = future
+        self.link = link
+        self.since = since
+        self.deadline = deadline
+        self.sent = False
+        self.ran = True  # False once it is known that the method did not run
+        self.answered = False  # True for an error that the peer itself reported
+
+    def fail(self, error: MeshError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class Caller:
+    def __init__(
+        self,
+        clock: Clock,
+        transport: Transport,
+        incarnation: str,
+        tracer: Tracer,
+        telemetry: Telemetry,
+        sweep: Sweep,
+    ) -> None:
+        self._clock = clock
+        self._transport = transport
+        self._incarnation = incarnation
+        self._tracer = tracer
+        self._telemetry = telemetry
+        self._sweep = sweep
+        self._links: dict[str, _Link] = {}
+        self._calls: dict[int, Outstanding] = {}
+        self._streams: dict[int, Incoming[Any]] = {}
+        self._last_id = 0
+        sweep.add(self._expire)
+
+    def _future(self) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_future()
+
+    # ------------------------------------------------------------ calls
+
+    def ask(
+        self,
+        route: Route,
+        method: Call[Any, Any],
+        body: Frame,
+        buffers: Sequence[Frame],
+        now: float,
+        deadline: float,
+    ) -> Outstanding:
+        """Sends the call, or queues it until a credit is free; its future becomes the reply's
+        frames.
+        """
+        link = self._links.get(route.address)
+        if link is None:
+            link = self._links[route.address] = _Link(route.address, now)
+        self._last_id = call_id = self._last_id + 1
+        row = Outstanding(
+            call_id, route, method, [b"", body, *buffers], self._future(), link, now, deadline
+        )
+        if buffers:
+            check_sizes(row.frames)
+        self._calls[call_id] = row
+        self._sweep.by(deadline)
+        if link.in_flight < CREDITS:
+            self._send(row, now)
+        else:
+            link.queue.append(row)
+        return row
+
+    def _send(self, row: Outstanding, now: float) -> None:
+        link, route = row.link, row.route
+        row.sent = True
+        link.in_flight += 1
+        link.used = now
+        remaining_ms = max(int((row.deadline - now) * 1000), 1)
+        row.frames[0] = pack_header(
+            CALL,
+            row.call_id,
+            route.actor,
+            row.method.name,
+            self._incarnation,
+            route.incarnation,
+            remaining_ms,
+            self._tracer.traceparent(row.call_id),
+        )
+        try:
+            self._transport.send(link.address, row.frames)
+        except MeshError as error:
+            self._take(row.call_id)
+            row.fail(error)
+
+    def _take(self, call_id: int) -> Outstanding | None:
+        """Removes a row from the table and passes its credit on."""
+        row = self._calls.pop(call_id, None)
+        if row is None:
+            return None
+        row.frames = []
+        link = row.link
+        if row.sent:
+            link.in_flight -= 1
+        while link.queue and link.in_flight < CREDITS:
+            waiting = link.queue.popleft()
+            if waiting.call_id in self._calls:
+                self._send(waiting, self._clock.monotonic())
+        return row
+
+    def cancel(self, row: Outstanding) -> None:
+        """The caller no longer waits: the callee need not go on."""
+        if self._take(row.call_id) is not None and row.sent:
+            self._control(CANCEL, row.link.address, row.call_id, row.route)
+
+    def cast(
+        self, route: Route, method: Method[Any], body: Frame, buffers: Sequence[Frame]
+    ) -> None:
+        self._last_id = call_id = self._last_id + 1
+        link = self._links.get(route.address)
+        if link is not None:
+            link.used = self._clock.monotonic()
+        header = pack_header(
+            CAST,
+            call_id,
+            route.actor,
+            method.name,
+            self._incarnation,
+            route.incarnation,
+            0,
+            self._tracer.traceparent(call_id),
+        )
+        frames = [header, body, *buffers]
+        check_sizes(frames)
+        self._transport.send(route.address, frames)
+
+    def _control(
+        self, kind: int, address: str, call_id: int, route: Route, number: int = 0
+    ) -> None:
+        header = pack_header(
+            kind, call_id, route.actor, "", self._incarnation, route.incarnation, number
+        )
+        try:
+            self._transport.send(address, (header, b"\xc0"))
+        except MeshError:
+            self._telemetry.count("control_dropped")
+
+    # ------------------------------------------------------------ streams
+
+    def open(
+        self,
+        route: Route,
+        method: Stream[Any, R],
+        body: Frame,
+        buffers: Sequence[Frame],
+    ) -> Incoming[R]:
+        self._last_id = call_id = self._last_id + 1
+        now = self._clock.monotonic()
+        incoming: Incoming[R] = Incoming(self, call_id, route, method, now)
+        header = pack_header(
+            CALL,
+            call_id,
+            route.actor,
+            method.name,
+            self._incarnation,
+            route.incarnation,
+            0,
+            self._tracer.traceparent(call_id),
+        )
+        frames = [header, body, *buffers]
+        check_sizes(frames)
+        self._streams[call_id] = incoming
+        if route.address not in self._links:
+            self._links[route.address] = _Link(route.address, now)
+        self._transport.send(route.address, frames)
+        return incoming
+
+    def grant(self, incoming: Incoming[Any], taken: int) -> None:
+        self._control(CREDIT, incoming.route.address, incoming.call_id, incoming.route, taken)
+
+    def abandon(self, incoming: Incoming[Any]) -> None:
+        if self._streams.pop(incoming.call_id, None) is not None:
+            self._control(CANCEL, incoming.route.address, incoming.call_id, incoming.route)
+
+    def waiting_until(self, incoming: Incoming[Any]) -> float:
+        incoming.since = self._clock.monotonic()
+        deadline = incoming.since + incoming.method.idle_s
+        self._sweep.by(deadline)
+        return deadline
+
+    # ------------------------------------------------------------ what arrives
+
+    def accept(self, header: tuple[Any, ...], frames: list[Frame]) -> None:
+        """A frame that came back to us. Late and repeated ones are counted, nothing else."""
+        kind, call_id = header[1], header[2]
+        if header[6] != self._incarnation:
+            self._telemetry.count("frames_for_another_incarnation")
+            return
+        incoming = self._streams.get(call_id)
+        if incoming is not None:
+            self._feed(incoming, kind, header[7], frames)
+            return
+        if kind == CREDIT:  # a producer probes a stream that we have closed
+            self._telemetry.count("probes_of_closed_streams")
+            return
+        row = self._take(call_id) if kind in _ANSWERS else None
+        if row is None:
+            self._telemetry.count("late_frames")
+            return
+        if row.future.done():
+            return
+        if kind == REPLY:
+            row.future.set_result(frames)
+            return
+        row.answered = True
+        row.ran = header[7] == 0
+        row.fail(_reported(frames, row.route.actor))
+
+    def _feed(self, incoming: Incoming[Any], kind: int, place: int, frames: list[Frame]) -> None:
+        if kind == ITEM:
+            incoming.put(place, frames)
+        elif kind == END:
+            incoming.end(place)
+        elif kind == ERROR:
+            self._streams.pop(incoming.call_id, None)
+            incoming.ran = place == 0
+            incoming.fail(_reported(frames, incoming.route.actor))
+        elif kind == CREDIT:  # the producer asks whether anybody is still there
+            self.grant(incoming, incoming.taken)
+        else:
+            self._telemetry.count("late_frames")
+        if incoming.complete:
+            self._streams.pop(incoming.call_id, None)
+
+    def lost(self, address: str, reached: bool) -> None:
+        """Everything that waits for `address` ends now."""
+        self._links.pop(address, None)
+        for row in [r for r in self._calls.values() if r.link.address == address]:
+            del self._calls[row.call_id]
+            row.ran = row.sent and reached
+            row.fail(_gone(row.route, row.method))
+        for incoming in [s for s in self._streams.values() if s.route.address == address]:
+            del self._streams[incoming.call_id]
+            incoming.ran = reached
+            incoming.fail(_gone(incoming.route, incoming.method))
+
+    def _expire(self, now: float) -> float:
+        soonest = NEVER
+        for row in list(self._calls.values()):
+            if row.deadline > now:
+                soonest = min(soonest, row.deadline)
+                continue
+            self.cancel(row)
+            row.fail(
+                DeadlineExceeded(
+                    f"{row.method.label} was not answered within {now - row.since:.3g} s",
+                    where=row.route.actor,
+                )
+            )
+        for incoming in list(self._streams.values()):
+            if incoming.deadline > now:
+                soonest = min(soonest, incoming.deadline)
+                continue
+            self.abandon(incoming)
+            incoming.fail(
+                DeadlineExceeded(
+                    f"{incoming.method.label} brought nothing for {incoming.method.idle_s:g} s",
+                    where=incoming.route.actor,
+                )
+            )
+        return soonest
+
+    # ------------------------------------------------------------ for the watchdog
+
+    def waits(self) -> Iterator[tuple[str, str, float]]:
+        """(actor, method, since) of everything that is being waited for."""
+        for row in self._calls.values():
+            yield row.route.actor, row.method.label, row.since
+        for incoming in self._streams.values():
+            if incoming.deadline < NEVER:
+                yield incoming.route.actor, incoming.method.label, incoming.since
+
+    def waited_for(self, since: float) -> list[Route]:
+        """Whose answers have been waited for since then or longer."""
+        rows = [row.route for row in self._calls.values() if row.since <= since]
+        streams = [
+            s.route for s in self._streams.values() if s.deadline < NEVER and s.since <= since
+        ]
+        return list(dict.fromkeys(rows + streams))
+
+    def forget_idle(self, before: float) -> None:
+        """Closes connections that nothing waits on and nothing used since `before`."""
+        busy = {s.route.address for s in self._streams.values()}
+        for link in list(self._links.values()):
+            if (
+                link.used < before
+                and not link.in_flight
+                and not link.queue
+                and link.address not in busy
+            ):
+                del self._links[link.address]
+                self._transport.forget(link.address)
+
+    def stop(self) -> None:
+        """Ends all that is under way, and tells those who work on it."""
+        for row in list(self._calls.values()):
+            self.cancel(row)
+            row.fail(_gone(row.route, row.method))
+        for incoming in list(self._streams.values()):
+            self.abandon(incoming)
+            incoming.fail(_gone(incoming.route, incoming.method))
+
+
+def _reported(frames: list[Frame], actor: str) -> MeshError:
+    try:
+        return from_wire(*unpack_error(frames[1]), where=actor)
+    except BadMessage as error:
+        return error
+
+
+def _gone(route: Route, method: Method[Any]) -> PeerLost:
+    return PeerLost(f"{method.label}: the process of {route.actor} has gone", where=route.address)

@@ -1,0 +1,121 @@
+"""Where actors are: looked up in the registry, remembered until something says otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, MeshError, PeerLost, StateUnavailable
+from common.runtime.waits import WaitTable
+from common.state import registry
+from common.state.client import State
+
+FIRST_RETRY_S = 0.02
+LONGEST_RETRY_S = 0.5
+DOUBTS = 2  # looks at which a process must have no lease: after an outage of Redis leases come back
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where an actor was found."""
+
+    actor: str
+    address: str
+    incarnation: str
+
+
+class Directory:
+    def __init__(self, state: State, clock: Clock, waits: WaitTable) -> None:
+        self._state, self._clock, self._waits = state, clock, waits
+        self._routes: dict[str, Route] = {}
+        self._lookups: dict[str, asyncio.Task[registry.Entry | None]] = {}
+        self._doubts: dict[Route, int] = {}
+
+    def known(self, name: str) -> Route | None:
+        return self._routes.get(name)
+
+    def forget(self, route: Route) -> None:
+        if self._routes.get(route.actor) is route:
+            del self._routes[route.actor]
+
+    def forget_address(self, address: str) -> None:
+        for route in [r for r in self._routes.values() if r.address == address]:
+            del self._routes[route.actor]
+
+    async def find(self, name: str, deadline: float) -> Route:
+        """Where `name` is now; PeerLost when no process holds that name until the deadline."""
+        pause = FIRST_RETRY_S
+        why: MeshError | None = None
+        with self._waits.wait("to find it", name):
+            while True:
+                try:
+                    entry = await self._look_up(name, deadline)
+                except (StateUnavailable, DeadlineExceeded) as error:
+                    why = why or error
+                else:
+                    if entry is not None and entry.alive:
+                        return self._remember(entry)
+                    why = _not_there(name, entry)
+                if self._clock.monotonic() + pause >= deadline:
+                    raise why
+                await self._clock.sleep(pause)
+                pause = min(2 * pause, LONGEST_RETRY_S)
+
+    def _remember(self, entry: registry.Entry) -> Route:
+        found = Route(entry.name, entry.address, entry.incarnation)
+        known = self._routes.get(entry.name)
+        if known == found:
+            return known
+        self._routes[entry.name] = found
+        return found
+
+    async def _look_up(self, name: str, deadline: float) -> registry.Entry | None:
+        """One look into the registry, shared by all who ask at the same time."""
+        task = self._lookups.get(name)
+        if task is None:
+            task = asyncio.create_task(registry.lookup(self._state, name), name=f"look up {name}")
+            self._lookups[name] = task
+            task.add_done_callback(lambda _: self._lookups.pop(name, None))
+        left = max(deadline - self._clock.monotonic(), 0.001)
+        async with self._clock.timeout(left, f"looking up {name}"):
+            return await asyncio.shield(task)
+
+    async def dead(self, routes: Iterable[Route]) -> list[Route]:
+        """Those of `routes` whose process has lost its name: it may be stopped, its connection
+        open.
+
+        Nobody is declared dead while Redis is away, nor at the first look after it came back.
+        """
+        doubted = self._doubts
+        self._doubts = {}
+        found = []
+        for route in routes:
+            entry = await registry.lookup(self._state, route.actor)
+            if entry is not None and entry.alive and entry.incarnation == route.incarnation:
+                continue
+            replaced = entry is not None and entry.alive
+            doubts = doubted.get(route, 0) + 1
+            if replaced or doubts >= DOUBTS:
+                found.append(route)
+            else:
+                self._doubts[route] = doubts
+        return found
+
+    def stop(self) -> None:
+        for task in self._lookups.values():
+            task.cancel()
+
+
+def _not_there(name: str, entry: registry.Entry | None) -> PeerLost:
+    if entry is None:
+        return PeerLost(
+            f"no process holds the name {name}", where="registry", fix="See `meshrl status`"
+        )
+    who = f"incarnation {entry.incarnation}, pid {entry.pid} on {entry.host}"
+    return PeerLost(
+        f"{name} has lost its lease ({who})",
+        where="registry",
+        fix="See `meshrl logs` for why it ended",
+    )

@@ -1,0 +1,131 @@
+"""The consumer's end of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Generic, Protocol, TypeVar
+
+from common.errors import BadMessage, MeshError
+from common.runtime.directory import Route
+from common.runtime.interface import Stream
+from common.runtime.sweep import NEVER
+from common.wire.frames import Frame, check_sizes, decode
+
+R = TypeVar("R")
+
+
+class Flow(Protocol):
+    """What a stream tells its producer, through the mesh."""
+
+    def grant(self, incoming: Incoming[Any], taken: int) -> None:
+        """So many items were taken: as many more may come."""
+
+    def abandon(self, incoming: Incoming[Any]) -> None:
+        """Nobody reads any more."""
+
+    def waiting_until(self, incoming: Incoming[Any]) -> float:
+        """Notes that somebody waits from now on; until when."""
+
+
+class Incoming(AsyncIterator[R], Generic[R]):
+    """The consumer's end of a stream. Closing it, or dropping it, cancels the producer across the
+    wire.
+
+    It holds at most `credits` items. Items are put back into order, so that it works over a network
+    that reorders.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        call_id: int,
+        route: Route,
+        method: Stream[Any, R],
+        now: float,
+    ) -> None:
+        self.call_id = call_id
+        self.route = route
+        self.method = method
+        self.since = now
+        self.deadline = NEVER  # finite while somebody waits
+        self._flow = flow
+        self._loop = asyncio.get_running_loop()
+        self.ran = True  # False once it is known that the method did not run
+        self._items: dict[int, list[Frame]] = {}
+        self.taken = 0
+        self._granted = 0
+        self._length = -1
+        self._error: MeshError | None = None
+        self._closed = False
+        self._wake: asyncio.Future[None] | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self._length >= 0 and self.taken + len(self._items) >= self._length
+
+    def put(self, place: int, frames: list[Frame]) -> None:
+        if place < self.taken or place in self._items:
+            return  # a repetition
+        if place >= self.taken + self.method.credits:
+            self._flow.abandon(self)
+            self.fail(
+                BadMessage(f"{self.method.label} sent beyond its credits", where=self.route.actor)
+            )
+            return
+        self._items[place] = frames
+        if place == self.taken:
+            self._notify()
+
+    def end(self, length: int) -> None:
+        self._length = length
+        self._notify()
+
+    def fail(self, error: MeshError) -> None:
+        self._error = error
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def __aiter__(self) -> Incoming[R]:
+        return self
+
+    async def __anext__(self) -> R:
+        while True:
+            frames = self._items.pop(self.taken, None)
+            if frames is not None:
+                return self._next(frames)
+            if self._closed or self.taken == self._length:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._wake = self._loop.create_future()
+            self.deadline = self._flow.waiting_until(self)
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+                self.deadline = NEVER
+
+    def _next(self, frames: list[Frame]) -> R:
+        self.taken += 1
+        if self.taken - self._granted >= (self.method.credits + 1) // 2 and self._length < 0:
+            self._granted = self.taken
+            self._flow.grant(self, self.taken)
+        if len(frames) > 2:
+            check_sizes(frames)
+        return decode(self.method.reply, frames[1], frames[2:])
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._items.clear()
+            self._flow.abandon(self)
+            self._notify()
+
+    def __del__(self) -> None:
+        # `async for` with a break drops the iterator without closing it
+        if not self._closed and not self._loop.is_closed():
+            self.close()

@@ -1,0 +1,158 @@
+"""A process's name in the registry: taken, renewed from a thread with what it does and waits for,
+given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, Refused, StateUnavailable
+from common.state import registry
+from common.telemetry.logs import Telemetry
+from common.telemetry.watchdog import Watchdog, dump_stacks
+
+if TYPE_CHECKING:
+    from common.process.host import Host, Stoppable
+    from common.state.client import State
+
+# exit status of a process that may no longer act under its name (EX_TEMPFAIL: start it again)
+LOST = 75
+RETRY_S = 0.25
+RELEASE_S = 2.0  # it expires by itself if Redis does not answer
+
+
+class Lease:
+    """Snapshots are taken on the loop, each tick; the thread only sends the last one."""
+
+    def __init__(
+        self,
+        state: State,
+        host: Host,
+        clock: Clock,
+        watchdog: Watchdog,
+        telemetry: Telemetry,
+        *,
+        ttl_s: float,
+        renew_s: float,
+        snapshot: Callable[[], tuple[dict[str, Any], list[dict[str, Any]]]],
+        on_lost: Callable[[str], None] | None,
+    ) -> None:
+        self._state, self._host, self._clock = state, host, clock
+        self._watchdog, self._telemetry = watchdog, telemetry
+        self._ttl_s, self._renew_s = ttl_s, renew_s
+        self._snapshot = snapshot
+        self._on_lost = on_lost
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._renewal: Stoppable | None = None
+        self._published: Any = None
+        self._held = False
+        self._renewed_at = clock.monotonic()
+        self.entry = registry.Entry("", "")
+        self.token = 0
+
+    async def take(self, entry: registry.Entry) -> int:
+        """The fencing token. Waits for a predecessor's lease to run out, for two lease lengths at
+        most.
+        """
+        self._loop = asyncio.get_running_loop()
+        self.entry = entry
+        entry.stats, entry.waits = self._snapshot()
+        until = self._clock.monotonic() + 2 * self._ttl_s
+        while True:
+            try:
+                self.token = await registry.register(self._state, entry, int(self._ttl_s * 1000))
+                break
+            except Refused:
+                if self._clock.monotonic() > until:
+                    raise
+                await self._clock.sleep(RETRY_S)
+        self._held, self._renewed_at = True, self._clock.monotonic()
+        self._ticker = asyncio.create_task(self._tick(), name="watchdog")
+        self._renewal = self._host.every(self._renew_s, self.renew, f"lease {entry.name}")
+        return self.token
+
+    async def _tick(self) -> None:
+        while True:
+            await self._watchdog.next_tick()
+            self.entry.stats, self.entry.waits = self._snapshot()
+            told = (self.entry.stats.get("ready"), self.entry.stats.get("epoch"))
+            if (
+                told != self._published
+            ):  # somebody waits for this: do not let it wait for the renewal
+                self._published = told
+                await self.publish()
+
+    async def publish(self) -> None:
+        """Sends the present stats and waits now."""
+        self.entry.stats, self.entry.waits = self._snapshot()
+        try:
+            await self._host.run_blocking(self.renew, deadline_s=self._ttl_s)
+        except DeadlineExceeded:
+            self._telemetry.count("renewals_failed")
+
+    def lapsed(self) -> str:
+        """Why this process may not count on its name; empty while the lease holds."""
+        if not self._held:
+            return "it has no lease"
+        silent_s = self._clock.monotonic() - self._renewed_at
+        return f"its lease was renewed {silent_s:.1f} s ago" if silent_s > self._ttl_s else ""
+
+    async def renewed(self) -> bool:
+        """Renews now; whether the lease is held. Ends the process if it is lost."""
+        if self._held:
+            await self.publish()
+        return self._held
+
+    def renew(self) -> bool:
+        """One renewal; False ends the thread. Runs off the loop."""
+        if not self._held:
+            return False
+        hung = self._watchdog.stalled()
+        if hung:
+            return self._lost(hung)
+        entry, asked = self.entry, self._clock.monotonic()
+        try:
+            held = registry.renew(
+                self._state,
+                entry.name,
+                self.token,
+                int(self._ttl_s * 1000),
+                entry.stats,
+                entry.waits,
+            )
+        except StateUnavailable:
+            self._telemetry.count(
+                "renewals_failed"
+            )  # the lease may outlive the outage: go on trying
+            return True
+        if held or not self._held:
+            self._renewed_at = asked
+            return True
+        return self._lost("the lease has expired or another incarnation holds the name")
+
+    def _lost(self, why: str) -> bool:
+        self._held = False
+        text = f"{self.entry.name} ({self.entry.incarnation}) lost its lease: {why}"
+        if self._on_lost is not None:
+            self._on_lost(text)
+        else:
+            dump_stacks(text, self._loop)
+            self._host.exit(LOST, text)
+        return False
+
+    async def give_back(self) -> None:
+        if self._renewal is not None:
+            self._renewal.stop()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._held:
+            self._held = False
+            try:
+                async with self._clock.timeout(RELEASE_S, "giving the name back"):
+                    await registry.release(self._state, self.entry.name, self.token)
+            except (StateUnavailable, DeadlineExceeded):
+                self._telemetry.count("releases_failed")

@@ -1,0 +1,112 @@
+"""What a process tells a monitor over HTTP: /metrics, /livez and /readyz, from a thread of its own,
+so that they answer while the event loop stands still.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from common.errors import ConfigError
+from common.process.host import Host
+from common.settings import advertised_host, metrics_ports
+
+TURN_S = 0.5  # how often the thread looks whether it should end
+CLIENT_S = 5.0  # a client that neither sends nor reads for so long is hung up on
+PLAIN = "text/plain; charset=utf-8"
+
+Page = Callable[[], tuple[int, str, bytes]]  # status, content type, body
+
+
+def health(why_not: Callable[[], str]) -> Page:
+    """200, or 503 with what is wrong; `why_not` runs off the loop and is empty when all is well."""
+
+    def page() -> tuple[int, str, bytes]:
+        reason = why_not()
+        return (503 if reason else 200), PLAIN, f"{reason or 'ok'}\n".encode()
+
+    return page
+
+
+class Endpoint:
+    """Serves `pages` by path until it is closed. `where`: as `mesh.metrics` of a job file;
+    ConfigError when no port of its range is free. Others are told `advertise` (as `mesh.advertise`)
+    unless it serves this host alone.
+    """
+
+    def __init__(self, where: str, advertise: str, host: Host, pages: Mapping[str, Page]) -> None:
+        self._server = _bound(where, pages)
+        self._server.timeout = TURN_S
+        interface, _ = metrics_ports(where)
+        shown = interface if _loopback(interface) else advertised_host(advertise) or interface
+        self.address = f"http://{shown}:{self._server.server_port}"
+        self._closing = False
+        self._thread = host.every(0.0, self._turn, "endpoint")
+
+    def close(self) -> None:
+        """Ends at the thread's next look."""
+        self._closing = True
+
+    def _turn(self) -> bool:
+        if self._closing:
+            self._server.server_close()
+            return False
+        self._server.handle_request()
+        return True
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    pages: Mapping[str, Page]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = CLIENT_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        page = self.server.pages.get(self.path.partition("?")[0])
+        if page is None:
+            known = " ".join(self.server.pages)
+            status, kind, body = 404, PLAIN, f"there is {known}\n".encode()
+        else:
+            status, kind, body = page()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Probes come every few seconds: nothing of them belongs in a log."""
+
+
+def _loopback(interface: str) -> bool:
+    try:
+        return ipaddress.ip_address(interface.strip("[]")).is_loopback
+    except ValueError:
+        return interface == "localhost"
+
+
+def _bound(where: str, pages: Mapping[str, Page]) -> _Server:
+    interface, ports = metrics_ports(where)
+    trouble: OSError | None = None
+    for port in ports:
+        try:
+            server = _Server((interface, port), _Handler)
+        except OSError as error:
+            trouble = error
+            continue
+        server.pages = pages
+        return server
+    raise ConfigError(
+        f"no port to serve metrics from: {trouble}",
+        where=f"mesh.metrics = {where!r}",
+        fix="Take any port with HOST:*, a wider range with HOST:LOW-HIGH, or off",
+    )

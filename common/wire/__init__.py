@@ -1,0 +1,1 @@
+"""Messages as bytes, and bytes in bulk. Open `frames.py` first."""

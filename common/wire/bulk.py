@@ -1,0 +1,352 @@
+"""Large bytes beside the control traffic: chunks by digest over a TCP port of their own, or
+straight from the file.
+
+A request is a verb, a digest and a length; an answer a status and a length; then bytes. The server
+is one thread that never waits for one client, so a CANCEL on the control port never waits behind a
+chunk. A client on the same host reads and writes the files themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from common.errors import (
+    BadMessage,
+    DeadlineExceeded,
+    MeshError,
+    NotFound,
+    PeerLost,
+    Refused,
+    to_wire,
+)
+from common.errors import from_wire as error_from_wire
+from common.settings import advertised_host
+from common.wire.chunks import ChunkStore, Scratch, digest_of
+from common.wire.frames import pack_error, unpack_error
+
+if TYPE_CHECKING:
+    from common.process.host import Host
+    from common.runtime.mesh import Mesh
+    from common.state.registry import Entry
+
+__all__ = ["BulkClient", "BulkServer", "ChunkStore"]
+
+T = TypeVar("T")
+GET, PUT, HAS = b"G", b"P", b"H"
+_REQUEST = struct.Struct("<4sc16sQ")
+_ANSWER = struct.Struct("<BQ")
+_MAGIC = b"MRB1"
+OK, FAILED = 0, 1
+PIECE_BYTES = 1 << 20  # what one connection may move before the others have their turn
+LARGEST_BYTES = 4 << 30  # of one transfer, at either end
+IDLE_S = 60.0
+TURN_S = 0.2  # how often the thread looks whether it should end
+CONNECTIONS = 256
+DEADLINE_S = 120.0
+
+_Steps = Generator[int, None, None]  # yields the selectors.EVENT_* that it waits for
+
+
+class BulkServer:
+    """Serves a ChunkStore. `bind` and `advertise` as for the transport."""
+
+    def __init__(
+        self,
+        chunks: ChunkStore,
+        host: Host,
+        bind: str,
+        advertise: str = "",
+        *,
+        largest_bytes: int = LARGEST_BYTES,
+    ) -> None:
+        self._chunks, self._largest_bytes = chunks, largest_bytes
+        chunks.directory.mkdir(parents=True, exist_ok=True)
+        interface, _, port = bind.removeprefix("tcp://").rpartition(":")
+        self._listener = socket.create_server(
+            (interface.replace("*", ""), 0 if port == "*" else int(port)), backlog=CONNECTIONS
+        )
+        self._listener.setblocking(False)
+        bound = self._listener.getsockname()
+        shown = advertised_host(advertise) or bound[0]
+        self.address = f"tcp://{shown}:{bound[1]}#{chunks.directory}"
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._closing = False
+        self._thread = host.every(0.0, self._turn, "bulk")
+
+    def close(self) -> None:
+        """Ends at the thread's next look; what is under way breaks off."""
+        self._closing = True
+
+    def _turn(self) -> bool:
+        if self._closing:
+            for connection in list(self._connections.values()):
+                self._end(connection)
+            self._selector.close()
+            self._listener.close()
+            return False
+        for key, _ in self._selector.select(TURN_S):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._advance(key.data)
+        now = time.monotonic()
+        for connection in [c for c in self._connections.values() if now - c.used > IDLE_S]:
+            self._end(connection)
+        return True
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the client has gone again, or there are no descriptors left
+            accepted, _ = self._listener.accept()
+            if len(self._connections) >= CONNECTIONS:
+                accepted.close()
+                return
+            accepted.setblocking(False)
+            connection = _Connection(accepted, self._chunks, self._largest_bytes)
+            self._connections[accepted] = connection
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _advance(self, connection: _Connection) -> None:
+        connection.used = time.monotonic()
+        try:
+            wanted = next(connection.steps)
+        except (StopIteration, OSError):
+            self._end(connection)
+            return
+        if wanted != connection.waits_for:
+            connection.waits_for = wanted
+            self._selector.modify(connection.socket, wanted, connection)
+
+    def _end(self, connection: _Connection) -> None:
+        connection.steps.close()
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        del self._connections[connection.socket]
+
+
+class _Connection:
+    """One client: a generator that goes on whenever its socket is ready."""
+
+    def __init__(self, connected: socket.socket, chunks: ChunkStore, largest_bytes: int) -> None:
+        self.socket = connected
+        self.used = time.monotonic()
+        self.waits_for = selectors.EVENT_READ
+        self._chunks, self._largest_bytes = chunks, largest_bytes
+        self._received = bytearray()
+        self.steps = self._serve()
+
+    def _serve(self) -> _Steps:
+        while True:
+            while len(self._received) < _REQUEST.size:
+                more = yield from self._receive(_REQUEST.size - len(self._received))
+                if not more:
+                    return
+                self._received += more
+            magic, verb, digest, length = _REQUEST.unpack(bytes(self._received))
+            self._received.clear()
+            if magic != _MAGIC or length > self._largest_bytes:
+                return
+            try:
+                if verb == GET:
+                    yield from self._get(digest.hex())
+                elif verb == PUT:
+                    yield from self._put(digest.hex(), length)
+                elif verb == HAS:
+                    yield from self._answer(bytes([self._chunks.touch(digest.hex())]))
+                else:
+                    return
+            except MeshError as error:
+                text = pack_error(*to_wire(error))
+                yield from self._send_all(_ANSWER.pack(FAILED, len(text)) + text)
+
+    def _get(self, digest: str) -> _Steps:
+        path = self._chunks.path(digest)
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            raise NotFound(f"no chunk {digest}", where=str(self._chunks.directory)) from None
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            yield from self._send_all(_ANSWER.pack(OK, size))
+            offset = 0
+            while offset < size:
+                yield selectors.EVENT_WRITE
+                piece = min(PIECE_BYTES, size - offset)
+                with suppress(BlockingIOError):
+                    sent = os.sendfile(self.socket.fileno(), file.fileno(), offset, piece)
+                    if sent == 0:
+                        raise ConnectionError("the file became shorter")
+                    offset += sent
+
+    def _put(self, digest: str, length: int) -> _Steps:
+        scratch: Scratch | None = None
+        trouble: MeshError | None = None
+        hashed, left = xxhash.xxh3_128(), length
+        try:
+            try:
+                scratch = Scratch(self._chunks.path(digest))
+            except MeshError as error:
+                trouble = error
+            while left:
+                piece = yield from self._receive(min(PIECE_BYTES, left))
+                if not piece:
+                    raise ConnectionError("the client broke off")
+                left -= len(piece)
+                hashed.update(piece)
+                if scratch is not None and trouble is None:
+                    try:
+                        scratch.write(piece)
+                    except MeshError as error:  # take the rest, so that the client can read why
+                        trouble = error
+            if trouble is not None:
+                raise trouble
+            if hashed.hexdigest() != digest:
+                raise BadMessage(f"what arrived is not {digest}", where=str(self._chunks.directory))
+            if scratch is not None and not self._chunks.touch(digest):
+                scratch.commit()
+        finally:
+            if scratch is not None:
+                scratch.discard()
+        yield from self._answer(b"")
+
+    def _answer(self, content: bytes) -> _Steps:
+        yield from self._send_all(_ANSWER.pack(OK, len(content)) + content)
+
+    def _send_all(self, content: bytes) -> _Steps:
+        view = memoryview(content)
+        while view:
+            yield selectors.EVENT_WRITE
+            with suppress(BlockingIOError):
+                view = view[self.socket.send(view) :]
+
+    def _receive(self, most: int) -> Generator[int, None, bytes]:
+        while True:
+            yield selectors.EVENT_READ
+            with suppress(BlockingIOError):
+                return self.socket.recv(most)
+
+
+class BulkClient:
+    """Gets and puts chunks of whoever serves them; every transfer runs off the loop and has a
+    deadline.
+    """
+
+    def __init__(self, mesh: Mesh, *, largest_bytes: int = LARGEST_BYTES) -> None:
+        self._mesh, self._largest_bytes = mesh, largest_bytes
+
+    async def get(self, entry: Entry, digest: str, *, deadline_s: float = DEADLINE_S) -> bytes:
+        """The bytes of `digest`, checked. NotFound, PeerLost, BadMessage when they were changed."""
+        chunks = self._local(entry)
+        if chunks is not None:
+            return await self._off_loop(lambda: chunks.read(digest), deadline_s)
+
+        def fetch() -> bytes:
+            with _Session(entry.bulk, deadline_s, self._largest_bytes) as session:
+                content = session.ask(GET, digest)
+            if digest_of(content) != digest:
+                raise BadMessage(f"chunk {digest} arrived changed", where=entry.bulk)
+            return content
+
+        return await self._off_loop(fetch, deadline_s)
+
+    async def put(
+        self, entry: Entry, content: bytes | memoryview, *, deadline_s: float = DEADLINE_S
+    ) -> str:
+        """The digest of `content`, which is durable then. StorageFull, PeerLost; Refused when it is
+        too large, also by a file: who is on another host could not get it.
+        """
+        size = memoryview(content).nbytes
+        if size > self._largest_bytes:
+            raise Refused(
+                f"a chunk of {size} bytes; the bulk port takes {self._largest_bytes}",
+                where=entry.bulk,
+                fix="Put it in pieces, as weights are",
+            )
+        chunks = self._local(entry)
+        if chunks is not None:
+            return await self._off_loop(lambda: chunks.write(content), deadline_s)
+
+        def send() -> str:
+            digest = digest_of(content)
+            with _Session(entry.bulk, deadline_s, self._largest_bytes) as session:
+                if session.ask(HAS, digest) != b"\x01":
+                    session.ask(PUT, digest, content)
+            return digest
+
+        return await self._off_loop(send, deadline_s)
+
+    def _local(self, entry: Entry) -> ChunkStore | None:
+        directory = Path(entry.bulk.partition("#")[2])
+        near = entry.host == self._mesh.settings.host and directory.is_absolute()
+        return ChunkStore(directory) if near and os.access(directory, os.W_OK) else None
+
+    async def _off_loop(self, work: Callable[[], T], deadline_s: float) -> T:
+        return await self._mesh.host.run_blocking(work, deadline_s=deadline_s)
+
+
+class _Session:
+    """A connection to a BulkServer, blocking; used in a thread."""
+
+    def __init__(self, address: str, deadline_s: float, largest_bytes: int) -> None:
+        self._address, self._largest_bytes = address.partition("#")[0], largest_bytes
+        self._ends = time.monotonic() + deadline_s
+
+    def __enter__(self) -> _Session:
+        host, _, port = self._address.removeprefix("tcp://").rpartition(":")
+        if not host:
+            raise PeerLost("it serves chunks to its own host only", where=self._address or "bulk")
+        try:
+            self._socket = socket.create_connection((host, int(port)), timeout=self._left())
+        except OSError as error:
+            raise PeerLost(f"no bulk port: {error}", where=self._address) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def ask(self, verb: bytes, digest: str, content: bytes | memoryview = b"") -> bytes:
+        try:
+            head = _REQUEST.pack(_MAGIC, verb, bytes.fromhex(digest), len(content))
+            self._socket.settimeout(self._left())
+            self._socket.sendall(head)
+            if content:
+                self._socket.sendall(content)
+            status, length = _ANSWER.unpack(self._receive(_ANSWER.size))
+            answer = self._receive(length)
+        except TimeoutError:
+            raise DeadlineExceeded("a transfer took too long", where=self._address) from None
+        except OSError as error:
+            raise PeerLost(f"a transfer broke off: {error}", where=self._address) from error
+        if status != OK:
+            raise error_from_wire(*unpack_error(answer), where=self._address)
+        return answer
+
+    def _receive(self, length: int) -> bytes:
+        if length > self._largest_bytes:
+            raise BadMessage(f"an answer of {length} bytes", where=self._address)
+        content = bytearray(length)
+        view = memoryview(content)
+        while view:
+            self._socket.settimeout(self._left())
+            received = self._socket.recv_into(view, min(len(view), PIECE_BYTES))
+            if received == 0:
+                raise ConnectionError("the server closed the connection")
+            view = view[received:]
+        return bytes(content)
+
+    def _left(self) -> float:
+        left = self._ends - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded("a transfer took too long", where=self._address)
+        return left

@@ -1,0 +1,176 @@
+"""Content-addressed files: a chunk lies at <directory>/<d[:2]>/<d>, where d is the xxh3_128 of its
+bytes.
+
+Any process of the host may write: a chunk appears whole, durable and under its own digest, or not
+at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from common.errors import BadMessage, MeshError, NotFound, StorageFull
+from common.records.durable import sync
+
+DIGEST_DIGITS = 32
+STALE_SCRATCH_S = 3600.0  # a scratch file this old was left by a process that ended
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_serial = itertools.count()
+
+
+def digest_of(content: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def failure(error: OSError, path: Path) -> MeshError:
+    """What an OSError of a write means to its caller."""
+    if error.errno in _FULL:
+        return StorageFull(
+            f"no room for {path.name}", where=str(path.parent), fix="Free some space"
+        )
+    return MeshError(f"cannot write: {error}", where=str(path))
+
+
+class Scratch:
+    """A chunk in the making: `commit` makes it durable and visible, `discard` forgets it."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self._path = _beside(target)
+        try:
+            if not target.parent.is_dir():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                sync(target.parent.parent)
+            self._fd = os.open(
+                self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+            )
+        except OSError as error:
+            raise failure(error, target) from error
+
+    def write(self, content: bytes | memoryview) -> None:
+        view = memoryview(content)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            raise failure(error, self._target) from error
+
+    def commit(self) -> None:
+        try:
+            os.fsync(self._fd)
+            os.rename(self._path, self._target)
+            sync(self._target.parent)
+        except OSError as error:
+            raise failure(error, self._target) from error
+
+    def discard(self) -> None:
+        """Closes the file, and removes it unless it was committed."""
+        os.close(self._fd)
+        self._path.unlink(missing_ok=True)
+
+
+class ChunkStore:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.resolve()
+
+    @property
+    def local_address(self) -> str:
+        """A bulk address for clients of the same host only."""
+        return f"#{self.directory}"
+
+    def path(self, digest: str) -> Path:
+        if len(digest) != DIGEST_DIGITS or not set(digest) <= set("0123456789abcdef"):
+            raise BadMessage(f"{digest!r:.60} is not a digest")
+        return self.directory / digest[:2] / digest
+
+    def has(self, digest: str) -> bool:
+        return self.path(digest).exists()
+
+    def touch(self, digest: str) -> bool:
+        """Whether the chunk is there; if so it counts as written now, so that nobody deletes it
+        for what it was before.
+        """
+        try:
+            os.utime(self.path(digest))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, digest: str) -> bytes:
+        """The chunk's bytes, checked; NotFound, or BadMessage when the disk has changed them."""
+        path = self.path(digest)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise NotFound(f"no chunk {digest}", where=str(self.directory)) from None
+        if digest_of(content) != digest:
+            raise BadMessage("a chunk is not what its name says", where=str(path), fix="Delete it")
+        return content
+
+    def write(self, content: bytes | memoryview) -> str:
+        """Makes `content` durable; its digest. StorageFull leaves nothing behind."""
+        digest = digest_of(content)
+        if self.touch(digest):
+            return digest
+        scratch = Scratch(self.path(digest))
+        try:
+            scratch.write(content)
+            scratch.commit()
+        finally:
+            scratch.discard()
+        return digest
+
+    # ------------------------------------------------------------ retention
+
+    def written(self, digests: Iterable[str]) -> dict[str, int]:
+        """When each of them that is stored was last written, in nanoseconds of the disk's clock."""
+        found = {}
+        for digest in digests:
+            with suppress(FileNotFoundError):
+                found[digest] = self.path(digest).stat().st_mtime_ns
+        return found
+
+    def older_than(self, age_s: float, now: float) -> dict[str, int]:
+        """As `written`, of all chunks last written `age_s` before `now` (wall time) or earlier."""
+        old = {}
+        for path in self.directory.glob("??/*"):
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                continue
+            if path.name.startswith("."):
+                if stat.st_mtime < now - STALE_SCRATCH_S:
+                    path.unlink(missing_ok=True)
+            elif stat.st_mtime <= now - age_s:
+                old[path.name] = stat.st_mtime_ns
+        return old
+
+    def delete(self, written: Mapping[str, int]) -> None:
+        """Deletes those of them that were not written again since."""
+        for digest, when in written.items():
+            with suppress(FileNotFoundError):
+                self._delete(self.path(digest), when)
+
+    def _delete(self, path: Path, when: int) -> None:
+        if path.stat().st_mtime_ns != when:
+            return
+        # A writer who finds the chunk between our look and its end relies on it from then on: it
+        # has touched what is out of its sight by now, or finds nothing and writes it again.
+        aside = _beside(path)
+        os.rename(path, aside)
+        if aside.stat().st_mtime_ns == when:
+            aside.unlink()
+        else:
+            os.rename(aside, path)
+
+
+def _beside(path: Path) -> Path:
+    """A name of our own in the directory of a chunk, which is no chunk's."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}")

@@ -1,0 +1,38 @@
+"""Where the weight store is: its bulk port takes finished groups and chunks of weights."""
+
+from __future__ import annotations
+
+from common.runtime.mesh import Mesh
+from common.runtime.patience import NotThere, patiently
+from common.state import registry
+from common.wire.bulk import BulkClient
+
+STORE = "weights"  # its name in the registry
+
+
+async def store_entry(mesh: Mesh) -> registry.Entry:
+    """The weight store's entry; NotThere while it has no live lease."""
+    entry = await registry.lookup(mesh.state, STORE)
+    if entry is None or not entry.alive:
+        raise NotThere("the weight store has no live lease", fix="it is being restarted")
+    return entry
+
+
+async def put(mesh: Mesh, bulk: BulkClient, content: bytes | memoryview, what: str) -> str:
+    """Writes bytes durably, waiting for the store if need be; their digest."""
+
+    async def once() -> str:
+        return await bulk.put(await store_entry(mesh), content)
+
+    with mesh.wait(what, on=STORE):
+        return await patiently(mesh.clock, once)
+
+
+async def get(mesh: Mesh, bulk: BulkClient, digest: str, what: str) -> bytes:
+    """The bytes of a digest, once the store is there; NotFound when it does not hold them."""
+
+    async def once() -> bytes:
+        return await bulk.get(await store_entry(mesh), digest)
+
+    with mesh.wait(what, on=STORE):
+        return await patiently(mesh.clock, once)

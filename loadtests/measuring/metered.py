@@ -1,0 +1,106 @@
+"""A run of `meshrl run` with a meter on it: CPU of all its processes at every step commit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.state import events, jobs
+from common.state.client import State
+from loadtests.measuring.meter import Meter
+
+LOOK_S = 0.02  # how soon a commit is seen; a step takes half a second or more
+START_S = 120.0  # until Redis is there; native code may have to be compiled before
+RUN_S = 900.0
+STOP_S = 60.0
+
+
+@dataclass
+class Reading:
+    """What all processes had used when a step was seen to be committed."""
+
+    step: int
+    wall_s: float
+    cpu_s: dict[str, float]  # by kind of process, since each began
+
+
+@dataclass
+class Measured:
+    """A run that is over: readings and metrics by step."""
+
+    readings: dict[int, Reading] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def per_step(self, first: int, last: int) -> dict[str, float]:
+        """CPU-seconds of a step by kind of process, from commit `first` to commit `last`."""
+        before, after = self.readings[first].cpu_s, self.readings[last].cpu_s
+        steps = last - first
+        return {kind: (used - before.get(kind, 0.0)) / steps for kind, used in after.items()}
+
+    def wall_per_step(self, first: int, last: int) -> float:
+        return (self.readings[last].wall_s - self.readings[first].wall_s) / (last - first)
+
+
+@contextlib.asynccontextmanager
+async def started(job: Path, out: Path, *changes: str) -> AsyncIterator[tuple[State, Meter]]:
+    """Runs the job until the end of the block; its Redis, and a meter on all its processes."""
+    command = [sys.executable, "-m", "meshrl", "run", str(job)]
+    for change in changes:
+        command += ["--set", change]
+    log = out.with_suffix(".log")
+    with log.open("wb") as stream:
+        run = await asyncio.create_subprocess_exec(
+            *command, stdout=stream, stderr=stream, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+    try:
+        settings = out / "mesh" / "settings.json"
+        async with asyncio.timeout(START_S):
+            while not settings.exists():
+                if run.returncode is not None:
+                    raise RuntimeError(f"the run ended with {run.returncode}")
+                await asyncio.sleep(LOOK_S)
+        state = await State.open(json.loads(settings.read_text())["redis_url"], connect_s=20.0)
+        try:
+            yield state, Meter(run.pid)
+        finally:
+            await state.close()
+    except BaseException:
+        print(log.read_text()[-4000:], file=sys.stderr)
+        raise
+    finally:
+        if run.returncode is None:
+            run.send_signal(signal.SIGINT)
+        async with asyncio.timeout(STOP_S):
+            await run.wait()
+
+
+async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
+    """Runs the job until step `until` is committed, and ends it there."""
+    measured = Measured()
+    async with started(job, out, *changes) as (state, meter), asyncio.timeout(RUN_S):
+        version = -1
+        while version < until:
+            row = next(iter(await jobs.jobs(state)), None)
+            if row is not None and row.version > version:
+                version = row.version
+                cpu = meter.reading(roles=True)
+                measured.readings[version] = Reading(version, time.perf_counter(), cpu)
+            if row is not None and row.phase == "failed":
+                raise RuntimeError(f"the job failed: {row.error}")
+            await asyncio.sleep(LOOK_S)
+        measured.rows = await steps_of(state)
+    return measured
+
+
+async def steps_of(state: State) -> list[dict[str, Any]]:
+    """Metrics of all committed steps."""
+    return [e.fields["metrics"] for e in await events.read_all(state) if e.kind == "step"]

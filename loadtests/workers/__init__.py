@@ -1,0 +1,1 @@
+"""Processes that load tests start. Open `engine_member.py` first."""

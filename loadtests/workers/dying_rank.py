@@ -1,0 +1,40 @@
+"""A training process that gets SIGKILL as it enters given phases of given steps, once in each.
+
+`--die PHASE@STEP ... --marks DIRECTORY` come before what services.trainer takes; each
+death leaves a file there, so that the next start lives through it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+from services.trainer.core.core import TrainerCore
+
+entered = TrainerCore.enter
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--die", nargs="+", required=True)
+    parser.add_argument("--marks", type=Path, required=True)
+    own, rest = parser.parse_known_args()
+
+    def enter(self: TrainerCore, phase: str, step: int) -> None:
+        entered(self, phase, step)
+        mark = own.marks / f"{phase}@{step}"
+        if self.ready and mark.name in own.die and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    TrainerCore.enter = enter  # type: ignore[method-assign]
+    sys.argv = ["services.trainer", *rest]
+    runpy.run_module("services.trainer", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

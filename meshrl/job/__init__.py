@@ -1,0 +1,1 @@
+"""Job files: read, checked and packed. Open `jobfile.py` first."""

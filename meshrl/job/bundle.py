@@ -1,0 +1,136 @@
+"""Bundles: what a job brings along (code, data, tokenizer, model), packed to run on any host.
+
+A bundle is a directory `<run>/bundle/<digest>/` whose name is the digest of its content, so that
+packing the same job twice gives the same bundle and a bundle never changes under a run:
+
+    modules/            the job's Python modules and the neighbours they import
+    data/train.jsonl    rows, blank lines removed
+    data/held_out.jsonl
+    data/evaluation-NAME.jsonl
+    tokenizer.json
+    model/              config.json, *.safetensors
+    models/teacher/     the same of each frozen model
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from common.job.config import INITIAL, JobConfig
+from meshrl.job import references, rows, tasksets
+from meshrl.job.jobfile import all_references
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+BLOCK = 1 << 20
+
+
+def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, Any]]:
+    """Write the job's bundle under `run_dir`; returns its directory and the document to submit.
+
+    The document is `config.document()`, paths relative to the bundle, and `bundle: {dir, digest}`.
+    """
+    home = run_dir / "bundle"
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=home, prefix=".packing-") as temporary:
+        staging = Path(temporary)
+        document = _fill(config, base, staging)
+        digest = digest_of(staging)
+        target = home / digest
+        if not target.is_dir():
+            staging.chmod(0o755)  # other users run the sandbox
+            os.rename(staging, target)
+            staging.mkdir()  # the context manager removes it
+    document["bundle"] = {"dir": str(target.resolve()), "digest": digest}
+    return target, document
+
+
+def digest_of(directory: Path) -> str:
+    """xxh3_128 over relative names, sizes and bytes of all files, in name order."""
+    hasher = xxhash.xxh3_128()
+    for path in _files(directory):
+        name = path.relative_to(directory).as_posix()
+        hasher.update(f"{len(name)}:{name}:{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return iter(sorted(p for p in directory.rglob("*") if p.is_file()))
+
+
+def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
+    document = config.document()
+    modules = [reference.partition(":")[0] for _, reference in all_references(config)]
+    if config.environment.verifiers:
+        taskset = tasksets.module_of(config.environment.verifiers)
+        modules += [taskset] if references.module_file(base, taskset) else []
+    (staging / "modules").mkdir()
+    servers = list(_servers(config, base))
+    modules += [path.stem for path in servers if path.suffix == ".py" and path.parent == base]
+    for source in {*servers, *references.neighbours(base, modules)}:
+        _copy(source, staging / "modules" / source.relative_to(base))
+    for key, lines in _datasets(config, staging / "modules"):
+        target = staging / "data" / f"{key}.jsonl"
+        target.parent.mkdir(exist_ok=True)
+        with target.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+        document["dataset"][key] = f"data/{key}.jsonl"
+    for number, dataset in enumerate(config.evaluation.datasets):
+        place = Path("data") / f"evaluation-{dataset.name}.jsonl"
+        (staging / place).parent.mkdir(exist_ok=True)
+        with (staging / place).open("w", encoding="utf-8") as file:
+            file.writelines(row.line + "\n" for row in rows.read(Path(dataset.path)))
+        document["evaluation"]["datasets"][number]["path"] = str(place)
+    tokenizer = config.model.tokenizer or str(Path(config.model.path) / "tokenizer.json")
+    _copy(Path(tokenizer), staging / "tokenizer.json")
+    document["model"]["tokenizer"] = "tokenizer.json"
+    if config.model.path:
+        _copy_model(Path(config.model.path), staging / "model")
+        document["model"]["path"] = "model"
+    for role, model in config.models.declared.items():
+        if model.path != INITIAL:
+            _copy_model(Path(model.path), staging / "models" / role)
+            document["models"][role]["path"] = f"models/{role}"
+    return document
+
+
+def _servers(config: JobConfig, base: Path) -> Iterator[Path]:
+    """The files beside the job file that commands of MCP servers name."""
+    for command in config.environment.mcp.values():
+        for word in command:
+            path = base / word
+            if not Path(word).is_absolute() and path.is_file() and path.is_relative_to(base):
+                yield path
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    for pattern in MODEL_FILES:
+        for file in sorted(source.glob(pattern)):
+            _copy(file, target / file.name)
+
+
+def _datasets(config: JobConfig, modules: Path) -> Iterator[tuple[str, Iterable[str]]]:
+    """(train | held_out, its rows as JSON) of all that the job has."""
+    named = {key: getattr(config.dataset, key) for key in ("train", "held_out")}
+    for key, name in named.items():
+        if name:
+            yield key, (row.line for row in rows.read(Path(name)))
+    if config.environment.verifiers and not named["train"]:
+        held_out, train = tasksets.tasks(config, modules)
+        yield "train", train
+        if held_out:
+            yield "held_out", held_out
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)

@@ -1,0 +1,44 @@
+"""What contains code that the model wrote on this host, and whether that suffices for a job."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from common.errors import Refused
+from common.job.config import JobConfig
+from common.job.isolation import MEANING, suffices
+
+PROBE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Isolation:
+    tier: str
+    meaning: str
+    fix: str  # how to reach a better one; empty: it is the best
+
+
+def found() -> Isolation:
+    """By trying it, in a process of its own; a second or two."""
+    command = [sys.executable, "-m", "services.sandbox.isolation.tiers"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)
+        return Isolation(**json.loads(done.stdout))
+    except (subprocess.SubprocessError, OSError, ValueError, TypeError) as error:
+        return Isolation("none", "none", f"the probe failed: {error}")
+
+
+def require(config: JobConfig) -> None:
+    """Refused where the job lets the model's code run and this host contains it too little."""
+    if not config.jailed:
+        return
+    isolation, demanded = found(), config.sandbox.tier
+    if not suffices(isolation.tier, demanded):
+        raise Refused(
+            f"{', '.join(sorted(set(config.jailed)))} run code that the model wrote, which takes "
+            f"{MEANING[demanded]} (sandbox.tier); this host has {isolation.meaning}",
+            fix=isolation.fix,
+        )

@@ -1,0 +1,289 @@
+"""Job files: from TOML and `--set` to a checked JobConfig, every error with line and fix."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.job.config import INITIAL, JobConfig
+from common.job.pace import profile
+from common.model.chat import Chat, format_of
+from common.model.tokenizer import Tokenizer
+from meshrl.job import algorithm, extras, models, references, rows, sandbox, schema
+from meshrl.job.toml_lines import key_lines, line_of
+
+REFERENCES = ("environment.use", "warm_start.demonstrations")
+_ONCE = "A key or table of that name stands above: keep one of them"
+_SYNTAX_FIXES = {  # by how tomllib's message begins
+    "Cannot overwrite": _ONCE,
+    "Cannot declare": _ONCE,
+    "Invalid value": "Text takes quotes; true and false are written small",
+}
+
+
+def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
+    """The job that a file describes, with `KEY=VALUE` overrides, and the directory it lies in.
+
+    Paths in the result are absolute. ConfigError names the line, or the override, that is wrong.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8: {error.reason}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax(path, text, str(error)) from error
+    places = {key: f"{path}, line {n}" for key, n in key_lines(text).items()}
+    for override in overrides:
+        key = apply_override(document, override)
+        places = {
+            k: place for k, place in places.items() if not k.startswith((f"{key}.", f"{key}["))
+        }
+        places[key] = f"--set {override}"
+    base = path.resolve().parent
+    return _Checker(path, places).check(document, base), base
+
+
+def _syntax(path: Path, text: str, wrong: str) -> ConfigError:
+    """What `tomllib` says, with the line itself."""
+    fix = next((fix for start, fix in _SYNTAX_FIXES.items() if wrong.startswith(start)), "")
+    if not (place := re.search(r" \(at (line (\d+), column \d+)\)$", wrong)):
+        return ConfigError(f"{path}: {wrong}", fix=fix)
+    line = text.split("\n")[int(place[2]) - 1].strip()
+    return ConfigError(f"{path}, {place[1]}: {wrong[: place.start()]}: {line}", fix=fix)
+
+
+def apply_override(document: dict[str, Any], override: str) -> str:
+    """Set one `KEY=VALUE` in the document; returns KEY. VALUE is TOML, or else a bare string."""
+    key, equals, raw = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"--set {override}: write KEY=VALUE, as in --set budget.steps=12")
+    try:
+        value: Any = tomllib.loads(f"x = {raw}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    if schema.kinds().get(key) is str and not isinstance(value, str):
+        value = raw.strip()
+    *tables, last = key.split(".")
+    place = document
+    for table in tables:
+        place = place.setdefault(table, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {override}: {table} of {key} is not a table")
+    place[last] = value
+    return key
+
+
+class _Checker:
+    """One pass over one job file; holds where each key was written, for the messages."""
+
+    def __init__(self, path: Path, places: dict[str, str]) -> None:
+        self.path = path
+        self.places = places
+
+    def check(self, document: dict[str, Any], base: Path) -> JobConfig:
+        config = self._absolute(schema.validated(document, self.fail), base)
+        config = models.supervised(config, document, self.fail)
+        self._sizes(config)
+        models.check(config, document, self.fail)
+        algorithm.check(config, self.fail)
+        self._files(config)
+        models.shapes(config, self.fail)
+        extras.check(config, self.fail)
+        sandbox.check(config, self.fail)
+        self._verifiers(config)
+        self._references(config, base)
+        return self._chat(config)
+
+    def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
+        lines = {k: i for i, k in enumerate(self.places, 1)}
+        index = line_of(lines, key)
+        place = list(self.places.values())[index - 1] if index else str(self.path)
+        return ConfigError(f"{place}: {message}", fix=fix)
+
+    def _absolute(self, config: JobConfig, base: Path) -> JobConfig:
+        def place(text: str) -> str:
+            return str((base / Path(text).expanduser()).resolve()) if text else ""
+
+        model, dataset, environment = config.model, config.dataset, config.environment
+        judge, evaluation = config.reward.judge, config.evaluation
+        frozen = {
+            role: replace(m, path=m.path if m.path == INITIAL else place(m.path))
+            for role, m in config.models.declared.items()
+        }
+        held = [replace(d, path=place(d.path)) for d in evaluation.datasets]
+        python = environment.python and os.path.abspath(base / environment.python)
+        return replace(
+            config,
+            cache=str(Path(config.cache).expanduser()) if config.cache else "",
+            model=replace(model, path=place(model.path), tokenizer=place(model.tokenizer)),
+            dataset=replace(dataset, train=place(dataset.train), held_out=place(dataset.held_out)),
+            environment=replace(environment, python=python),  # as it is: links lead out of a venv
+            models=replace(config.models, **frozen),
+            reward=replace(
+                config.reward, judge=replace(judge, template=models.filled(judge, base))
+            ),
+            evaluation=replace(evaluation, datasets=held),
+            sandbox=replace(config.sandbox, python=sandbox.absolute(config.sandbox, base)),
+        )
+
+    def _sizes(self, config: JobConfig) -> None:
+        self._scheduling(config)
+        if config.min_group > config.algorithm.group_size:
+            raise self.fail("algorithm.min_group", "algorithm.min_group exceeds the group size")
+        scoring = int(bool(config.models.declared))
+        training = config.planner.training + config.training.ranks - 1
+        if training + config.planner.min_rollout + scoring > config.mesh.workers:
+            raise self.fail(
+                "mesh.workers",
+                f"mesh.workers = {config.mesh.workers} are too few for {training} "
+                f"that train and {config.planner.min_rollout} that roll out"
+                + (", and one for the job's frozen models" if scoring else ""),
+            )
+
+    def _scheduling(self, config: JobConfig) -> None:
+        buckets = config.rollout.buckets
+        if [b.max_tokens for b in buckets] != sorted({b.max_tokens for b in buckets}):
+            raise self.fail("rollout.buckets", "rollout.buckets must rise in max_tokens")
+        for i, bucket in enumerate(buckets):
+            if bucket.batch > config.rollout.slots:
+                raise self.fail(
+                    key := f"rollout.buckets[{i}].batch",
+                    f"{key} = {bucket.batch} must lie in 1 to rollout.slots = "
+                    f"{config.rollout.slots}",
+                )
+        if config.rollout.pace:
+            try:
+                profile(config.rollout.pace)
+            except ConfigError as error:
+                raise self.fail("rollout.pace", error.message, error.fix) from error
+
+    def _files(self, config: JobConfig) -> None:
+        model = config.model
+        if model.path and not (Path(model.path) / "config.json").is_file():
+            raise self.fail("model.path", f"model.path: {model.path} holds no config.json")
+        if not model.path and not model.config:
+            raise self.fail("model", "no model", "Set model.path, or [model.config] for a new one")
+        tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
+        if not tokenizer.is_file():
+            raise self.fail(
+                "model.tokenizer",
+                f"model.tokenizer: there is no tokenizer at {tokenizer}",
+                "Name a tokenizer.json",
+            )
+        taskset = config.environment.verifiers
+        if not (config.dataset.train or taskset):
+            raise self.fail(
+                "dataset.train", "no dataset", "Set dataset.train to a JSONL or Parquet file"
+            )
+        prompt = "" if config.environment.use or taskset else config.dataset.prompt
+        seen: set[bytes] = set()
+        for key in ("dataset.train", "dataset.held_out"):
+            if not (name := at(config, key)):
+                continue
+            if not rows.exists(Path(name)):
+                raise self.fail(key, f"{key}: there is no file {name}")
+            own = set()
+            for row in self._rows(key, name, config, prompt):
+                if row.identity in seen:
+                    raise self.fail(key, f"{row.place} is also in dataset.train")
+                if config.supervised and key == "dataset.train":
+                    models.answered(config, row, self.fail)
+                own.add(row.identity)
+            if not own:
+                raise self.fail(key, f"{key}: {name} holds no rows")
+            seen = own
+        for i, d in enumerate(config.evaluation.datasets):
+            key = f"evaluation.datasets[{i}].path"
+            if not rows.exists(Path(d.path)):
+                raise self.fail(key, f"{key}: there is no file {d.path}")
+            if not any(True for _ in self._rows(key, d.path, config, prompt)):
+                raise self.fail(key, f"{key}: {d.path} holds no rows")
+
+    def _rows(self, key: str, name: str, config: JobConfig, prompt: str) -> Iterator[rows.Row]:
+        try:
+            yield from rows.read(Path(name), prompt, chat=bool(config.environment.chat))
+        except ConfigError as error:
+            raise self.fail(key, f"{key}: {error.message}", error.fix) from error
+
+    def _verifiers(self, config: JobConfig) -> None:
+        environment = config.environment
+        if not environment.verifiers:
+            for key in ("environment.python", "environment.verifiers_options"):
+                if at(config, key):
+                    raise self.fail(key, f"{key} without environment.verifiers")
+            for key in ("dataset.tasks", "dataset.held_out_tasks"):
+                if at(config, key):
+                    raise self.fail(key, f"{key} counts tasks of environment.verifiers")
+            return
+        for key in ("environment.use", "environment.tools"):
+            if at(config, key):
+                raise self.fail(key, f"{key}: environment.verifiers brings its own")
+        if not environment.chat:
+            raise self.fail("environment.verifiers", "environment.verifiers takes environment.chat")
+        if not os.access(environment.python, os.X_OK) or not Path(environment.python).is_file():
+            raise self.fail(
+                "environment.python",
+                f"there is no interpreter at {environment.python or 'environment.python'}",
+                "Name one of an environment that `pip install verifiers==0.4.0` was run in",
+            )
+
+    def _chat(self, config: JobConfig) -> JobConfig:
+        """The job with its chat format by name, and the format's stop tokens among its own."""
+        environment, path = config.environment, Path(config.model.path)
+        if not environment.chat:
+            if environment.chat_options:
+                raise self.fail("environment.chat_options", "chat_options without environment.chat")
+            return config
+        tokenizer = Path(config.model.tokenizer or path / "tokenizer.json")
+        try:
+            name = format_of(path) if environment.chat == "auto" else environment.chat
+            chat = Chat.load(name, environment.chat_options, Tokenizer.load(tokenizer))
+        except ConfigError as error:
+            raise self.fail("environment.chat", f"environment.chat: {error}") from error
+        stop = list(dict.fromkeys([*config.rollout.stop, *chat.stop_tokens]))
+        return replace(
+            config,
+            environment=replace(environment, chat=name),
+            rollout=replace(config.rollout, stop=stop),
+        )
+
+    def _references(self, config: JobConfig, base: Path) -> None:
+        reward = config.reward
+        rewarded = reward.declared or reward.judge.use or config.environment.use
+        if not (
+            rewarded
+            or config.environment.verifiers
+            or config.algorithm.name in algorithm.REWARDLESS
+        ):
+            raise self.fail("reward", "no reward", 'Set reward.use = "module:function"')
+        for key, reference in all_references(config):
+            try:
+                references.resolve(reference, base)
+            except ConfigError as error:
+                raise self.fail(key, f"{key}: {error}") from error
+
+
+def all_references(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """(dotted key, module:function) of all code that a job names."""
+    for key in REFERENCES:
+        if reference := at(config, key):
+            yield key, reference
+    yield from sandbox.references(config)
+
+
+def at(config: Any, key: str) -> Any:
+    """The value of a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config

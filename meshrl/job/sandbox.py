@@ -1,0 +1,110 @@
+"""What of a job file the sandbox runs: tools, rewards, and limits of the model's code."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.job import builtin
+from common.job.config import JobConfig, RewardPartConfig
+
+Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
+_MCP = re.compile(r"mcp:([^/]+)/(.+)")
+
+
+def check(config: JobConfig, fail: Fail) -> None:
+    """ConfigError, by `fail`, for what a sandbox would refuse."""
+    _tools(config, fail)
+    _rewards(config, fail)
+    sandbox = config.sandbox
+    if sandbox.python and not os.access(sandbox.python, os.X_OK):
+        raise fail("sandbox.python", f"there is no interpreter at {sandbox.python}", "")
+
+
+def references(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """(dotted key, module:function) of the author's own tools and rewards."""
+    if _own(config.reward.use):
+        yield "reward.use", config.reward.use
+    for part in config.reward.parts:
+        if _own(part.use):
+            yield "reward.parts", part.use
+    for tool, use in config.environment.tools.items():
+        if _own(use):
+            yield f"environment.tools.{tool}", use
+
+
+def _own(use: str) -> bool:
+    return ":" in use and not builtin.is_mcp(use)
+
+
+def _tools(config: JobConfig, fail: Fail) -> None:
+    environment = config.environment
+    for name, use in environment.tools.items():
+        key = f"environment.tools.{name}"
+        if match := _MCP.fullmatch(use):
+            if match[1] not in environment.mcp:
+                wrong = f"{key}: environment.mcp has no server {match[1]!r}"
+                raise fail(key, wrong, f'Set environment.mcp = {{ {match[1]} = ["COMMAND"] }}')
+        elif builtin.is_mcp(use):
+            raise fail(key, f"{key}: {use!r} is not of the form mcp:SERVER/TOOL", "")
+        elif builtin.is_builtin(use) and use not in builtin.TOOLS:
+            known = ", ".join(builtin.TOOLS)
+            wrong = f"{key}: {use!r} is no built-in tool; there are {known}"
+            raise fail(key, wrong, "One of your own is written module:function")
+    for name in environment.once:
+        if name not in environment.tools:
+            raise fail("environment.once", f"environment.once: there is no tool {name!r}", "")
+    for server, command in environment.mcp.items():
+        if not command:
+            raise fail("environment.mcp", f"environment.mcp.{server} has no command", "")
+
+
+def _rewards(config: JobConfig, fail: Fail) -> None:
+    reward = config.reward
+    if reward.use and reward.parts:
+        raise fail("reward.parts", "reward.use and reward.parts exclude each other", "")
+    if reward.options and not builtin.is_builtin(reward.use):
+        wrong = "reward.options are of a built-in reward.use"
+        raise fail("reward.options", wrong, "A function of your own reads the row")
+    for i, part in enumerate(reward.declared):
+        table = f"reward.parts[{i}]" if reward.parts else "reward"
+        key = f"{table}.use"
+        if builtin.is_builtin(part.use):
+            _built_in(part, table, fail)
+        elif builtin.is_mcp(part.use):
+            raise fail(key, f"{key}: {part.use!r} is a tool, not a reward", "")
+        elif part.options:
+            raise fail(key, f"{key}: options of {part.use!r}, which is no built-in reward", "")
+
+
+def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
+    key, place = f"{table}.use", f"{table}.options"
+    known = builtin.REWARDS.get(part.use)
+    if known is None:
+        names = ", ".join(builtin.REWARDS)
+        wrong = f"{key}: {part.use!r} is no built-in reward; there are {names}"
+        raise fail(key, wrong, "One of your own is written module:function")
+    for option in part.options:
+        if option not in known.options:
+            names = ", ".join(sorted(known.options))
+            wrong = f"{place}: {part.use} has no option {option!r}; it has {names}"
+            raise fail(f"{place}.{option}", wrong, "")
+    for option in known.required - set(part.options):
+        raise fail(place, f"{place}: {part.use} needs the option {option!r}", "")
+    pattern = part.options.get("pattern")
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            wrong = f"{place}: {part.use}: {pattern!r} is no pattern: {error}"
+            raise fail(f"{place}.pattern", wrong, "") from error
+
+
+def absolute(sandbox: Any, base: Path) -> str:
+    """The interpreter's path, as it is: links lead out of a virtual environment."""
+    python: str = sandbox.python
+    return python and os.path.abspath(base / python)

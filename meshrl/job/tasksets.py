@@ -1,0 +1,49 @@
+"""The tasks of a `verifiers` taskset as rows, written by the interpreter that has the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.job.config import JobConfig
+from meshrl.job.rows import travels
+
+BOOT = Path(__file__).parents[2] / "services" / "environment" / "verifying" / "boot.py"
+LOAD_S = 1800.0  # a taskset may fetch its data first
+
+
+def tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
+    """(held-out rows, training rows) as JSON lines; ConfigError with what the taskset said."""
+    environment, dataset = config.environment, config.dataset
+    most = dataset.tasks + dataset.held_out_tasks if dataset.tasks else 0
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = Path(scratch) / "rows.jsonl"
+        argv = [environment.python, "-I", str(BOOT), "--taskset", environment.verifiers]
+        argv += ["--options", json.dumps(environment.verifiers_options), "--most", str(most)]
+        argv += ["--modules", str(modules), "--rows", str(rows)]
+        try:
+            run = subprocess.run(argv, capture_output=True, text=True, timeout=LOAD_S)
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"taskset {environment.verifiers!r} did not load in {LOAD_S:.0f} s"
+            ) from error
+        if run.returncode:
+            said = "\n".join(run.stderr.strip().splitlines()[-3:])
+            raise ConfigError(f"taskset {environment.verifiers!r} does not load: {said}")
+        lines = rows.read_text(encoding="utf-8").splitlines()
+    if len(lines) <= dataset.held_out_tasks:
+        raise ConfigError(
+            f"taskset {environment.verifiers!r} has {len(lines)} tasks",
+            fix="that leaves none to train on: lower dataset.held_out_tasks",
+        )
+    for number, line in enumerate(lines, 1):
+        travels(f"taskset {environment.verifiers!r}, task {number}", json.loads(line))
+    return lines[: dataset.held_out_tasks], lines[dataset.held_out_tasks :]
+
+
+def module_of(taskset: str) -> str:
+    """The module that a taskset's id names: `owner/my-tasks@1` is `my_tasks`."""
+    return taskset.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()

@@ -1,0 +1,1 @@
+"""A mesh's start, joining and end. Open `launcher.py` first."""

@@ -1,0 +1,346 @@
+"""The root of a mesh: starts Redis and the services, keeps them running, stops all of it.
+
+`meshrl run` holds a Launcher in its own process; `meshrl up` starts this file as a program. Every
+process of the mesh dies with it, or (workers, which may outlive an agent) within 75 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from common.clock import SystemClock
+from common.errors import DeadlineExceeded, MeshError, Refused, StateUnavailable
+from common.process.handle import Child
+from common.process.host import SystemHost, own_start_time
+from common.process.lease_watch import LeaseWatch
+from common.process.supervisor import ChildSpec, Hooks, Supervisor
+from common.settings import SETTINGS_ENV, MeshSettings
+from common.state import embedded, events, registry
+from common.state.client import State
+from meshrl.launch import leftovers, plan, redis_guard
+from meshrl.launch.places import MeshPlace, read_json, write_json
+
+BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
+READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
+GRACE_S = 10.0  # from SIGTERM to SIGKILL, for each stage of the stop
+ECHO_S = 1.0  # one Ctrl-C may arrive twice, from the terminal and from a parent
+EVENT_S = 2.0  # for a note in the event stream; an outage of Redis must not hold up a restart
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a mesh is made of, when nothing has started yet."""
+
+    workers: int = 3
+    shards: int = 1
+    device: str = "cpu"
+    bind: str = "tcp://127.0.0.1:*"
+    advertise: str = ""
+    metrics: str = "127.0.0.1:*"
+    ranks: int = 1  # workers of the first gang
+    sandboxes: int = 1
+
+
+class Launcher(Hooks):
+    """One mesh from start to stop. `failed` is set, with the reason in `why`, when it gives up."""
+
+    def __init__(self, place: MeshPlace, shape: Shape) -> None:
+        self.place, self.shape = place, shape
+        self.clock, self.host = SystemClock(), SystemHost()
+        self.failed = asyncio.Event()
+        self.why = ""
+        self.state: State
+        self.settings: MeshSettings
+        self._lock: IO[str] | None = None
+        self._supervisor: Supervisor | None = None
+        self._redis: Supervisor | None = None
+        self._redis_children: list[Child] = []
+        self._watch: LeaseWatch | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def start(self) -> None:
+        """Returns when every service has registered; on any error nothing is left running."""
+        self._take_lock()
+        try:
+            await leftovers.end_all(self.place.settings.resolve(), GRACE_S)
+            url = await self._start_redis()
+            self.state = await State.open(url)
+            await self._refuse_a_second_mesh()
+            self._write_settings(url)
+            await self._start_services()
+            await self._all_registered()
+            self._write_marker(ready=True)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Ends every process of the mesh, Redis last. Safe after a failed start, and twice."""
+        await self.stop_services()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=GRACE_S)
+        self._tasks.clear()
+        if hasattr(self, "state"):
+            await self.state.close()
+        redis, self._redis = self._redis, None
+        if redis is not None:
+            await redis.stop(GRACE_S)
+        self.place.launcher.unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    async def stop_services(self) -> None:
+        """Ends everything but Redis, in reverse order of the start: the books are final then."""
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            await supervisor.stop(GRACE_S)
+            await self._end_leftovers()
+
+    def kill(self) -> None:
+        """Ends everything at once, for the second Ctrl-C."""
+        for supervisor in (self._supervisor, self._redis):
+            for child in supervisor.children.values() if supervisor else ():
+                child.kill()
+        for pid in leftovers.belonging_to(self.place.settings.resolve()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    @property
+    def pids(self) -> dict[int, str]:
+        """The launcher, Redis and the services that run now, by pid."""
+        found = {os.getpid(): "meshrl"}
+        for supervisor in (self._redis, self._supervisor):
+            if supervisor is not None:
+                found |= {child.pid: name for name, child in supervisor.children.items()}
+        return found
+
+    # Hooks of both supervisors
+
+    async def started(self, child: Child) -> None:
+        if child.name == "redis":
+            self._redis_children.append(child)
+
+    async def ended(self, child: Child, code: int, why: str) -> None:
+        stopping = self._supervisor is None
+        if child.name == "redis" or stopping:
+            return
+        if self._watch is not None:
+            await self._watch.evict(child)
+        await self._note("process_ended", {"name": child.name, "code": code, "why": why})
+
+    def lease_expired(self, child: Child) -> bool:
+        return self._watch is not None and child.name != "redis" and self._watch.expired(child)
+
+    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+        self.why = f"{spec.name} does not stay up ({why}); its log: {spec.log}"
+
+    async def escalate(self, name: str) -> None:
+        self.failed.set()
+
+    # Parts of the start
+
+    def _take_lock(self) -> None:
+        self.place.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = self.place.lock.open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise Refused(
+                f"a mesh runs in {self.place.root} already",
+                fix=f"`meshrl down --mesh {self.place.root}` stops it",
+            ) from error
+        self._write_marker(ready=False)
+
+    def _write_marker(self, ready: bool) -> None:
+        marker = {"pid": os.getpid(), "start_time": own_start_time(), "ready": ready}
+        write_json(self.place.launcher, marker)
+
+    async def _start_redis(self) -> str:
+        if url := embedded.configured_url():
+            await redis_guard.wait_until_ready(url, self.clock, None, None)
+            return url
+        server = redis_guard.server_in(self.place.redis)
+        log = self.place.log("redis")
+        spec = ChildSpec(
+            "redis", server.argv, log=log, budget=BUDGET, critical=True, own_session=True
+        )
+        self._redis = Supervisor(self.host, self.clock, [spec], hooks=self)
+        await self._redis.start()
+        await redis_guard.wait_until_ready(server.url, self.clock, self._redis_children[0], log)
+        watching = redis_guard.watch(server.url, self.clock, self._redis_children)
+        self._tasks.append(asyncio.create_task(watching, name="watch redis"))
+        return server.url
+
+    async def _refuse_a_second_mesh(self) -> None:
+        """A Redis belongs to one mesh: with a shared one, another mesh may be there already."""
+        alive = [e for e in await registry.entries(self.state) if e.alive]
+        if embedded.configured_url() and alive and alive[0].run_root != str(self.place.root):
+            raise Refused(
+                f"another mesh ({alive[0].run_root}) lives in "
+                f"{embedded.without_password(embedded.configured_url())}",
+                fix="Stop it with `meshrl down`, or use another Redis",
+            )
+        for entry in alive:  # of an earlier launcher here; its processes have just been ended
+            await registry.evict(self.state, entry.name, entry.incarnation)
+
+    def _write_settings(self, url: str) -> None:
+        shape = self.shape
+        self.settings = MeshSettings(
+            redis_url=url,
+            run_root=str(self.place.root),
+            bind=shape.bind,
+            advertise=shape.advertise,
+            metrics=shape.metrics,
+        )
+        self.settings.to_file(self.place.settings)
+        write_json(self.place.directory / "shape.json", asdict(shape))
+
+    async def _start_services(self) -> None:
+        environment = {
+            SETTINGS_ENV: str(self.place.settings.resolve()),
+            "OMP_NUM_THREADS": "1",
+        }
+        specs = [
+            ChildSpec(
+                service.name,
+                list(service.argv),
+                env=environment,
+                log=self.place.log(service.name),
+                budget=BUDGET,
+                critical=True,
+                stage=stage,
+                own_session=True,  # Ctrl-C is ours: they stop when we say so, in order
+            )
+            for stage, service in enumerate(self._services())
+        ]
+        supervisor = self._supervisor = Supervisor(self.host, self.clock, specs, hooks=self)
+        watch = self._watch = LeaseWatch(
+            self.state, self.clock, self.settings.host, lambda: supervisor.children.values()
+        )
+        await supervisor.start()
+        self._tasks.append(asyncio.create_task(watch.run(), name="watch leases"))
+
+    async def _all_registered(self) -> None:
+        """Waits for the services and for the workers that the agent starts."""
+        names = {s.name for s in self._services()}
+        until = self.clock.monotonic() + READY_S
+        while True:
+            entries = [e for e in await registry.entries(self.state) if e.alive]
+            missing = sorted(names - {e.name for e in entries})
+            workers = sum(e.kind == "worker" for e in entries)
+            if not missing and workers >= self.shape.workers:
+                return
+            if self.failed.is_set():
+                raise MeshError(self.why)
+            if self.clock.monotonic() > until:
+                absent = ", ".join(missing) or f"{self.shape.workers - workers} workers"
+                raise DeadlineExceeded(
+                    f"{absent} did not come up within {READY_S:g} s",
+                    fix=f"See the logs in {self.place.logs}",
+                )
+            await self.clock.sleep(0.1)
+
+    def _services(self) -> list[plan.Service]:
+        shape = self.shape
+        return plan.services(
+            shape.workers,
+            shape.shards,
+            shape.device,
+            self.settings.host,
+            shape.ranks,
+            shape.sandboxes,
+        )
+
+    async def _note(self, kind: str, fields: dict[str, Any]) -> None:
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            async with self.clock.timeout(EVENT_S, "a note in the event stream"):
+                await events.append(self.state, kind, fields)
+
+    async def _end_leftovers(self) -> None:
+        pids = await leftovers.end_all(self.place.settings.resolve(), GRACE_S)
+        if pids:
+            print(f"ended {len(pids)} processes that had not stopped: {pids}", file=sys.stderr)
+
+
+def shape_of(place: MeshPlace) -> Shape:
+    """The shape of a mesh that was started before."""
+    return Shape(**read_json(place.directory / "shape.json"))
+
+
+def interruptible(stop: asyncio.Event, launcher: Launcher) -> None:
+    """SIGINT and SIGTERM set `stop`; a second one that is no echo ends everything at once."""
+    loop = asyncio.get_running_loop()
+    first_at = 0.0
+
+    def on_signal() -> None:
+        nonlocal first_at
+        if not stop.is_set():
+            first_at = loop.time()
+            stop.set()
+        elif loop.time() - first_at > ECHO_S:
+            launcher.kill()
+            os._exit(130)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+
+
+async def serve(root: Path, shape: Shape) -> int:
+    """`meshrl up`: a mesh that runs until SIGTERM, recording each job that is submitted to it."""
+    from meshrl.observe.records import record_all
+
+    stop = asyncio.Event()
+    launcher = Launcher(MeshPlace(root), shape)
+    interruptible(stop, launcher)
+    await launcher.start()
+    recording = asyncio.create_task(record_all(launcher, stop))
+    ends = [asyncio.create_task(event.wait()) for event in (stop, launcher.failed)]
+    try:
+        await asyncio.wait([*ends, recording], return_when=asyncio.FIRST_COMPLETED)
+        stop.set()
+        await recording
+    finally:
+        await launcher.stop()
+    if launcher.failed.is_set():
+        print(launcher.why, file=sys.stderr)
+    return int(launcher.failed.is_set())
+
+
+def main() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="meshrl.launch.launcher")
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--device", default=Shape.device)
+    parser.add_argument("--bind", default=Shape.bind)
+    parser.add_argument("--advertise", default="")
+    parser.add_argument("--metrics", default=Shape.metrics)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--sandboxes", type=int, default=1)
+    a = parser.parse_args()
+    shape = Shape(
+        a.workers, a.shards, a.device, a.bind, a.advertise, a.metrics, a.ranks, a.sandboxes
+    )
+    try:
+        code = asyncio.run(serve(a.root, shape))
+    except MeshError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

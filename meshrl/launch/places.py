@@ -1,0 +1,146 @@
+"""Where things are: the mesh that a command means, the directory of a run, the files of a mesh.
+
+A mesh lives under a root: `<root>/mesh/` holds its settings, logs and Redis data. `meshrl run`
+makes the run directory the root; `meshrl up` uses `.meshrl/`. The pointer `.meshrl/current.json` in
+the working directory ($MESHRL_HOME overrides) names the mesh that was started last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, NotFound, Refused
+from common.job.config import JobConfig
+
+RUN_FILES = ("job.json", "summary.json", "mesh")  # any of them makes a directory a run
+
+
+@dataclass(frozen=True)
+class MeshPlace:
+    """The files of one mesh."""
+
+    root: Path
+
+    @property
+    def directory(self) -> Path:
+        return self.root / "mesh"
+
+    @property
+    def settings(self) -> Path:
+        return self.directory / "settings.json"
+
+    @property
+    def redis(self) -> Path:
+        return self.directory / "redis"
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "logs"
+
+    @property
+    def lock(self) -> Path:
+        return self.directory / "lock"
+
+    @property
+    def launcher(self) -> Path:
+        """Who runs the mesh: `{pid, start_time}`."""
+        return self.directory / "launcher.json"
+
+    @property
+    def redis_url(self) -> str:
+        """The Redis of the mesh; $MESHRL_REDIS_URL is already in its settings."""
+        return str(read_json(self.settings)["redis_url"])
+
+    def log(self, name: str) -> Path:
+        """The log of a service or worker: `planner/0` -> `planner-0.log`."""
+        return self.logs / (name.replace("/", "-") + ".log")
+
+
+def home() -> Path:
+    return Path(os.environ.get("MESHRL_HOME") or Path.cwd() / ".meshrl")
+
+
+def point_to(place: MeshPlace) -> None:
+    """Makes `place` the mesh that commands without --mesh mean."""
+    home().mkdir(parents=True, exist_ok=True)
+    write_json(home() / "current.json", {"root": str(place.root.resolve())})
+
+
+def find_mesh(chosen: Path | None) -> MeshPlace:
+    """The mesh at `chosen` (a run directory, its mesh directory or settings file), or the last one.
+
+    NotFound says how to start one.
+    """
+    if chosen is None:
+        pointer = home() / "current.json"
+        if not pointer.is_file():
+            raise NotFound(
+                "no mesh has been started from this directory",
+                fix="Start one with `meshrl up` or `meshrl run JOB`, or name one with --mesh PATH",
+            )
+        chosen = Path(read_json(pointer)["root"])
+    for root in (chosen, chosen.parent, chosen.parent.parent):
+        place = MeshPlace(root)
+        if place.settings.is_file():
+            return place
+    raise NotFound(f"there is no mesh at {chosen}", fix="Start one with `meshrl up`")
+
+
+def run_directory(config: JobConfig, force: bool) -> Path:
+    """An empty directory for a new run: `out`, or `runs/<name>`, `runs/<name>-2`, ...
+
+    A run that is already in `out` is refused, because the user named that very place; `force`
+    deletes it. Refused also when `out` holds files that are no run.
+    """
+    target = Path(config.out).expanduser() if config.out else Path("runs") / config.name
+    if force and is_run(target):
+        shutil.rmtree(target)
+    if not _occupied(target):
+        return target.absolute()
+    if config.out:
+        raise Refused(
+            f"{target} is not empty",
+            fix=f"`meshrl resume {target}` continues it, --force starts over, or set another `out`",
+        )
+    number = 2
+    while _occupied(target.with_name(f"{config.name}-{number}")):
+        number += 1
+    return target.with_name(f"{config.name}-{number}").absolute()
+
+
+def is_run(directory: Path) -> bool:
+    return any((directory / name).exists() for name in RUN_FILES)
+
+
+def existing_run(directory: Path) -> Path:
+    """`directory` made absolute; NotFound when no run is there."""
+    if not (directory / "job.json").is_file():
+        raise NotFound(f"there is no run in {directory}", fix="Name a directory under runs/")
+    return directory.absolute()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _occupied(directory: Path) -> bool:
+    return directory.exists() and (not directory.is_dir() or any(directory.iterdir()))

@@ -1,0 +1,101 @@
+"""Which processes make up a mesh: one list, for the launcher and for `--dry-run`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from common.job.config import JobConfig
+
+PLANNERS = 2  # the second takes over when the first one's lease ends
+
+
+@dataclass(frozen=True)
+class Service:
+    """A process that the launcher starts and watches; `name` is its name in the registry."""
+
+    name: str
+    argv: tuple[str, ...]
+    purpose: str
+
+
+def services(
+    workers: int, shards: int, device: str, host: str, ranks: int = 1, sandboxes: int = 1
+) -> list[Service]:
+    """The services of a mesh in the order they start; they stop in the reverse order. The first
+    `ranks` workers make one gang.
+    """
+
+    def service(name: str, module: str, purpose: str, *arguments: str) -> Service:
+        return Service(name, (sys.executable, "-m", module, *arguments), purpose)
+
+    planners = [
+        service(
+            f"planner/{i}",
+            "services.planner",
+            "decides which gang has which role" if i == 0 else "stands by",
+            "--name",
+            f"planner/{i}",
+        )
+        for i in range(PLANNERS)
+    ]
+    rollouts = [
+        service(
+            f"rollout/{i}",
+            "services.rollout",
+            "trajectories, from prompt to reward",
+            "--shard",
+            str(i),
+        )
+        for i in range(shards)
+    ]
+    sandbox_services = [
+        service(
+            f"sandbox/{i}",
+            "services.sandbox",
+            "tools and rewards, killable; the model's code in jails",
+            "--name",
+            f"sandbox/{i}",
+        )
+        for i in range(sandboxes)
+    ]
+    return [
+        *planners,
+        service("weights", "services.weights", "weight versions and finished groups"),
+        *sandbox_services,
+        service(
+            f"node/{host}",
+            "services.node",
+            f"starts and watches {workers} workers",
+            "--workers",
+            str(workers),
+            "--device",
+            device,
+            *(["--ranks", str(ranks)] if ranks > 1 else []),
+        ),
+        *rollouts,
+    ]
+
+
+def _services_of(config: JobConfig) -> list[Service]:
+    mesh, ranks = config.mesh, config.training.ranks
+    sandboxes = config.sandbox.processes
+    return services(mesh.workers, config.rollout.shards, mesh.device, "*", ranks, sandboxes)
+
+
+def described(config: JobConfig) -> list[tuple[str, str]]:
+    """(process, what it does) of everything that `meshrl run` would start."""
+    ranks = config.training.ranks
+    training = config.planner.training
+    rows = [("redis", "state; every write is on disk before it is acknowledged")]
+    rows += [(s.name, s.purpose) for s in _services_of(config)]
+    for rank in range(1, ranks):
+        rows.append((f"worker/g0.{rank}", f"{config.mesh.device} slot; rank {rank} of the core"))
+    for i in range(config.mesh.workers - ranks + 1):
+        scores = i == training and bool(config.models.declared)
+        role = "training" if i < training else "scoring" if scores else "rollout"
+        rows.append((f"worker/g{i}", f"{config.mesh.device} slot; starts in the {role} role"))
+    if config.environment.use:
+        count = config.environment.processes
+        rows.append(("environments", f"{count} for each rollout shard: {config.environment.use}"))
+    return rows

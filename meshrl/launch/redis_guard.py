@@ -1,0 +1,98 @@
+"""The mesh's own Redis: started, asked for a PING each second, killed when it stays silent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import BusyLoadingError, RedisError
+
+from common.clock import Clock
+from common.errors import StateUnavailable
+from common.process.handle import Child
+from common.state import embedded
+from meshrl.logs import tail
+
+INTERVAL_S = 1.0
+ANSWER_S = 2.0
+SILENCES = 4  # in a row, 2 s each: 8 s without an answer, and it is killed and started again
+START_S = 20.0  # reading its append-only file may take a while
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def server_in(directory: Path) -> embedded.EmbeddedServer:
+    """The server that keeps its data there: on a socket in it, or a port if its path is too long.
+
+    Only this user can open the socket, so it is what is taken when there is a choice.
+    """
+    try:
+        return embedded.command(directory)
+    except StateUnavailable:
+        embedded.find_server()  # without a server it is this that fails, and says so
+        return embedded.command(directory, free_port())
+
+
+async def answers(url: str) -> bool:
+    """One PING; a server that still loads its data counts as an answer."""
+    task = asyncio.current_task()
+    asked = task.cancelling() if task else 0
+    client = Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await client.ping()
+        heard = True
+    except BusyLoadingError:
+        heard = True
+    except (RedisError, OSError, TimeoutError):
+        heard = False
+    finally:
+        with contextlib.suppress(RedisError, OSError):
+            await client.aclose()
+    if task and task.cancelling() > asked:
+        raise asyncio.CancelledError  # redis-py swallows one that comes as the bytes leave
+    return heard
+
+
+async def wait_until_ready(url: str, clock: Clock, child: Child | None, log: Path | None) -> None:
+    """Returns when Redis takes commands; StateUnavailable with the end of its log otherwise."""
+    until = clock.monotonic() + START_S
+    while clock.monotonic() < until and (child is None or child.poll() is None):
+        client = Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await client.ping()
+            return
+        except (RedisError, OSError, TimeoutError):
+            await clock.sleep(0.03)
+        finally:
+            await client.aclose()
+    said = " / ".join(tail(log, 3)) if log else ""
+    fix = f"Its log {log} ends: {said}" if log else "See what $MESHRL_REDIS_URL names"
+    where = embedded.without_password(url)
+    raise StateUnavailable("Redis does not start", where=where, fix=fix)
+
+
+async def watch(url: str, clock: Clock, child: list[Child]) -> None:
+    """Kills the Redis in `child` (the newest is last) when it stays silent; never returns.
+
+    Silences are counted, not timed: a launcher that was stopped itself must not blame Redis.
+    """
+    silent: tuple[int, int] = (0, 0)  # pid, silences in a row
+    while True:
+        await clock.sleep(INTERVAL_S)
+        server = child[-1]
+        if await answers(url):
+            silent = (server.pid, 0)
+            continue
+        silent = (server.pid, silent[1] + 1 if silent[0] == server.pid else 1)
+        if silent[1] >= SILENCES and server.poll() is None:
+            server.kill()
+            silent = (server.pid, 0)

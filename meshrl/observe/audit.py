@@ -1,0 +1,117 @@
+"""`meshrl audit`: what became of every trajectory, from the run's events and ledger alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from common.records import ledger
+from common.state.accounting import account
+from common.state.events import Event
+from meshrl.launch.places import existing_run, read_json
+from meshrl.observe.recorder import job_of, read_events
+
+BEGUN_WITHIN_MS = 10_000  # of its admission a group is in the ledger
+
+EXPLAINED = {
+    "opened": "trajectories admitted",
+    "trained": "in exactly one optimizer step of the final lineage",
+    "filtered": "consumed by a step, without variance in their group",
+    "stale_requeued": "older than the staleness bound; their prompts went back",
+    "host_lost": "their host or environment was lost; their prompts went back",
+    "typed_drops": "a tool, reward or rollout failed for good",
+    "in_flight": "without a fate yet",
+    "lost": "opened and accounted for nowhere",
+    "trained_twice": "in more than one step",
+}
+
+
+def audit(run_dir: Path) -> dict[str, Any]:
+    """The account of a run; `lost` and `trained_twice` are 0 in a run that is right."""
+    events = read_events(run_dir)
+    job, _ = job_of(run_dir)
+    counted: dict[str, Any] = account(events, in_flight(run_dir, events), job)
+    return counted
+
+
+def in_flight(run_dir: Path, events: list[Event]) -> int:
+    """Trajectories without a fate: counted from the rows of groups when the mesh stopped cleanly.
+
+    After a crash they are counted from what the ledger and the events tell of each group.
+    """
+    mark = run_dir / "in_flight.json"
+    if mark.is_file():
+        held = read_json(mark)
+        if not events or held["event"] == events[-1].id:
+            return int(held["samples"])
+    job, _ = job_of(run_dir)
+    return sum(without_fate(events, job, mentioned(run_dir / "ledger")).values())
+
+
+def mentioned(directory: Path) -> set[int]:
+    """Groups of which the ledgers below `directory` tell."""
+    shards = {path.parent for path in directory.rglob("*.ledger")}
+    return {
+        group
+        for shard in shards
+        for record in ledger.read(shard)
+        for group in ledger.groups_of(record)
+    }
+
+
+def without_fate(events: list[Event], job: str, in_ledger: set[int]) -> dict[int, int]:
+    """Group -> trajectories, of groups whose fate is still to come.
+
+    Those are finished and not trained (their bytes are in the store), or in the ledger, or were
+    admitted so shortly before the end that nothing of them was made yet.
+    """
+    opened: dict[int, tuple[int, int]] = {}  # group -> trajectories, when
+    ready: set[int] = set()
+    given_back: set[int] = set()
+    steps: dict[int, set[int]] = {}
+    for event in events:
+        fields = event.fields
+        if fields.get("job") != job:
+            continue
+        match event.kind:
+            case "opened":
+                opened |= dict.fromkeys(fields["groups"], (fields["samples"], event.ms))
+            case "ready":
+                ready.add(fields["group"])
+            case "stale":
+                given_back |= {row["group"] for row in fields["groups"]}
+            case "requeued" | "dropped":
+                given_back.add(fields["group"])
+            case "step":
+                steps[fields["step"]] = {row["group"] for row in fields["groups"]}
+            case "lineage":
+                steps = {step: took for step, took in steps.items() if step <= fields["version"]}
+            case "restored":
+                opened, steps = {}, {}
+    ended = given_back.union(*steps.values())
+    last_ms = events[-1].ms if events else 0
+    return {
+        group: samples
+        for group, (samples, ms) in opened.items()
+        if group not in ended
+        and (group in ready or group in in_ledger or last_ms - ms < BEGUN_WITHIN_MS)
+    }
+
+
+def show(run_dir: Path, as_json: bool) -> int:
+    """Prints the account; 1 when a trajectory was lost or trained twice."""
+    counted = audit(existing_run(run_dir))
+    if as_json:
+        print(json.dumps(counted))
+    else:
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+        for key, meaning in EXPLAINED.items():
+            bad = key in ("lost", "trained_twice") and counted[key]
+            color = "red" if bad else "bold"
+            table.add_row(key, f"[{color}]{counted[key]}[/]", meaning)
+        Console().print(table)
+    return int(bool(counted["lost"] or counted["trained_twice"]))

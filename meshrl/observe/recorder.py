@@ -1,0 +1,218 @@
+"""Keeps a run's record while it runs: events.jsonl, metrics.jsonl, what its processes used.
+
+It only ever appends what is not there yet, so a run that was cut off and resumed has one record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, DeadlineExceeded, StateUnavailable
+from common.records.checkpoints import all_checkpoints, is_first
+from common.state import events, gangs, groups, jobs, registry, steps
+from meshrl.launch.launcher import Launcher
+from meshrl.launch.places import read_json, write_json
+from meshrl.observe.trackers import Trackers
+from meshrl.observe.usage import Tally
+from meshrl.observe.watch import History, Reading, Snapshot, snapshot
+
+LOOK_S = 0.5
+ANSWER_S = 4.0  # for one look; Redis is restarted after 8 s of silence
+TALLY_S = 2.0  # between readings of CPU times: a process that lives shorter is not counted
+
+
+class Recorder:
+    """One job of the mesh that `launcher` runs, recorded into its run directory.
+
+    OSError when the directory is away or full, ConfigError when what an earlier session left there
+    cannot be read.
+    """
+
+    def __init__(self, launcher: Launcher, job: str, run_dir: Path) -> None:
+        self.launcher, self.job, self.run_dir = launcher, job, run_dir
+        self.shot: Snapshot | None = None
+        try:
+            self._take_up()
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the record of {job} is damaged: {type(error).__name__} {error}",
+                where=str(run_dir),
+                fix="Move the damaged file away: what Redis still has is recorded anew",
+            ) from error
+        self._history = History()
+        self._clock = launcher.clock
+        self._started = self._clock.monotonic()
+        self._tallied = -TALLY_S
+        self._names: dict[int, str] = {}
+        self._silent_since: float | None = None
+
+    def _take_up(self) -> None:
+        """Reads what is recorded already."""
+        self.tally = Tally.read(self.run_dir / "usage.json")
+        self.rows: list[dict[str, Any]] = read_lines(self.run_dir / "metrics.jsonl")
+        known = read_events(self.run_dir)
+        self._last_event = known[-1].id if known else "0"
+        self._evaluated = evaluated(known, self.job)
+        self._unshown = True  # what is recorded, until this session's trackers have it
+        self.trackers = Trackers.of(self.run_dir, self.launcher.host, self.launcher.clock)
+
+    @property
+    def session_s(self) -> float:
+        return self._clock.monotonic() - self._started
+
+    @property
+    def wall_s(self) -> float:
+        """Of this session and those before it."""
+        return self.tally.wall_s + self.session_s
+
+    async def look(self) -> Snapshot | None:
+        """The run now; the last snapshot, marked, while Redis does not answer; None before any."""
+        now = self._clock.monotonic()
+        try:
+            async with self._clock.timeout(ANSWER_S, "a look at the run"):
+                self.shot = await self._read()
+            self._silent_since = None
+        except (StateUnavailable, DeadlineExceeded):
+            self._silent_since = self._silent_since or now
+            silent = f"redis does not answer for {now - self._silent_since:.0f} s"
+            if self.shot is not None:
+                self.shot = replace(self.shot, trouble=silent, elapsed_s=self.wall_s)
+        return self.shot
+
+    async def close(self) -> None:
+        """A last look, when the services have ended: what is in flight now stays so."""
+        self._count_cpu(force=True)
+        await self.look()
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            async with self._clock.timeout(ANSWER_S, "a count of what is in flight"):
+                counted = await groups.in_flight(self.launcher.state, self.job)
+                mark = {"event": self._last_event, **asdict(counted)}
+                write_json(self.run_dir / "in_flight.json", mark)
+        await self.trackers.close()
+
+    async def abandon(self) -> None:
+        """Leaves the record as it is: nothing can be written there."""
+        with contextlib.suppress(OSError):
+            await self.trackers.close()
+
+    async def _read(self) -> Snapshot:
+        if self._unshown:
+            self._unshown = False
+            self.trackers.offer(self.rows, self._evaluated)
+        state = self.launcher.state
+        row = await jobs.job(state, self.job)
+        new_events = await events.read_all(state, self._last_event)
+        self._abandon(row.steps_done, new_events)
+        new_rows = await steps.step_rows(state, self.job, since=len(self.rows))
+        entries = await registry.entries(state)
+        known = await gangs.gangs(state)
+        self._keep(new_rows, new_events)
+        for entry in entries:
+            if tokens := entry.stats.get("tokens"):
+                self.tally.see_tokens(entry.name, entry.incarnation, float(tokens))
+        self._names = {e.pid: e.name for e in entries if e.alive}
+        self._count_cpu()
+        self._note_warm_start()
+        reading = Reading(
+            at=self.wall_s,
+            job=row,
+            rows=self.rows,
+            entries=entries,
+            gangs=known,
+            evaluations=list({e.fields["tag"]: e.fields for e in self._evaluated}.values()),
+            events=new_events,
+        )
+        return snapshot(reading, self._history)
+
+    def _note_warm_start(self) -> None:
+        """Whether the warm start came from the cache; only the first checkpoint says so."""
+        first = next(iter(all_checkpoints(self.run_dir)), None)
+        if not self.tally.warm_start_cached and first is not None and is_first(first):
+            self.tally.warm_start_cached = bool(
+                read_json(first)["account"].get("warm_start_cached", False)
+            )
+
+    def _abandon(self, steps_done: int, new: list[events.Event]) -> None:
+        """Cuts off the rows of steps that a new lineage has left behind."""
+        kept = min(len(self.rows), steps_done)
+        for event in new:
+            if event.kind in ("lineage", "restored") and event.fields.get("job") == self.job:
+                kept = min(kept, int(event.fields["version"]))
+        if kept < len(self.rows):
+            self.trackers.rewind(kept)
+            self.rows = self.rows[:kept]
+            (self.run_dir / "metrics.jsonl").unlink()
+            append_lines(self.run_dir / "metrics.jsonl", self.rows)
+
+    def _keep(self, rows: list[dict[str, Any]], new: list[events.Event]) -> None:
+        if rows:
+            append_lines(self.run_dir / "metrics.jsonl", rows)
+            self.rows += rows
+            self.trackers.offer(rows, [])
+        mine = [e for e in new if e.fields.get("job") in (None, "", self.job)]
+        if mine:
+            append_lines(self.run_dir / "events.jsonl", [asdict(event) for event in mine])
+            self._evaluated = evaluated([*self._evaluated, *mine], self.job)
+            self.trackers.offer([], evaluated(mine, self.job))
+        if new:
+            self._last_event = new[-1].id
+
+    def _count_cpu(self, force: bool = False) -> None:
+        now = self._clock.monotonic()
+        if not force and now - self._tallied < TALLY_S:
+            return
+        self._tallied = now
+        names = {**self._names, **self.launcher.pids}
+        self.tally.see_processes(names, list(names))
+        self.tally.write(self.run_dir / "usage.json", self.session_s)
+
+
+def evaluated(known: list[events.Event], job: str) -> list[events.Event]:
+    """The evaluations among events, where they outlive Redis; not those of versions that a new
+    lineage has abandoned, and no other one is the best then if one of those was.
+    """
+    found: list[events.Event] = []
+    for event in known:
+        if event.fields.get("job") != job:
+            continue
+        if event.kind == "evaluation":
+            found.append(event)
+        elif event.kind == "lineage":
+            version = int(event.fields["version"])
+            best = next((e for e in reversed(found) if e.fields.get("best")), None)
+            found = [e for e in found if int(e.fields["step"]) <= version]
+            if best not in found:
+                found = [replace(e, fields=e.fields | {"best": False}) for e in found]
+    return found
+
+
+def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL file that we wrote; a torn last line, of a crash, is cut off the file."""
+    if not path.is_file():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        path.write_bytes(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def read_events(run_dir: Path) -> list[events.Event]:
+    """The events of a run as they were recorded."""
+    rows = read_lines(run_dir / "events.jsonl")
+    return [events.Event(row["id"], int(row["ms"]), row["kind"], row["fields"]) for row in rows]
+
+
+def job_of(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """(job id, submitted document) of a run directory."""
+    held = read_json(run_dir / "job.json")
+    return str(held["job"]), held["document"]

@@ -1,0 +1,77 @@
+"""The records of all jobs of a mesh that stays, each kept by a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+
+from common.errors import DeadlineExceeded, MeshError, StateUnavailable
+from common.state import events, jobs
+from meshrl.launch.launcher import Launcher
+from meshrl.observe import report
+from meshrl.observe.recorder import ANSWER_S, LOOK_S, Recorder
+
+RETRY_S = 5.0  # a run directory that cannot be read or written is tried again: disks get emptied
+
+
+async def record_all(launcher: Launcher, stop: asyncio.Event) -> None:
+    """Records every job of a mesh until `stop`, each by itself, so that one with a bad directory or
+    a slow tracker holds up no other.
+    """
+    recording: dict[str, asyncio.Task[None]] = {}
+    while not stop.is_set():
+        try:
+            async with launcher.clock.timeout(ANSWER_S, "a look at the jobs"):
+                known = await jobs.jobs(launcher.state)
+        except (StateUnavailable, DeadlineExceeded):
+            known = []
+        for row in known:
+            if not row.ended and row.id not in recording:
+                work = record(launcher, row.id, Path(row.run_dir), stop)
+                recording[row.id] = asyncio.create_task(work, name=f"record {row.id}")
+        for task in recording.values():
+            if task.done():
+                task.result()  # raises what is a fault of ours
+        await launcher.clock.sleep(LOOK_S)
+    await asyncio.gather(*recording.values())
+
+
+async def record(launcher: Launcher, job: str, run_dir: Path, stop: asyncio.Event) -> None:
+    """Records one job until it is over or `stop`, and writes its report.
+
+    While its directory cannot be used it says so once, in the log and as the event `unrecorded`,
+    and tries again.
+    """
+    said = ""
+    while True:
+        recorder: Recorder | None = None
+        try:
+            recorder = Recorder(launcher, job, run_dir)
+            while not stop.is_set():
+                shot = await recorder.look()
+                said = ""
+                if shot is not None and shot.over:
+                    break
+                await launcher.clock.sleep(LOOK_S)
+            await recorder.close()
+            await report.write(recorder)
+            return
+        except (OSError, MeshError) as error:
+            if str(error) != said:
+                said = str(error)
+                await _unrecorded(launcher, job, said)
+            if recorder is not None:
+                await recorder.abandon()
+        with contextlib.suppress(DeadlineExceeded):
+            async with launcher.clock.timeout(RETRY_S, "the next try"):
+                await stop.wait()
+                return
+
+
+async def _unrecorded(launcher: Launcher, job: str, why: str) -> None:
+    print(f"{job} is not recorded: {why}", file=sys.stderr, flush=True)
+    with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+        async with launcher.clock.timeout(ANSWER_S, "a note in the event stream"):
+            await events.append(launcher.state, "unrecorded", {"job": job, "why": why})

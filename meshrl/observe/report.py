@@ -1,0 +1,236 @@
+"""The end of a run: `summary.json`, `report.html`, `model/`, and the table on the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from common.job.evaluation_plan import HELD_OUT
+from common.state.accounting import account
+from common.state.events import Event
+from meshrl import dryrun
+from meshrl.exporting import command
+from meshrl.launch.places import write_json
+from meshrl.observe import audit, charts, summary
+from meshrl.observe.charts import Series, Span
+from meshrl.observe.recorder import Recorder, job_of, read_events
+from meshrl.observe.view import clock
+from meshrl.observe.watch import Evaluation, told, unforeseen
+
+EXPORT_S = 120.0
+EXPORTED_PHASES = ("training", "evaluation", "finished")
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em;
+  color: #222; background: #fff }
+h1 { font-size: 1.5em } h2 { font-size: 1.1em; margin-top: 2em }
+svg { width: 100%; height: auto } svg text { font-size: 11px; fill: #666 }
+.grid { stroke: #e4e4e4 } .axis { stroke: #999 } .mark { stroke: #c00; stroke-dasharray: 2 2 }
+.legend span { margin-right: 1.5em } .legend i { display: inline-block; width: 12px; height: 12px;
+  margin-right: 6px; vertical-align: -1px }
+table { border-collapse: collapse } td, th { padding: 2px 16px 2px 0; text-align: left }
+td.n { text-align: right; font-variant-numeric: tabular-nums } .none, .note { color: #777 }
+pre { background: #f6f6f6; padding: 1em; overflow: auto; font-size: 12px }
+"""
+
+
+async def write(recorder: Recorder) -> dict[str, Any]:
+    """Writes what a run leaves behind, whatever its end; returns the summary."""
+    run_dir = recorder.run_dir
+    shot = recorder.shot
+    job, document = job_of(run_dir)
+    events = read_events(run_dir)
+    evaluations = list(shot.evaluations) if shot else []
+    found = summary.summarize(
+        job=job,
+        phase=shot.phase if shot else "queued",
+        seed=int(document["seed"]),
+        wall_s=recorder.wall_s,
+        warm_start_cached=recorder.tally.warm_start_cached,
+        rows=recorder.rows,
+        evaluations=evaluations,
+        events=events,
+        tally=recorder.tally,
+        account=account(events, audit.in_flight(run_dir, events), job),
+    )
+    write_json(run_dir / "summary.json", found)
+    page = html(found, recorder.rows, evaluations, events, document)
+    (run_dir / "report.html").write_text(page, encoding="utf-8")
+    if found["phase"] in EXPORTED_PHASES and found["steps"]:
+        await export_model(run_dir)
+    return found
+
+
+async def export_model(run_dir: Path) -> bool:
+    """Writes the last weights in Hugging Face's layout to `<run>/model`; says so when it cannot."""
+    exporting = await asyncio.create_subprocess_exec(
+        *command(run_dir, run_dir / "model"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(EXPORT_S):
+            _, said = await exporting.communicate()
+    except TimeoutError:
+        exporting.kill()
+        await exporting.wait()
+        said = b"it took too long"
+    if exporting.returncode != 0:
+        last = said.decode(errors="replace").strip().splitlines()[-1:]
+        print(f"the model was not exported: {' '.join(last)}", file=sys.stderr)
+    return exporting.returncode == 0
+
+
+def show(found: dict[str, Any], run_dir: Path) -> None:
+    """The closing table."""
+    table = Table(title=f"{found['job']}, seed {found['seed']}: {found['phase']}", box=None)
+    table.title_justify = "left"
+    table.add_column("", style="dim")
+    table.add_column("")
+    for name, value in facts(found):
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    console.print(f"{run_dir / 'report.html'}", soft_wrap=True, highlight=False)
+
+
+def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as (what, value) for people."""
+
+    def accuracy(key: str) -> str:
+        held = found["held_out"][key]
+        return f"{held['sampled']:.3f} sampled, {held['greedy']:.3f} greedy" if held else "-"
+
+    cached = " (warm start from the cache)" if found["warm_start_cached"] else ""
+    gap = found["logprob_gap_max"]
+    return [
+        ("held-out before", accuracy("before")),
+        ("held-out after", accuracy("after")),
+        ("steps", str(found["steps"])),
+        *_evaluations(found),
+        ("time", f"{clock(found['wall_s'])}{cached}; {found['cpu_total_s']:.0f} CPU-seconds"),
+        (
+            "tokens",
+            f"{found['tokens_rolled_out']:,} rolled out, {found['tokens_trained']:,} trained",
+        ),
+        ("log-probability gap", "-" if gap is None else f"{gap:.1e} at most"),
+        ("workers moved", f"{found['workers_moved']} times by stage time"),
+        (
+            "trajectories",
+            f"{found['opened']} opened, {found['trained']} trained, {found['filtered']} filtered, "
+            f"{found['stale_requeued'] + found['host_lost']} given back, "
+            f"{found['typed_drops']} failed, {found['lost']} lost, "
+            f"{found['trained_twice']} trained twice",
+        ),
+    ]
+
+
+def _evaluations(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The best version, if the job asks for it, and what the last one came to elsewhere."""
+    every = found["evaluations"]
+    best = [e for e in every if e["step"] == found["best_version"]]
+    last = [e for e in every if any(not n.startswith(f"{HELD_OUT}.") for n in e["figures"])]
+    return [
+        (what, f"{e['step']}: " + ", ".join(f"{n} {v:.3f}" for n, v in e["figures"].items()))
+        for what, rows in (("best version", best), ("evaluated last", last))
+        for e in rows[-1:]
+    ]
+
+
+def html(
+    found: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    evaluations: Sequence[Evaluation],
+    events: Sequence[Event],
+    document: dict[str, Any],
+) -> str:
+    """The report as one self-contained page."""
+    held = [(float(e.step), e.sampled) for e in evaluations if e.sampled is not None]
+    greedy = [(float(e.step), e.greedy) for e in evaluations if e.greedy is not None]
+    start_ms = events[0].ms if events else 0
+    end = (events[-1].ms - start_ms) / 1000 if events else 1.0
+    news = [((e.ms - start_ms) / 1000, told(e)) for e in events]
+    news = [(second, text) for second, text in news if text]
+    faults = [((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
+    learning = [
+        Series("reward of the step", column(rows, "reward")),
+        Series("held-out, sampled", held, dots=True),
+        Series("held-out, greedy", greedy, dots=True),
+    ]
+    lengths = [
+        Series("mean", column(rows, "length_mean")),
+        Series("longest", column(rows, "length_max")),
+    ]
+    times = [
+        Series("training", column(rows, "train_s")),
+        Series("waiting for trajectories", column(rows, "wait_s")),
+    ]
+    gap = [Series("largest of the step", column(rows, "logprob_gap"))]
+    sections = [
+        ("Summary", _table(facts(found))),
+        ("Learning", charts.lines(learning, "step")),
+        *_evaluated(evaluations),
+        ("Length of trajectories, tokens", charts.lines(lengths, "step")),
+        (
+            "Staleness, versions",
+            charts.lines([Series("mean over tokens", column(rows, "staleness"))], "step"),
+        ),
+        ("Log-probability gap between engine and trainer", charts.lines(gap, "step")),
+        ("Who had which role when", charts.timeline(spans(events, start_ms, end), faults, end)),
+        ("Seconds a step", charts.lines(times, "step")),
+        ("What happened", _table([(f"{second:.1f} s", text) for second, text in news])),
+        ("CPU-seconds", _table([(n, f"{s:.1f}") for n, s in found["cpu_s"].items()])),
+        ("Job", f"<pre>{escape(dryrun.to_toml(document))}</pre>"),
+    ]
+    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections)
+    title = f"{escape(found['job'])}, seed {found['seed']}"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style><h1>{title}</h1>{body}</html>\n"
+    )
+
+
+def _evaluated(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
+    """A section with the figures of the datasets beside the held-out set, if there are any."""
+    names = {n: 0 for e in evaluations for n in e.figures if not n.startswith(f"{HELD_OUT}.")}
+    curves = [
+        Series(n, [(float(e.step), e.figures[n]) for e in evaluations if n in e.figures], dots=True)
+        for n in names
+    ]
+    return [("Evaluation", charts.lines(curves, "step"))] if curves else []
+
+
+def column(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[float, float]]:
+    """(step, value) of the rows that have one."""
+    return [(float(r["step"]), float(r[key])) for r in rows if r.get(key) is not None]
+
+
+def spans(events: Sequence[Event], start_ms: int, end: float) -> list[Span]:
+    """Each gang's roles over time, from what the workers reported."""
+    found: list[Span] = []
+    current: dict[str, tuple[str, str, float]] = {}
+    for event in events:
+        if event.kind not in ("actual", "lost"):
+            continue
+        gang, at = str(event.fields["gang"]), (event.ms - start_ms) / 1000
+        if gang in current:
+            role, state, since = current.pop(gang)
+            found.append(Span(gang, role, state, since, at))
+        if event.kind == "actual" and event.fields["role"] != "idle":
+            current[gang] = (str(event.fields["role"]), str(event.fields["status"]), at)
+    found += [Span(gang, role, state, at, end) for gang, (role, state, at) in current.items()]
+    return found
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    if not rows:
+        return '<p class="none">nothing</p>'
+    cells = (f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)
+    return f"<table>{''.join(cells)}</table>"

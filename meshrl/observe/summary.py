@@ -1,0 +1,90 @@
+"""What a run came to, in one flat-ish dictionary: `summary.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.state.events import Event
+from meshrl.observe.usage import Tally
+from meshrl.observe.watch import Evaluation, unforeseen
+
+TRADED = {"rollout", "training"}
+
+
+def summarize(
+    *,
+    job: str,
+    phase: str,
+    seed: int,
+    wall_s: float,
+    warm_start_cached: bool,
+    rows: Sequence[dict[str, Any]],
+    evaluations: Sequence[Evaluation],
+    events: Sequence[Event],
+    tally: Tally,
+    account: dict[str, int],
+) -> dict[str, Any]:
+    """The summary of a run from its record."""
+    cpu_s = tally.cpu_by_name()
+    gaps = [float(row["logprob_gap"]) for row in rows if row.get("logprob_gap") is not None]
+    return {
+        "job": job,
+        "phase": phase,
+        "seed": seed,
+        "steps": len(rows),
+        "held_out": {
+            "before": _accuracy(evaluations, "before"),
+            "after": _accuracy(evaluations, "after"),
+        },
+        "evaluations": [{"tag": e.tag, "step": e.step, "figures": e.figures} for e in evaluations],
+        "best_version": next((e.step for e in reversed(evaluations) if e.best), None),
+        "wall_s": round(wall_s, 1),
+        "warm_start_cached": warm_start_cached,
+        "cpu_s": cpu_s,
+        "cpu_total_s": round(sum(cpu_s.values()), 1),
+        "tokens_rolled_out": sum(int(row["tokens"]) for row in rows),
+        "tokens_sampled": tally.total_tokens("rollout/"),
+        "tokens_trained": sum(int(row["tokens_trained"]) for row in rows),
+        "opened": account["opened"],
+        "trained": account["trained"],
+        "filtered": account["filtered"],
+        "stale_requeued": account["stale_requeued"],
+        "host_lost": account["host_lost"],
+        "in_flight": account["in_flight"],
+        "lost": account["lost"],
+        "trained_twice": account["trained_twice"],
+        "typed_drops": account["typed_drops"],
+        "workers_moved": len(stage_time_moves(events)),
+        "logprob_gap_max": max(gaps, default=None),
+        "processes_ended": sum(map(unforeseen, events)),
+    }
+
+
+def moves(events: Sequence[Event]) -> list[Event]:
+    """Completed moves of gangs between rollout and training, whoever decided them."""
+    return [e for e in events if e.kind == "move" and {e.fields["from"], e.fields["to"]} == TRADED]
+
+
+def stage_time_moves(events: Sequence[Event]) -> list[Event]:
+    """Those that the stage-time policy decided after the first step, each once, while every other
+    gang went on: it generated, computed bins or committed between start and end.
+    """
+    first = next((e.ms for e in events if e.kind == "step"), None)
+    if first is None:
+        return []
+    found = {
+        (e.fields["gang"], e.fields.get("epoch")): e
+        for e in moves(events)
+        if e.fields.get("policy") == "stage_time"
+        and float(e.fields["started_ms"]) > first
+        and all(other["after"] > other["before"] for other in e.fields.get("others", {}).values())
+    }
+    return list(found.values())
+
+
+def _accuracy(evaluations: Sequence[Evaluation], tag: str) -> dict[str, float] | None:
+    found = next((e for e in evaluations if e.tag == tag), None)
+    if found is None or found.sampled is None:
+        return None
+    return {"sampled": found.sampled, "greedy": found.greedy or 0.0}

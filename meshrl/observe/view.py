@@ -1,0 +1,245 @@
+"""How a run looks while it runs: a live view on a terminal, one plain line a step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from common.job.evaluation_plan import HELD_OUT
+from meshrl.observe.watch import Evaluation, Snapshot, Worker
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ROLE_COLORS = {
+    "rollout": "cyan",
+    "training": "magenta",
+    "scoring": "green",
+    "idle": "bright_black",
+}
+CURVE_WIDTH = 60
+
+
+class View(Protocol):
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None: ...
+    def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+def view_for(run_dir: Path) -> View:
+    """The live view when stdout is a terminal, else lines."""
+    return LiveView(run_dir) if sys.stdout.isatty() else Lines()
+
+
+class Lines:
+    """One line for each step, evaluation and change of phase; for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._steps = -1
+        self._evaluations = 0
+        self._phase = ""
+        self._trouble = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+        if self._phase != "training":  # after training, the last steps come before the news
+            self._show_phase(shot)
+        if bool(shot.trouble) != self._trouble:
+            self._trouble = bool(shot.trouble)
+            self.say(f"[{clock(shot.elapsed_s)}] {shot.trouble or 'redis answers again'}")
+        if self._steps < 0:  # what a resumed run did before is not news
+            self._steps = 0 if len(rows) <= 1 else len(rows)
+        for row in rows[self._steps :]:
+            self.say(step_line(row, shot))
+        self._steps = len(rows)
+        self._show_phase(shot)
+        for evaluation in shot.evaluations[self._evaluations :]:
+            self.say(evaluation_line(evaluation))
+        self._evaluations = len(shot.evaluations)
+
+    def _show_phase(self, shot: Snapshot) -> None:
+        if shot.phase != self._phase:
+            self._phase = shot.phase
+            self.say(f"[{clock(shot.elapsed_s)}] {shot.phase.replace('_', ' ')}")
+
+
+class LiveView:
+    """The whole run on one screen, redrawn with each snapshot."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._live = Live(console=Console(), auto_refresh=False, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._live.__exit__(kind, error, tb)
+
+    def say(self, text: str) -> None:
+        self._live.console.print(text)
+
+    def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
+        self._live.update(screen(shot, self._run_dir), refresh=True)
+
+
+def screen(shot: Snapshot, run_dir: Path) -> RenderableType:
+    """The live view of one snapshot."""
+    parts: list[RenderableType] = [_progress(shot), _learning(shot), _workers(shot.workers)]
+    if shot.histogram:
+        parts.append(_in_flight(shot))
+    if shot.news:
+        parts.append(Text("\n".join(shot.news), style="dim"))
+    if shot.trouble or shot.error:
+        parts.append(Text(shot.trouble or shot.error, style="bold red"))
+    title = f"[bold]{shot.job}[/]  seed {shot.seed}  {shot.phase.replace('_', ' ')}"
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=str(run_dir))
+
+
+def _progress(shot: Snapshot) -> RenderableType:
+    warming = shot.phase == "warm_start"
+    done, total = (shot.warm_start, 1.0) if warming else (float(shot.step), float(shot.steps))
+    what = f"warm start {shot.warm_start:.0%}" if warming else f"step {shot.step}/{shot.steps}"
+    to_go = f"about {clock(shot.eta_s)} to go" if shot.eta_s is not None else ""
+    line = Table.grid(padding=(0, 2), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True)
+    bar = ProgressBar(total=total, completed=done)
+    line.add_row(what, bar, f"{clock(shot.elapsed_s)}  {to_go}".rstrip())
+    return line
+
+
+def _learning(shot: Snapshot) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    now = f"{shot.rewards[-1]:.3f}" if shot.rewards else "-"
+    grid.add_row("reward", f"{now}  {sparkline(shot.rewards[-CURVE_WIDTH:])}")
+    held = "   ".join(
+        f"{e.step}: {e.sampled:.3f}" + (f" ({e.greedy:.3f} greedy)" if e.greedy is not None else "")
+        for e in shot.evaluations[-4:]
+        if e.sampled is not None
+    )
+    grid.add_row("held-out", held or "-")
+    if shot.evaluations and (others := other_figures(shot.evaluations[-1])):
+        grid.add_row("evaluated", f"{shot.evaluations[-1].step}: {others}")
+    grid.add_row("tokens/s", f"{shot.rolled_out_s:,.0f} rolled out   {shot.trained_s:,.0f} trained")
+    grid.add_row(
+        "off-policy",
+        f"staleness {shot.staleness:.2f} (at most {shot.max_staleness})   "
+        f"log-probability gap {gap(shot.logprob_gap)}   entropy {shot.entropy:.2f}",
+    )
+    return grid
+
+
+def _workers(workers: Sequence[Worker]) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("worker", "on", "role", "state", "doing"):
+        table.add_column(column, no_wrap=True, header_style="dim")
+    for worker in workers:
+        role = Text(worker.role, style=ROLE_COLORS.get(worker.role, ""))
+        if worker.wanted != worker.role:
+            role.append(f" -> {worker.wanted}", style=ROLE_COLORS.get(worker.wanted, ""))
+        table.add_row(worker.gang, worker.accelerator, role, worker.state, worker.doing)
+    return table
+
+
+def _in_flight(shot: Snapshot) -> RenderableType:
+    """Trajectories in flight by length: the tail that a step waits for is to the right."""
+    filled = [i for i, count in enumerate(shot.histogram) if count]
+    bars = sparkline(shot.histogram[: max(filled, default=0) + 1])
+    labels = [str(bound) for bound in shot.bounds]
+    labels = [*labels, "more"][: len(bars)]
+    width = max(map(len, labels), default=1)
+    spread = " ".join(bar * width for bar in bars)
+    axis = " ".join(label.rjust(width) for label in labels)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_row("in flight", f"{shot.in_flight} trajectories, by tokens so far")
+    grid.add_row("", Text(spread, style="cyan"))
+    grid.add_row("", Text(axis, style="dim"))
+    return grid
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One block character a value, from 0 (blank) to the largest (full)."""
+    top = max(values, default=0)
+    if top <= 0:
+        return BLOCKS[0] * len(values)
+    scaled = (max(0.0, value) / top * (len(BLOCKS) - 1) for value in values)
+    return "".join(BLOCKS[max(1, round(s)) if s > 0 else 0] for s in scaled)
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def step_line(row: dict[str, Any], shot: Snapshot) -> str:
+    rate = f"{shot.rolled_out_s / 1000:.1f}k rolled out {shot.trained_s / 1000:.1f}k trained"
+    return (
+        f"[{clock(shot.elapsed_s)}] step {row['step']}/{shot.steps}"
+        f"  reward {row['reward']:.3f}  length {row['length_mean']:.0f}"
+        f"  staleness {row['staleness']:.2f}  gap {gap(row['logprob_gap'])}"
+        f"  tokens/s {rate}  {roles(shot.workers)}"
+    )
+
+
+def gap(value: float | None) -> str:
+    """None: no token of the step had its whole prefix from one version."""
+    return "-" if value is None else f"{value:.1e}"
+
+
+def evaluation_line(evaluation: Evaluation) -> str:
+    parts = []
+    if evaluation.sampled is not None:
+        parts.append(f"{evaluation.sampled:.3f} sampled")
+    if evaluation.greedy is not None:
+        parts.append(f"{evaluation.greedy:.3f} greedy")
+    parts += [others] if (others := other_figures(evaluation)) else []
+    best = "; the best so far" if evaluation.best else ""
+    what = "held-out" if evaluation.sampled is not None else "evaluated"
+    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'nothing'}{best}"
+
+
+def other_figures(evaluation: Evaluation) -> str:
+    """Those of the datasets beside the held-out set."""
+    others = {k: v for k, v in evaluation.figures.items() if not k.startswith(f"{HELD_OUT}.")}
+    return ", ".join(f"{name} {value:.3f}" for name, value in others.items())
+
+
+def roles(workers: Sequence[Worker]) -> str:
+    """`g0:training g1:rollout`."""
+    return " ".join(f"{w.gang}:{w.role}" for w in workers)

@@ -1,0 +1,89 @@
+"""The engine that a job asks for, built on this host without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.generation.builtin.build import TorchEngine, build
+from common.generation.contract import Engine
+from common.job.job_data import JobData
+from common.job.model_shape import model_config
+from common.job.pace import profile
+from common.model.tokenizer import Tokenizer
+from common.process.interpreters import home, interpreter
+from common.runtime.mesh import Mesh
+from services.engine.paced import PacedEngine
+from services.engine.service import FLUSH_S, FLUSH_STEPS
+
+if TYPE_CHECKING:
+    from services.engine.sglang.engine import SGLangEngine
+
+BUILD_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
+
+
+async def opened(mesh: Mesh, data: JobData, gang: str) -> Engine:
+    """The job's engine, asleep; native code is compiled if this host has none yet.
+
+    From the main thread: a server that an engine needs dies with the thread that starts it.
+    """
+    if data.config.rollout.engine == "sglang":
+        engine: Engine = await _sglang(mesh, data, gang)
+    else:
+        engine = await mesh.host.run_blocking(_torch, data, deadline_s=BUILD_S)
+    pace = data.config.rollout.pace
+    return PacedEngine(engine, profile(pace), mesh.clock) if pace else engine
+
+
+async def _sglang(mesh: Mesh, data: JobData, gang: str) -> SGLangEngine:
+    from services.engine.sglang import opening
+
+    limits = data.config.rollout
+    model = model_config(data)
+    how = opening.launch(
+        limits.sglang_python or str(interpreter(home("sglang"))),
+        model,
+        data.run_dir / "sglang" / gang,
+        limits.slots,
+        limits.max_tokens,
+        kv_tokens=limits.kv_tokens,
+        dtype=limits.dtype,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        seed=data.config.seed,
+        kv_on_update=limits.kv_on_update,
+        options=tuple(limits.sglang_options),
+    )
+    server = await opening.start(mesh.host, mesh.clock, how, limits.sglang_weights)
+    return opening.attach(
+        server,
+        model,
+        limits.slots,
+        limits.max_tokens,
+        weights=limits.sglang_weights,
+        kv_on_update=limits.kv_on_update,
+        decode=_decode(data),
+        clock=mesh.clock,
+    )
+
+
+def _decode(data: JobData) -> Callable[[Sequence[int]], str] | None:
+    stop_text = data.config.rollout.stop_text
+    return Tokenizer.load(str(data.tokenizer)).decode if stop_text else None
+
+
+def _torch(data: JobData) -> TorchEngine:
+    limits = data.config.rollout
+    return build(
+        model_config(data),
+        limits.slots,
+        limits.max_tokens,
+        path=limits.path,
+        dtype=limits.dtype,
+        kv_tokens=limits.kv_tokens,
+        kv_on_update=limits.kv_on_update,
+        steps=1 if limits.pace else FLUSH_STEPS,
+        budget_s=FLUSH_S,
+        decode=_decode(data),
+    )

@@ -1,0 +1,166 @@
+"""An engine at the pace of a declared accelerator: real tokens, each step padded by waiting.
+
+Two cores can so stand for several accelerators, as long as the engine inside is faster than what it
+stands for. A step's tokens show when the step would have ended; weights, pauses and aborts take
+effect at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.clock import Clock
+from common.generation.contract import (
+    RUNNING,
+    WHOLE_BYTES,
+    Engine,
+    Flush,
+    Ints,
+    Request,
+    SessionCache,
+    joined,
+    rows_of,
+)
+from common.job.pace import Pace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PacedEngine:
+    """See `Engine`; whatever `inner` has beyond that is reachable there."""
+
+    def __init__(self, inner: Engine, pace: Pace, clock: Clock) -> None:
+        """`inner` does one step a call, so that none of its tokens shows too early."""
+        self.inner, self.pace = inner, pace
+        self._clock = clock
+        self._ends_s = 0.0  # when the step that runs would be over
+        self._seen: Flush | None = None  # what its accelerator would have brought by now
+        self.busy_s = 0.0
+
+    @property
+    def path(self) -> str:
+        return f"{self.inner.path}, paced"
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.inner.tensor_parallel
+
+    @property
+    def preempted(self) -> int:
+        return self.inner.preempted
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @property
+    def running(self) -> int:
+        return self.inner.running
+
+    @property
+    def waiting(self) -> int:
+        return self.inner.waiting
+
+    @property
+    def tokens_generated(self) -> int:
+        return self.inner.tokens_generated
+
+    @property
+    def tokens_computed(self) -> int:
+        return self.inner.tokens_computed
+
+    @property
+    def steps(self) -> int:
+        return self.inner.steps
+
+    @property
+    def ended(self) -> bool:
+        return self._seen is not None and bool((self._seen.finish != RUNNING).any())
+
+    @property
+    def due_s(self) -> float:
+        return max(0.0, self._ends_s - self._clock.monotonic(), self.inner.due_s)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.inner.submit(requests)
+
+    def abort(self, ids: Iterable[int]) -> None:
+        self.inner.abort(ids)
+
+    def release(self, sessions: Iterable[int]) -> None:
+        self.inner.release(sessions)
+
+    def step(self) -> bool:
+        now = self._clock.monotonic()
+        if now < self._ends_s:
+            return True
+        self._show()
+        sampled, steps = self.inner.tokens_generated, self.inner.steps
+        computed = self.inner.tokens_computed
+        busy = self.inner.step()
+        sampled = self.inner.tokens_generated - sampled
+        steps = self.inner.steps - steps
+        prefilled = max(0, self.inner.tokens_computed - computed - sampled)
+        batch = -(-sampled // steps) if steps else 0
+        cost_s = self.pace.step_s(batch, steps, prefilled)
+        # A late look at the clock is made up for, as an accelerator has no such lateness.
+        late = now - self._ends_s
+        self._ends_s = (self._ends_s if late < cost_s else now) + cost_s
+        self.busy_s += cost_s
+        if not busy:
+            self._show()
+        return busy or cost_s > 0
+
+    def _show(self) -> None:
+        """What the last step brought is there now."""
+        brought = self.inner.drain()
+        if brought is not None:
+            self._seen = brought if self._seen is None else joined(self._seen, brought)
+
+    def drain(self, ended_only: bool = False) -> Flush | None:
+        seen, self._seen = self._seen, None
+        if seen is None or not ended_only:
+            return seen
+        over = np.isin(seen.ids, seen.ids[seen.finish != RUNNING])
+        if not over.all():
+            self._seen = rows_of(seen, ~over)
+        return rows_of(seen, over) if over.any() else None
+
+    def swap(self, state: Mapping[str, Tensor], version: int) -> None:
+        self.inner.swap(state, version)
+
+    def pause(self) -> None:
+        self.inner.pause()
+
+    def resume(self) -> None:
+        self.inner.resume()
+
+    def sleep(self) -> None:
+        self.inner.sleep()
+
+    def wake(self, state: Mapping[str, Tensor], version: int) -> None:
+        self.inner.wake(state, version)
+
+    def score(self, tokens: Ints) -> NDArray[np.float32]:
+        return self.inner.score(tokens)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.pace.prefill_tokens_per_s
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return self.inner.cache_bytes_per_token
+
+    def export(
+        self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
+    ) -> SessionCache | None:
+        return self.inner.export(session, start, most_bytes)
+
+    def adopt(self, session: int, cache: SessionCache) -> bool:
+        return self.inner.adopt(session, cache)

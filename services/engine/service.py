@@ -1,0 +1,402 @@
+"""The actor of an engine process: requests of rollout shards in, tokens out, weights swapped
+between two steps.
+
+The engine itself is driven from elsewhere (a thread where it computes, a task where it is
+simulated): the driver calls `turn` in a loop, which runs what was asked for since, one step, and
+hands over what is to be flushed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from common.api.engine import (
+    Abort,
+    Attach,
+    CacheFrame,
+    Engine,
+    Export,
+    Move,
+    Moved,
+    Rest,
+    Rested,
+    Submit,
+    Submitted,
+    Tokens,
+)
+from common.api.hint import Look
+from common.api.role import Drain, Drained
+from common.errors import MeshError, Refused
+from common.generation.contract import ABORTED, NO_FLOATS, RUNNING, Flush, Request
+from common.generation.contract import Engine as TokenEngine
+from common.runtime.actor import Actor, call, cast, stream
+from common.runtime.mesh import Mesh
+from services.engine.cache_moves import Moves
+from services.engine.throughput import Throughput
+
+R = TypeVar("R")
+
+FLUSH_STEPS = 8
+FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
+
+
+EMPTY = Flush(
+    ids=np.zeros(0, np.int64),
+    counts=np.zeros(0, np.int32),
+    tokens=np.zeros(0, np.int32),
+    logprobs=NO_FLOATS,
+    unmodified=NO_FLOATS,
+    versions=np.zeros(0, np.int32),
+    finish=np.zeros(0, np.int8),
+)
+
+
+class Attached:
+    """A shard that listens, and its requests that are out."""
+
+    def __init__(self, attach: Attach) -> None:
+        self.owner, self.incarnation = attach.owner, attach.incarnation
+        self.flushes: asyncio.Queue[Tokens | None] = asyncio.Queue()
+        self.ids: dict[int, int] = {}  # the owner's request -> the engine's
+
+
+class EngineService(Actor):
+    """Serves one engine to any number of shards."""
+
+    interface = Engine
+
+    def __init__(
+        self, mesh: Mesh, engine: TokenEngine, slots: int, deliver: Callable[[Any], None]
+    ) -> None:
+        self.mesh, self.engine = mesh, engine
+        self._slots = slots
+        self._turned_at = mesh.clock.monotonic()
+        self.occupied_s = 0.0  # time that all slots together would have needed for what they did
+        self.throughput = Throughput()
+        self._deliver = deliver  # runs a function on the loop, from the driver's thread
+        self._owners: dict[str, Attached] = {}
+        self._routes: dict[int, tuple[Attached, int]] = {}  # the engine's request -> owner and id
+        self._next = 0
+        self._commands: deque[Callable[[], None]] = deque()
+        self.wake = threading.Event()
+        self.changed = asyncio.Event()
+        self.draining = False
+        self._woken = False  # and has no weights yet
+        self.asleep = False  # by request: new versions are not fetched until it wakes
+        self._flushed_step = 0
+        self._flushed_at = 0.0
+        self.manifest = ""  # of the weights that are loaded
+        self.lineage = 0  # of their version; never ahead of them
+        self._computing = ""  # the same, as the driver's side knows it
+        self.moves = Moves(mesh, engine, self._between_steps, lambda: self._computing)
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """How many are out, by shard."""
+        return {name: len(owner.ids) for name, owner in self._owners.items()}
+
+    # -- the driver's side -----------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """One turn of the driver's loop; False when there was nothing to do."""
+        while self._commands:
+            self._commands.popleft()()
+        running, before = self.engine.running, self.engine.tokens_generated
+        busy_s = self.engine.busy_s
+        busy = self.engine.step()
+        now = self.mesh.clock.monotonic()
+        sampled = self.engine.tokens_generated - before
+        self.throughput.stepped(running, sampled, self.engine.busy_s - busy_s)
+        self.occupied_s += (now - self._turned_at) * running / self._slots
+        self._turned_at = now
+        many = self.engine.steps - self._flushed_step >= FLUSH_STEPS
+        due = many or now - self._flushed_at >= FLUSH_S or not busy
+        if due:
+            self._flushed_step, self._flushed_at = self.engine.steps, now
+        if due or self.engine.ended:
+            flush = self.engine.drain(ended_only=not due)
+            if flush is not None:
+                self._deliver(lambda: self._route(flush))
+        return busy or bool(self._commands)
+
+    def command(self, action: Callable[[], None]) -> None:
+        """Runs `action` on the driver's side before the next step."""
+        self._commands.append(action)
+        self.wake.set()
+
+    # -- the loop's side -------------------------------------------------------------------------
+
+    def _route(self, flush: Flush) -> None:
+        """Cuts a flush by owner."""
+        routes = [self._routes.get(i) for i in flush.ids.tolist()]
+        owners = {route[0] for route in routes if route is not None}
+        for owner in owners:
+            mine = [route is not None and route[0] is owner for route in routes]
+            owner.flushes.put_nowait(_cut(flush, routes, mine, *self._weights))
+        for i in flush.ids[flush.finish != RUNNING].tolist():
+            if (route := self._routes.pop(i, None)) is not None:
+                route[0].ids.pop(route[1], None)
+
+    @stream(Engine.attach)
+    async def attach(self, request: Attach) -> AsyncIterator[Tokens]:
+        if self.draining:
+            raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
+        previous = self._owners.get(request.owner)
+        if previous is not None:
+            self._detach(previous)
+        owner = self._owners[request.owner] = Attached(request)
+        owner.flushes.put_nowait(_cut(EMPTY, [], [], *self._weights))
+        try:
+            while (flush := await owner.flushes.get()) is not None:
+                yield flush
+        finally:
+            self._detach(owner)
+
+    def _detach(self, owner: Attached) -> None:
+        """Aborts what an owner that has gone still had running."""
+        if self._owners.get(owner.owner) is owner:
+            del self._owners[owner.owner]
+        owner.flushes.put_nowait(None)
+        ids = list(owner.ids.values())
+        owner.ids.clear()
+        for i in ids:
+            self._routes.pop(i, None)
+        if ids:
+            self.command(lambda: self.engine.abort(ids))
+
+    @call(Engine.submit)
+    def submit(self, batch: Submit) -> Submitted:
+        owner = self._owners.get(batch.owner)
+        if owner is None or owner.incarnation != batch.incarnation:
+            raise Refused(
+                f"{batch.owner} is not attached", where=self.mesh.name, fix="attach first"
+            )
+        if self.draining:
+            raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
+        requests = []
+        how = batch.sampling
+        stop, stop_text = tuple(how.stop), tuple(how.stop_text)
+        ends = np.cumsum(batch.lengths).tolist()
+        start = 0
+        columns = zip(
+            batch.ids.tolist(),
+            batch.sessions.tolist(),
+            ends,
+            batch.begins.tolist(),
+            batch.max_new.tolist(),
+            batch.temperature.tolist(),
+            batch.seeds.tolist(),
+            strict=True,
+        )
+        for identity, session, end, begin, most, temperature, seed in columns:
+            self._next += 1
+            self._routes[self._next] = (owner, identity)
+            owner.ids[identity] = self._next
+            requests.append(
+                Request(
+                    id=self._next,
+                    tokens=batch.tokens[start:end],
+                    max_new=most,
+                    temperature=temperature,
+                    stop_ids=stop,
+                    seed=seed,
+                    session=session,
+                    top_p=how.top_p,
+                    top_k=how.top_k,
+                    min_p=how.min_p,
+                    stop_text=stop_text,
+                    begin=begin,
+                    unmodified=how.unmodified,
+                )
+            )
+            start = end
+        ended = batch.ended.tolist()
+        self.command(lambda: self._admit(requests, ended))
+        return Submitted(len(requests))
+
+    def _admit(self, requests: list[Request], ended: list[int]) -> None:
+        if ended:
+            self.engine.release(ended)
+        try:
+            self.engine.submit(requests)
+        except Refused as error:
+            self._deliver(partial(self._refuse, requests, error))
+
+    def _refuse(self, requests: list[Request], error: Refused) -> None:
+        """What the engine cannot serve ends as aborted, and the reason is logged."""
+        self.mesh.telemetry.log.error("requests refused", error=str(error))
+        n = len(requests)
+        none = EMPTY
+        self._route(
+            Flush(
+                ids=np.array([request.id for request in requests], np.int64),
+                counts=np.zeros(n, np.int32),
+                tokens=none.tokens,
+                logprobs=none.logprobs,
+                unmodified=none.unmodified,
+                versions=none.versions,
+                finish=np.full(n, ABORTED, np.int8),
+            )
+        )
+
+    @cast(Engine.abort)
+    def abort(self, request: Abort) -> None:
+        owner = self._owners.get(request.owner)
+        if owner is not None:
+            ids = [owner.ids[i] for i in request.ids.tolist() if i in owner.ids]
+            self.command(lambda: self.engine.abort(ids))
+
+    async def swap(
+        self, tensors: dict[str, Any], version: int, manifest: str, lineage: int = 0
+    ) -> None:
+        """Puts a version's weights in place between two steps; an engine without any wakes."""
+
+        def put() -> None:
+            if self.engine.version < 0 or self._woken:
+                self.engine.wake(tensors, version)
+                self._woken = False
+            else:
+                self.engine.swap(tensors, version)
+            self._computing = manifest
+
+        await self._between_steps(put, "the engine to take new weights")
+        self.manifest = manifest
+        self.enter(lineage)
+
+    def enter(self, lineage: int) -> None:
+        """The weights that are loaded are of this lineage: shards hear of them."""
+        self.lineage = lineage
+        for owner in self._owners.values():
+            owner.flushes.put_nowait(_cut(EMPTY, [], [], *self._weights))
+
+    @property
+    def _weights(self) -> tuple[int, int]:
+        return self.lineage, self.engine.version
+
+    async def _between_steps(
+        self, action: Callable[[], R], what: str, deadline_s: float = 60.0
+    ) -> R:
+        """What `action` answers on the driver's side; its error is raised here. It does not begin
+        once nobody waits for it any more."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[R] = loop.create_future()
+
+        def run() -> None:
+            if done.cancelled():
+                return
+            try:
+                answer = action()
+            except MeshError as error:
+                self._deliver(partial(_settle, done, error))
+            else:
+                self._deliver(partial(_settle, done, answer))
+
+        self.command(run)
+        async with self.mesh.clock.timeout(deadline_s, what):
+            return await done
+
+    @call(Engine.rest)
+    async def rest(self, request: Rest) -> Rested:
+        """Pauses, sleeps or goes on; what runs loses no token. Waking, it fetches the weights."""
+
+        def settle() -> None:
+            if request.asleep:
+                self._woken = False
+                self.engine.sleep()
+            if request.paused or request.asleep:
+                self.engine.pause()
+            else:
+                self.engine.resume()
+
+        await self._between_steps(settle, "the engine to rest")
+        if self.asleep and not request.asleep:
+            self.manifest = ""  # `follow` loads the current version
+            self._woken = True
+            self.changed.set()
+        self.asleep = request.asleep
+        return Rested(self.engine.version)
+
+    @call(Engine.move)
+    async def move(self, request: Move) -> Moved:
+        """Takes over a session from another engine, as far as that goes; never an error."""
+        if self.draining or request.owner not in self._owners:
+            return Moved(0, 0, 0.0, False)
+        return await self.moves.fetch(request)
+
+    @stream(Engine.export)
+    async def export(self, request: Export) -> AsyncIterator[CacheFrame]:
+        async with aclosing(self.moves.frames(request)) as frames:
+            async for frame in frames:
+                yield frame
+
+    @cast(Engine.look)
+    def look(self, hint: Look) -> None:
+        self.changed.set()
+
+    @call(Engine.drain)
+    async def drain(self, request: Drain) -> Drained:
+        """Takes nothing more; what runs ends as aborted, with every token so far delivered."""
+        self.draining = True
+        ids = list(self._routes)
+        self.command(lambda: self.engine.abort(ids))
+        async with self.mesh.clock.timeout(4.0, "the last tokens to leave"):
+            while self._routes:
+                await self.mesh.clock.sleep(0.01)
+        for owner in self._owners.values():
+            owner.flushes.put_nowait(None)
+        return Drained(len(ids))
+
+
+def _settle(done: asyncio.Future[R], answer: R | MeshError) -> None:
+    if done.cancelled():
+        return
+    if isinstance(answer, MeshError):
+        done.set_exception(answer)
+    else:
+        done.set_result(answer)
+
+
+def _cut(
+    flush: Flush,
+    routes: list[tuple[Attached, int] | None],
+    mine: list[bool],
+    lineage: int,
+    version: int,
+) -> Tokens:
+    """The part of a flush that belongs to one owner, under the owner's request ids."""
+    ids = np.array([r[1] for r, m in zip(routes, mine, strict=True) if m and r], np.int64)
+    if all(mine):
+        return Tokens(
+            ids,
+            flush.counts,
+            flush.tokens,
+            flush.logprobs,
+            flush.unmodified,
+            flush.versions,
+            flush.finish,
+            version,
+            flush.experts,
+            lineage,
+        )
+    rows = np.array(mine)
+    tokens = np.repeat(rows, flush.counts)
+    return Tokens(
+        ids,
+        flush.counts[rows],
+        flush.tokens[tokens],
+        flush.logprobs[tokens],
+        flush.unmodified[tokens] if len(flush.unmodified) else flush.unmodified,
+        flush.versions[tokens],
+        flush.finish[rows],
+        version,
+        flush.experts[tokens] if len(flush.experts) else flush.experts,
+        lineage,
+    )

@@ -1,0 +1,118 @@
+"""Pauses, sleep and weights of a server, and whether it may be used at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from common.errors import MeshError
+from services.engine.sglang import v0_5
+from services.engine.sglang.health import Watch
+from services.engine.sglang.http import Http
+from services.engine.sglang.weights import Transport
+
+CONTROL_S = 20.0  # for an answer of the scheduler, which ends the step it is in first
+UPDATE_S = 50.0  # for new weights; the service that asks waits 60
+
+RETRACT, IN_PLACE = "retract", "in_place"  # give their cache up, or keep it
+
+
+class Quarantined(MeshError):
+    """An update of weights failed half-way: nobody knows what the server holds, so it serves no
+    more."""
+
+    code = "engine_quarantined"
+
+
+class Control:
+    def __init__(
+        self,
+        http: Http,
+        watch: Watch,
+        transport: Transport,
+        *,
+        on_cpu: bool = True,
+        update_s: float = UPDATE_S,
+    ) -> None:
+        self.stands = ""  # how it was asked to pause: RETRACT, IN_PLACE; empty: it goes on
+        self._settled = False  # the pause is certain, and what came before it is here
+        self.released = False  # it has given back its memory
+        self.updates = 0
+        self._http, self._watch, self._transport = http, watch, transport
+        self._on_cpu, self._update_s = on_cpu, update_s
+        self._failed: MeshError | None = None
+
+    def check_alive(self) -> None:
+        """Raises when the server has ended, does not answer, or holds nobody knows what."""
+        if self._failed is None:
+            self._failed = self._watch.failure()
+        if self._failed is not None:
+            raise self._failed
+
+    def heard(self) -> None:
+        """It has said something; from any thread."""
+        self._watch.alive()
+
+    def halt(self, mode: str) -> None:
+        """It stands, and what it generated before is on its way here."""
+        if self._settled and self.stands in (mode, RETRACT):
+            return
+        self._settled = False
+        # Before it is asked: should the answer be lost, it may stand all the same.
+        self.stands = mode
+        self._watch.stands = True
+        self._post(v0_5.PAUSE, {"mode": mode})
+        # The pause is not acknowledged. The scheduler answers these in its turn, behind the pause
+        # and the tokens before it, by the way that tokens take.
+        for _ in range(2):
+            self._http.call("GET", v0_5.INFO, deadline_s=CONTROL_S)
+        self._settled = True
+
+    def go(self) -> None:
+        if self.stands:
+            self._settled = False
+            self._post(v0_5.CONTINUE, {"torch_empty_cache": not self._on_cpu})
+            self.stands = ""
+            self._watch.stands = False
+
+    def release(self) -> None:
+        """A server with requests at work would die of this: they are retracted first."""
+        self.halt(RETRACT)
+        self._post(v0_5.RELEASE, {})
+        self.released = True
+
+    def regain(self) -> None:
+        if self.released:
+            self._post(v0_5.RESUME, {})
+            self.released = False
+
+    def put(self, theirs: Mapping[str, Tensor], version: int) -> None:
+        """Weights by Hugging Face's names, into a server that stands; Quarantined if they do not
+        arrive whole."""
+        flush = self.stands == RETRACT  # what stands in place still needs its cache
+        try:
+            with self._watch.grace():
+                self._transport.push(theirs, version, flush, self._update_s)
+        except (MeshError, OSError) as error:
+            self._failed = Quarantined(
+                f"version {version} did not arrive whole: {error}",
+                where=self._http.url,
+                fix="the engine's process ends and starts with a whole version",
+            )
+            raise self._failed from error
+        self.updates += 1
+
+    def _post(self, path: str, body: dict[str, Any]) -> None:
+        with self._watch.grace():
+            self._http.call("POST", path, body, deadline_s=CONTROL_S)
+
+    def close(self) -> None:
+        """As it was found, but for its weights."""
+        self._watch.close()
+        try:
+            self.regain()
+            self.go()
+        finally:
+            self._transport.close()

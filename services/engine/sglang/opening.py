@@ -1,0 +1,108 @@
+"""SGLang as an engine: a server in its own interpreter, driven over HTTP and never patched.
+
+The parts are in `sglang_engine`: the process (`server`), the wire (`http`), what SGLang 0.5 calls
+things (`v0_5`), weights on their way (`weights`), the engine itself (`engine`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.clock import Clock
+from common.errors import ConfigError
+from common.model.config import ModelConfig
+from common.process.host import Host
+from services.engine.sglang.control import UPDATE_S, Control, Quarantined
+from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.health import Watch
+from services.engine.sglang.requests import Decode
+from services.engine.sglang.server import START_S, Launch, Server, write_model
+from services.engine.sglang.weights import TRANSPORTS, transport
+
+__all__ = [
+    "TRANSPORTS",
+    "Launch",
+    "Quarantined",
+    "SGLangEngine",
+    "Server",
+    "attach",
+    "launch",
+    "start",
+]
+
+
+def launch(
+    python: str,
+    config: ModelConfig,
+    directory: Path,
+    slots: int,
+    max_length: int,
+    *,
+    kv_tokens: int = 0,
+    dtype: str = "float32",
+    device: str = "cpu",
+    seed: int = 0,
+    kv_on_update: str = "keep",
+    options: tuple[str, ...] = (),
+) -> Launch:
+    """How to serve a model; its config.json and the log go into `directory`."""
+    if max_length > config.max_positions:
+        raise ConfigError(
+            f"slots of {max_length} tokens exceed the model's {config.max_positions} positions",
+            where="rollout.max_tokens",
+            fix="lower it, or raise max_position_embeddings",
+        )
+    model = directory / "model"
+    write_model(model, config, max_length, dtype)
+    return Launch(
+        python,
+        model,
+        directory / "sglang.log",
+        slots,
+        max_length,
+        kv_tokens,
+        dtype,
+        device,
+        seed,
+        exact_switch=kv_on_update == "keep",
+        options=options,
+    )
+
+
+async def start(
+    host: Host, clock: Clock, how: Launch, weights: str, deadline_s: float = START_S
+) -> Server:
+    """A server that is ready. From the main thread: it dies with the thread that starts it."""
+    kind = "disk" if weights == "auto" else weights
+    return await Server.start(host, clock, how, kind, deadline_s)
+
+
+def attach(
+    server: Server,
+    config: ModelConfig,
+    slots: int,
+    max_length: int,
+    *,
+    weights: str = "auto",
+    kv_on_update: str = "keep",
+    decode: Decode | None = None,
+    clock: Clock | None = None,
+    update_s: float = UPDATE_S,
+) -> SGLangEngine:
+    """The engine of a server, asleep until it gets weights; they must arrive in `update_s`."""
+    how = server.launch
+    way = transport(weights, server.http, how.model.parent / "weights", server.ranks, how.device)
+    watch = Watch(server.http, server.lost)
+    return SGLangEngine(
+        server.http,
+        Control(server.http, watch, way, on_cpu=how.device == "cpu", update_s=update_s),
+        config,
+        slots,
+        max_length,
+        kv_on_update=kv_on_update,
+        seeded=server.seeded,
+        decode=decode,
+        clock=clock,
+        path=f"sglang {server.version}, {how.dtype}, {how.device}",
+        tensor_parallel=server.ranks,
+    )

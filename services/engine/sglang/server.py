@@ -1,0 +1,217 @@
+"""The server's process: started in its own interpreter, watched, stopped with all its children."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from common.clock import Clock
+from common.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteFailure
+from common.model.config import ModelConfig
+from common.process.handle import Child
+from common.process.host import Host
+from services.engine.sglang import v0_5
+from services.engine.sglang.http import Http
+
+START_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
+PROBE_S, LOOK_S = 5.0, 0.25
+STOP_S = 5.0  # for a killed process to be gone
+TAIL_LINES, LINE = 25, 300  # of the log in an error, and characters of each
+ROOM = 16  # positions beyond a slot: SGLang keeps some for itself
+LAUNCHER = "env"  # of coreutils: changes the directory, then becomes the server
+
+# Where the interpreter is ours, not the server's.
+OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
+ON_CPU = ("--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle")
+ON_GPU = ("--enable-memory-saver",)  # without it, sleep gives nothing back
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a server is started."""
+
+    python: str  # its interpreter
+    model: Path  # directory with config.json
+    log: Path
+    slots: int  # requests that run together
+    max_length: int  # tokens of a slot
+    kv_tokens: int  # of the cache; 0: all slots full on a CPU, SGLang's choice on a GPU
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+    exact_switch: bool = True  # no step is under way when weights change, see `arguments`
+    options: tuple[str, ...] = ()  # further flags; the last of a kind holds
+
+    def arguments(self, port: int, name: str) -> list[str]:
+        flags: list[str] = [
+            *("--model-path", str(self.model), "--load-format", "dummy"),
+            *("--skip-tokenizer-init", "--incremental-streaming-output", "--skip-server-warmup"),
+            *("--host", "127.0.0.1", "--port", str(port), "--weight-version", "-1"),
+            *("--context-length", str(self.max_length + ROOM)),
+            *("--max-running-requests", str(self.slots)),
+            *("--dtype", self.dtype, "--device", self.device, "--random-seed", str(self.seed)),
+            *("--log-level", "warning", "--sampling-mask-max-tokens", str(v0_5.SUPPORT)),
+        ]
+        flags += ON_CPU if self.device == "cpu" else ON_GPU
+        if self.exact_switch and self.device != "cpu":
+            # The step that overlaps with a pause in place would be counted to the next version.
+            flags.append("--disable-overlap-schedule")
+        tokens = self.kv_tokens
+        if not tokens and self.device == "cpu":
+            tokens = self.slots * (self.max_length + ROOM)
+        if tokens:
+            flags += ["--max-total-tokens", str(tokens)]
+        return [*flags, *self.options, "--served-model-name", name]
+
+    def command(self, port: int, name: str) -> list[str]:
+        """Outside our tree and without our paths: Hugging Face's `kernels` has our name."""
+        unset = [part for name in OURS for part in ("-u", name)]
+        start = [LAUNCHER, "-C", str(self.model), *unset, self.python, "-P"]
+        return [*start, "-m", "sglang.launch_server", *self.arguments(port, name)]
+
+    def environment(self) -> dict[str, str]:
+        own = dict(v0_5.ENVIRONMENT)
+        return own | ({"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {})
+
+
+def write_model(directory: Path, config: ModelConfig, max_length: int, dtype: str) -> None:
+    """The config.json that is served: no end tokens, since each request names its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    served = replace(
+        config,
+        eos_ids=(),
+        bos_id=None,
+        pad_id=None,
+        max_positions=max(config.max_positions, max_length + ROOM),
+    )
+    text = json.dumps(served.to_hf() | {"dtype": dtype, "torch_dtype": dtype}, indent=2)
+    (directory / "config.json").write_text(text + "\n")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """A running server. Its children die with it, and it dies with the process that started it."""
+
+    def __init__(self, launch: Launch, child: Child, http: Http, name: str, clock: Clock) -> None:
+        """`name`: what it was told to call its model, by which it is known."""
+        self.launch, self.child, self.http, self.name = launch, child, http, name
+        self._clock = clock
+        self.version = ""  # of SGLang
+        self.seeded = False  # samples from each request's seed
+        self.ranks = 1  # processes that hold a share of the weights
+        self.pid = child.pid
+
+    @classmethod
+    async def start(
+        cls, host: Host, clock: Clock, launch: Launch, weights: str, deadline_s: float = START_S
+    ) -> Server:
+        """A server that is ready, has what `weights` (a transport) needs and no weights yet.
+
+        From the main thread. ConfigError when it does not start or lacks something, PeerLost when
+        another server has its port.
+        """
+        if not os.access(launch.python, os.X_OK):
+            raise ConfigError(
+                f"there is no interpreter {launch.python}",
+                where="rollout.sglang_python",
+                fix="run `meshrl engine install sglang`, or name the interpreter that has SGLang",
+            )
+        port, name = free_port(), os.urandom(8).hex()
+        child = host.spawn(
+            launch.command(port, name),
+            name="sglang",
+            env=launch.environment(),
+            log=launch.log,
+            own_session=True,
+        )
+        http = Http(f"http://127.0.0.1:{port}", launch.slots)
+        server = cls(launch, child, http, name, clock)
+        try:
+            await server._ready(deadline_s)
+            await server._examine(weights)
+        except BaseException:
+            await server.stop()
+            raise
+        return server
+
+    async def _ready(self, deadline_s: float) -> None:
+        until = self._clock.monotonic() + deadline_s
+        while self._clock.monotonic() < until:
+            if (code := self.child.poll()) is not None:
+                raise ConfigError(
+                    f"SGLang ended with status {code} before it was ready: {self.tail()}",
+                    where=str(self.launch.log),
+                    fix="read the log; rollout.sglang_options changes its flags",
+                )
+            if not await self.http.probe(v0_5.READY, PROBE_S):
+                return
+            await self._clock.sleep(LOOK_S)
+        raise DeadlineExceeded(
+            f"SGLang was not ready in {deadline_s:g} s: {self.tail()}", where=str(self.launch.log)
+        )
+
+    async def _examine(self, weights: str) -> None:
+        """Its version, and whether it offers what the adapter uses.
+
+        Its port was free when it was chosen, and another server may have taken it since.
+        """
+        about = await self._fetch(v0_5.INFO)
+        if about.get("served_model_name") != self.name:
+            raise PeerLost("another server has taken the port of this one", where=self.http.url)
+        self.version = str(about.get("version", "unknown"))
+        self.ranks = int(about.get("tp_size", 1)) * int(about.get("pp_size", 1))
+        self.seeded = bool(about.get("enable_deterministic_inference", False))
+        if not self.version.startswith("0.5."):
+            raise ConfigError(
+                f"SGLang {self.version} is not one that this adapter speaks with",
+                where=self.launch.python,
+                fix="install SGLang 0.5: `meshrl engine install sglang`",
+            )
+        lacking = v0_5.missing(
+            await self._fetch("/openapi.json"), v0_5.NEEDS | v0_5.NEEDS_OF[weights]
+        )
+        if lacking:
+            raise ConfigError(
+                f"SGLang {self.version} offers no {', '.join(lacking)}",
+                where=self.launch.python,
+                fix="install the version of `meshrl engine install sglang`",
+            )
+
+    async def _fetch(self, path: str) -> Mapping[str, Any]:
+        answer = await self.http.get(path, PROBE_S)
+        if not isinstance(answer, dict):
+            raise RemoteFailure(f"{path} is no object", where=self.http.url)
+        return answer
+
+    def lost(self) -> PeerLost | None:
+        """The error of a server that has ended."""
+        code = self.child.poll()
+        if code is None:
+            return None
+        return PeerLost(
+            f"SGLang ended with status {code}: {self.tail()}", where=str(self.launch.log)
+        )
+
+    def tail(self) -> str:
+        try:
+            lines = self.launch.log.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return "it wrote no log"
+        return "\n".join(line[:LINE] for line in lines[-TAIL_LINES:])
+
+    async def stop(self) -> None:
+        """Ends it and everything it started. It holds nothing that a slower end would save."""
+        await self.http.close()
+        self.child.kill()
+        await self.child.wait(STOP_S)

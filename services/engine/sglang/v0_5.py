@@ -1,0 +1,219 @@
+"""What SGLang 0.5 is asked and how its answers read: every name of its HTTP interface is in here.
+
+Read in the source of 0.5.23. Things that its interface does not say by itself:
+- `stop_token_ids` hold only without `ignore_eos`, so the model that is served names no end token.
+- Aborts go by prefix of `rid`, so the rids of a server have one length.
+- `output_token_logprobs` are of temperature 1 with nothing left out, because the server is started
+  with SGLANG_RETURN_ORIGINAL_LOGPROB; those of the distribution that was sampled from come with the
+  `sampling mask`, which wants a finite `top_k`.
+- Spans of weight versions come with a request's last chunk only; the chunks before carry the
+  version that was current when they were handled.
+- An aborted request that was waiting says its last token again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import Refused, RemoteFailure
+from common.generation.contract import ABORTED, LENGTH, RUNNING, STOP, Request
+
+ENVIRONMENT = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+    "TQDM_DISABLE": "1",  # each update would add bars to the log, and they would be its end
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "60",  # seconds; for longer than ours keeps a connection
+}
+SUPPORT = 4096  # tokens that a sampling mask may name; SGLang's own default
+FINISH = {"stop": STOP, "length": LENGTH, "abort": ABORTED}
+
+GENERATE, ABORT, INFO, READY = "/generate", "/abort_request", "/server_info", "/ready"
+HEALTH = "/health_generate"
+PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+VERSION = "/update_weight_version"
+BEGIN_UPDATE, END_UPDATE = "/begin_weight_update", "/end_weight_update"
+FROM_DISK, FROM_TENSORS = "/update_weights_from_disk", "/update_weights_from_tensor"
+FROM_GROUP = "/update_weights_from_distributed"
+JOIN_GROUP, LEAVE_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
+
+# path -> fields of its body that are used
+NEEDS: dict[str, tuple[str, ...]] = {
+    GENERATE: (
+        "input_ids",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "return_sampling_mask",
+        "sampling_logprobs_mode",
+        "stream",
+        "rid",
+        "extra_key",
+    ),
+    ABORT: ("rid",),
+    INFO: (),
+    HEALTH: (),
+    PAUSE: ("mode",),
+    CONTINUE: ("torch_empty_cache",),
+    RELEASE: (),
+    RESUME: (),
+    VERSION: ("new_version", "abort_all_requests"),
+}
+IN_SESSION = {BEGIN_UPDATE: (), END_UPDATE: ()}
+NEEDS_OF: dict[str, dict[str, tuple[str, ...]]] = {
+    "disk": {FROM_DISK: ("model_path", "load_format", "flush_cache", "weight_version")},
+    "tensors": {**IN_SESSION, FROM_TENSORS: ("serialized_named_tensors", "flush_cache")},
+    "distributed": {
+        **IN_SESSION,
+        FROM_GROUP: ("names", "dtypes", "shapes", "group_name", "flush_cache"),
+        JOIN_GROUP: ("master_address", "master_port", "rank_offset", "world_size", "backend"),
+        LEAVE_GROUP: ("group_name",),
+    },
+}
+
+
+def missing(openapi: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """What of `needs` a server does not offer, by its own description."""
+    lacking = []
+    for path, names in needs.items():
+        operations = openapi["paths"].get(path)
+        if operations is None:
+            lacking.append(path)
+            continue
+        known = _fields(openapi, operations)
+        lacking += [f"{path}: {name}" for name in names if name not in known]
+    return lacking
+
+
+def _fields(openapi: Mapping[str, Any], operations: Mapping[str, Any]) -> set[str]:
+    found: set[str] = set()
+    for operation in operations.values():
+        content = operation.get("requestBody", {}).get("content", {})
+        reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")
+        schema = openapi["components"]["schemas"].get(reference.rsplit("/", 1)[-1], {})
+        found |= schema.get("properties", {}).keys()
+    return found
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+def plain(request: Request) -> bool:
+    """Whether it samples from the model's own distribution, or takes the likeliest."""
+    whole = request.top_p >= 1 and request.top_k == 0 and request.min_p == 0
+    return request.temperature == 0 or (request.temperature == 1 and whole)
+
+
+def check_sampling(request: Request, vocab_size: int, seeded: bool) -> None:
+    """Refused where SGLang cannot tell the probabilities that it sampled with."""
+    if plain(request):
+        return
+    if (request.top_k or vocab_size) > SUPPORT:
+        raise Refused(
+            f"request {request.id} samples from more than {SUPPORT} tokens in another way than at "
+            "temperature 1, and SGLang names the probabilities of at most so many",
+            where="engine",
+            fix=f"set rollout.top_k to {SUPPORT} or less, or temperature 1 without top_p and min_p",
+        )
+    if request.min_p > 0 and seeded:
+        raise Refused(
+            f"request {request.id} has min_p, which SGLang cannot sample with from seeds",
+            where="engine",
+            fix="leave out min_p or --enable-deterministic-inference",
+        )
+
+
+def generate(request: Request, most: int, rid: str, cache: str, vocab_size: int) -> dict[str, Any]:
+    """The body of a streamed request for at most `most` tokens. `cache` names whose keys and values
+    it may find."""
+    body = {
+        "rid": rid,
+        "input_ids": request.tokens.tolist(),
+        "stream": True,
+        "return_logprob": True,
+        "extra_key": cache,
+        "sampling_params": {
+            "max_new_tokens": most,
+            "temperature": request.temperature,
+            "stop_token_ids": list(request.stop_ids),
+            "top_p": request.top_p,
+            "top_k": request.top_k or -1,
+            "min_p": request.min_p,
+            "sampling_seed": request.seed & (2**63 - 1),  # heard by servers that sample from seeds
+        },
+    }
+    if not plain(request):
+        body["return_sampling_mask"] = True
+        body["sampling_logprobs_mode"] = "selected"
+        body["sampling_params"]["top_k"] = request.top_k or vocab_size
+    return body
+
+
+@dataclass(slots=True)
+class Chunk:
+    """New tokens of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of the distribution sampled from
+    unmodified: list[float] = field(default_factory=list)  # at temperature 1
+    version: int = -1  # that was current when the chunk was handled
+    spans: list[tuple[int, int, int]] = field(default_factory=list)  # (version, start, end)
+    computed: int = 0  # tokens of prompt and answer that were not found in the cache
+    retractions: int = 0  # how often it has given up its cache
+    finish: int = RUNNING
+    reason: str = ""  # why it was aborted, where SGLang says so
+
+
+def chunk(event: Mapping[str, Any], had: int, plain: bool) -> Chunk:
+    """Reads one event of a stream of which `had` tokens have come. RemoteFailure when it lacks the
+    probabilities of what was sampled from: those of temperature 1 are the same only if `plain`."""
+    if "error" in event:
+        return Chunk(finish=ABORTED, reason=str(event["error"].get("message", event["error"])))
+    meta = event["meta_info"]
+    new = max(0, int(meta["completion_tokens"]) - had)
+    pairs = meta.get("output_token_logprobs", [])[-new:] if new else []
+    tokens = [int(pair[1]) for pair in pairs]
+    unmodified = [float(pair[0]) for pair in pairs]
+    sampled = meta.get("output_token_sampling_logprobs", [])[-new:] if new else []
+    if not plain and len(sampled) != len(tokens):
+        raise RemoteFailure(
+            f"{GENERATE} names the probabilities of {len(sampled)} of {len(tokens)} tokens that "
+            "were not sampled at temperature 1 from the whole vocabulary",
+            fix="install the version of `meshrl engine install sglang`",
+        )
+    finish = meta["finish_reason"]
+    return Chunk(
+        tokens=tokens,
+        logprobs=unmodified if plain else [float(x) for x in sampled],
+        unmodified=unmodified,
+        version=int(meta["weight_version"]),
+        spans=[(int(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions", ())],
+        computed=meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0) if had == 0 else 0,
+        retractions=meta.get("num_retractions", 0),
+        finish=FINISH[finish["type"]] if finish else RUNNING,
+        reason=str(finish.get("message", "")) if finish else "",
+    )
+
+
+# -- scores --------------------------------------------------------------------------------------
+
+
+def score(tokens: Sequence[int], rid: str) -> dict[str, Any]:
+    return {
+        "rid": rid,
+        "input_ids": list(tokens),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+    }
+
+
+def scores(answer: Mapping[str, Any]) -> NDArray[np.float32]:
+    """Log-probability of each token after the first; by place, since the id of the vocabulary's
+    last token comes back as 0."""
+    pairs = answer["meta_info"]["input_token_logprobs"]
+    return np.array([pair[0] for pair in pairs[1:]], np.float32)

@@ -1,0 +1,8 @@
+"""Entry of an environment process, which a rollout shard starts."""
+
+from __future__ import annotations
+
+from services.environment.environments import main
+
+if __name__ == "__main__":
+    main()

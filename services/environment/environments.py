@@ -1,0 +1,199 @@
+"""An environment process: runs the job author's environment code, and owns the tokenizer.
+
+It decodes what the model sampled for `step` and encodes only what the environment appends. One
+frame in, one frame out: a list of [key, operation, argument] answered by a list of [key, status,
+value].
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from common.environment import mcp_client
+from common.environment.framing import checked, encodable
+from common.job import builtin
+from common.model.chat import Chat
+from common.model.tokenizer import Tokenizer
+from common.process.child import Channel
+from services.environment.sessions import ChatSession, Session, TextSession
+from services.environment.tools import BuiltIn, Tool
+
+Answer = tuple[str, Any]
+
+
+class Environments:
+    """The open environments of one process, by trajectory."""
+
+    def __init__(
+        self,
+        factory: Callable[[], Any] | None,
+        tokenizer: Tokenizer,
+        prompt: str,
+        chat: Chat | None = None,
+        tools: dict[str, BuiltIn] | None = None,
+    ) -> None:
+        self._factory = factory or SingleTurn.factory(prompt)
+        self._tokenizer = tokenizer
+        self._chat, self._tools = chat, tools or {}
+        self._open: dict[int, Session] = {}
+
+    def perform(self, key: int, operation: str, argument: Any) -> Answer:
+        """One operation; what the author's code raises becomes the status `raised`."""
+        try:
+            answer = getattr(self, "_" + operation)(key, argument)
+            checked(answer)  # what cannot travel is the author's to know
+            return "ok", answer
+        except KeyError as error:
+            if error.args == (key,):
+                return "unknown", f"trajectory {key} has no environment here"
+            return "raised", encodable(f"KeyError: {error}")
+        except Exception as error:
+            return "raised", encodable(f"{type(error).__name__}: {error}")
+
+    def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
+        session: Session = (
+            ChatSession(self._factory(), self._chat, self._tools, self._tokenizer)
+            if self._chat
+            else TextSession(self._factory(), self._tokenizer)
+        )
+        ids = session.begin(row)
+        self._open[key] = session
+        return ids
+
+    def _answer(self, key: int, argument: Any) -> list[list[int]]:
+        """Ids of the prompt and of the answer that is given to it; nothing stays open."""
+        row, value = argument
+        ids = self._begin(key, row)
+        try:
+            return [ids, self._open[key].answer(value)]
+        finally:
+            self._close(key, None)
+
+    def _step(self, key: int, ids: list[int]) -> list[Any]:
+        return self._open[key].step(ids)
+
+    def _result(self, key: int, value: Any) -> list[Any]:
+        return self._open[key].result(value)
+
+    def _cut(self, key: int, ids: list[int]) -> list[Any]:
+        """The trajectory ends in mid-turn: the turn's text, and the score of an environment that
+        has one for it.
+        """
+        text = self._tokenizer.decode(ids)
+        return [text, self._open[key].cut(text)]
+
+    def _restore(self, key: int, argument: Any) -> None:
+        row, told, *ids = argument
+        self._begin(key, row)
+        session = self._open[key]
+        for operation, value in told:
+            if operation == "step":
+                session.step(value)
+            else:
+                session.result(value)
+        if ids:
+            session.check(ids[0])
+
+    def _close(self, key: int, _: Any) -> None:
+        session = self._open.pop(key, None)
+        if session is not None:
+            session.close()
+
+    def close(self) -> None:
+        """Closes all that is open; what their closing raises is for the log."""
+        for key in list(self._open):
+            status, error = self.perform(key, "close", None)
+            if status == "raised":
+                print(f"closing trajectory {key}: {error}", file=sys.stderr)
+
+
+class SingleTurn:
+    """The environment of a job that names none: the prompt, one turn without a call, done."""
+
+    def __init__(self, prompt: str) -> None:
+        self._prompt = prompt
+
+    @classmethod
+    def factory(cls, prompt: str) -> Callable[[], SingleTurn]:
+        return lambda: cls(prompt)
+
+    def open(self, row: dict[str, Any]) -> Any:
+        return row[self._prompt]
+
+    def step(self, text: str) -> dict[str, Any]:
+        return {"done": True}
+
+    def close(self) -> None:
+        return None
+
+
+def offered(
+    uses: dict[str, str], servers: dict[str, list[str]], modules: str
+) -> dict[str, BuiltIn]:
+    """The tools that the model is told of."""
+    found: dict[str, BuiltIn] = {}
+    served: dict[str, dict[str, Any]] = {}
+    for name, use in uses.items():
+        if builtin.is_mcp(use):
+            server, _, tool = use.removeprefix(builtin.MCP).partition("/")
+            if server not in served:
+                served[server] = mcp_client.listed(servers[server], modules)
+            if tool not in served[server]:
+                raise ValueError(f"the MCP server {server} has no tool {tool!r}")
+            found[name] = BuiltIn(name, *served[server][tool])
+        elif builtin.is_builtin(use):
+            found[name] = BuiltIn.of(name, builtin.TOOLS[use])
+        else:
+            found[name] = Tool(name, resolve(use, modules))
+    return found
+
+
+def resolve(reference: str, directory: str) -> Callable[..., Any]:
+    """The object that `module:function` names, with `directory` first on the path."""
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    module, _, name = reference.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--use", default="", help="module:function, the environment's factory")
+    parser.add_argument("--modules", default=".", help="directory of the job's modules")
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--prompt", default="prompt", help="the row's key that holds the prompt")
+    parser.add_argument("--chat", default="", help="chat format; empty: text as it is")
+    parser.add_argument("--chat-options", type=json.loads, default={})
+    parser.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
+    parser.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
+    arguments = parser.parse_args()
+    channel = Channel.from_env()
+    tokenizer = Tokenizer.load(arguments.tokenizer)
+    chat, tools = None, {}
+    if arguments.chat:
+        chat = Chat.load(arguments.chat, arguments.chat_options, tokenizer)
+        tools = offered(arguments.tools, arguments.mcp, arguments.modules)
+    factory = resolve(arguments.use, arguments.modules) if arguments.use else None
+    served = Environments(factory, tokenizer, arguments.prompt, chat, tools)
+    serve(channel, served)
+    served.close()
+
+
+def serve(channel: Channel, served: Environments) -> None:
+    """Answers the shard until it closes the channel, perhaps in the middle of an operation."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while (block := channel.recv()) is not None:
+            answers = [
+                [key, *served.perform(key, operation, argument)]
+                for key, operation, argument in msgpack.unpackb(block, raw=False)
+            ]
+            channel.send(msgpack.packb(answers, use_bin_type=True))

@@ -1,0 +1,157 @@
+"""The process of a `verifiers` environment: many episodes at once, each a task of its event loop.
+
+Frames in are lists of [number, key, operation, argument], frames out lists of [number, status,
+value], each as soon as there is an answer. With `--rows FILE` it writes the tasks and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from verifiers.v1 import Env, ModelContext
+
+from common.environment.framing import checked, encodable, frames, packed
+from common.errors import MeshError
+from common.model.chat import Chat
+from common.model.tokenizer import Tokenizer
+from common.process.child import CHANNEL_FD, FRAME_LIMIT
+from services.environment.verifying import configuration, harness
+from services.environment.verifying.client import ENGINES, MODEL, EngineClient, serving
+from services.environment.verifying.episode import Episode, RolloutFailed
+
+
+class Episodes:
+    """The open episodes of one process, by trajectory."""
+
+    def __init__(self, env: Env, chat: Chat, tokenizer: Tokenizer) -> None:
+        self._env, self._chat, self._tokenizer = env, chat, tokenizer
+        self._context = ModelContext(model=MODEL, client=ENGINES)
+        self._open: dict[int, Episode] = {}
+        self.by_trace: dict[str, Episode] = {}
+
+    async def perform(self, key: int, operation: str, argument: Any) -> tuple[str, Any]:
+        """One operation; what the environment raises becomes the status `raised`."""
+        if key not in self._open and operation in ("step", "cut"):
+            return "unknown", f"trajectory {key} has no environment here"
+        try:
+            answer = await getattr(self, "_" + operation)(key, argument)
+            checked(answer)  # what cannot travel is the environment's to know
+            return "ok", answer
+        except MeshError as error:
+            return "raised", encodable(f"{error.code}: {error}")
+        except Exception as error:
+            return "raised", encodable(f"{type(error).__name__}: {error}")
+
+    async def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
+        await self._close(key, None)
+        task = configuration.task(self._env, row)
+        self._open[key] = Episode(self._env, self._chat, self._context, self.by_trace)
+        return await self._open[key].begin(task)
+
+    async def _step(self, key: int, ids: list[int]) -> list[Any]:
+        return [self._tokenizer.decode(ids), *await self._open[key].step(ids)]
+
+    async def _cut(self, key: int, ids: list[int]) -> list[Any]:
+        return [self._tokenizer.decode(ids), await self._open[key].cut(ids)]
+
+    async def _text(self, _: int, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    async def _restore(self, key: int, argument: Any) -> None:
+        """Plays the logged turns to a fresh episode; it must ask for each as it did before."""
+        row, told, *logged = argument
+        await self._begin(key, row)
+        for _, ids in told:
+            await self._open[key].step(ids)
+        if logged and self._open[key].ids[: len(logged[0])] != logged[0]:
+            raise RolloutFailed(
+                "the environment does not repeat itself: its turns differ from those logged",
+                fix="make it depend on its task alone, or run it where nothing is lost",
+            )
+
+    async def _close(self, key: int, _: Any) -> None:
+        episode = self._open.pop(key, None)
+        if episode is not None:
+            await episode.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self._close(key, None) for key in list(self._open)))
+
+
+class Answers:
+    """Frames of answers, each with all that were ready in one turn of the loop."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._ready: list[bytes] = []
+
+    def add(self, number: int, status: str, value: Any) -> None:
+        message = packed([number, status, value])
+        if not self._ready:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._ready.append(message)
+
+    def _flush(self) -> None:
+        ready, self._ready = self._ready, []
+        for frame in frames(ready):
+            self._writer.write(len(frame).to_bytes(4, "little") + frame)
+
+
+async def serve(env: Env, chat: Chat, tokenizer: Tokenizer) -> None:
+    """Answers the shard until it closes the channel."""
+    channel = socket.socket(fileno=int(os.environ.pop(CHANNEL_FD)))
+    reader, writer = await asyncio.open_connection(sock=channel)
+    answers = Answers(writer)
+    episodes = Episodes(env, chat, tokenizer)
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(number: int, key: int, operation: str, argument: Any) -> None:
+        status, value = await episodes.perform(key, operation, argument)
+        answers.add(number, status, value)
+
+    async with serving(env, EngineClient(episodes.by_trace)):
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
+            while True:
+                length = int.from_bytes(await reader.readexactly(4), "little")
+                if length > FRAME_LIMIT:
+                    raise ValueError(f"a frame of {length} bytes; the limit is {FRAME_LIMIT}")
+                for operation in msgpack.unpackb(await reader.readexactly(length), raw=False):
+                    task = asyncio.create_task(answer(*operation))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+        await episodes.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--taskset", required=True)
+    parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--modules", default=".", help="directory of the job's modules")
+    parser.add_argument("--tokenizer", default="")
+    parser.add_argument("--chat", default="")
+    parser.add_argument("--chat-options", type=json.loads, default={})
+    parser.add_argument("--rows", type=Path, help="write the tasks here, one a line, and end")
+    parser.add_argument("--most", type=int, default=0, help="tasks to write; 0: all")
+    arguments = parser.parse_args()
+    sys.path.insert(0, arguments.modules)
+    # Tool servers are processes that run the module which defines them.
+    os.environ["PYTHONPATH"] = str(Path(arguments.modules).resolve())
+    sys.modules[harness.ID] = harness  # plugins are top-level modules, found by their id
+    env = configuration.load(arguments.taskset, arguments.options)
+    if arguments.rows:
+        with arguments.rows.open("w", encoding="utf-8") as file:
+            for row in configuration.rows(env, arguments.most):
+                file.write(json.dumps(row, allow_nan=False) + "\n")
+        return
+    tokenizer = Tokenizer.load(arguments.tokenizer)
+    chat = Chat.load(arguments.chat, arguments.chat_options, tokenizer)
+    asyncio.run(serve(env, chat, tokenizer))

@@ -1,0 +1,189 @@
+"""An environment process that answers each operation when it can, however many are open.
+
+For environments that own their loop: one that waits for its tools must not hold up the others, as
+it would in a batch that is answered as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from common.environment.framing import frames, packed
+from common.errors import DeadlineExceeded, PeerLost
+from common.process.handle import Child
+from common.runtime.mesh import Mesh
+from services.rollout.environments.process import (
+    STOPPED,
+    EnvironmentHung,
+    EnvironmentLost,
+    Operation,
+    answer_of,
+    dismissed,
+    message_of,
+    steps_of,
+)
+
+START_S = 180.0  # importing `verifiers`, and starting its tool servers, on a busy host
+LOOK_S = 0.5  # how often deadlines are looked at
+PROBE_S = 10.0  # a process that answers nothing in this long is blocked
+PROBE = 0  # number of the operation that asks whether it is
+
+
+@dataclass(slots=True)
+class Open:
+    future: asyncio.Future[Any]
+    patience_s: float
+    deadline: float  # by the mesh's clock
+
+
+class EpisodeProcess:
+    """Operations go out as they come and are answered by number.
+
+    An operation past its deadline fails alone while the process answers others; a process that
+    answers nothing is killed, with all that it held.
+    """
+
+    def __init__(
+        self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float
+    ) -> None:
+        self._mesh, self._argv, self._log = mesh, argv, log
+        self.name = name
+        self._deadline_s = deadline_s
+        self._child: Child | None = None
+        self._fresh = True
+        self._numbers = itertools.count(PROBE + 1)
+        self._open: dict[int, Open] = {}
+        self._unsent: list[bytes] = []
+        self._probed: float | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid if self._child else 0
+
+    def put(self, operation: Operation, *, alone: bool = False) -> asyncio.Future[Any]:
+        """The future of an operation's answer; `alone` says nothing here: all are."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._child is None and operation[1] == "close":
+            future.set_result(None)
+            return future
+        number = next(self._numbers)
+        message = message_of([number, *operation], operation[1], self.name)
+        if not isinstance(message, bytes):
+            future.set_exception(message)
+            return future
+        patience_s = self._deadline_s * steps_of(operation)
+        patience_s += START_S if self._child is None or self._fresh else 0.0
+        deadline = self._mesh.clock.monotonic() + patience_s
+        self._open[number] = Open(future, patience_s, deadline)
+        self._send(message)
+        return future
+
+    def _send(self, message: bytes) -> None:
+        if not self._unsent:
+            self._start(self._flush(), "flush")
+        self._unsent.append(message)
+
+    def _start(self, work: Any, what: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"{what} {self.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _flush(self) -> None:
+        child = self._child
+        try:
+            if child is None:
+                child = self._begin()
+            messages, self._unsent = self._unsent, []
+            async with self._sending:
+                for frame in frames(messages):
+                    await child.send(frame)
+        except PeerLost:
+            return  # who follows it reads its last answers, and then finds the channel closed too
+        except Exception as error:  # half a frame may be out
+            await self._lose(child, error)
+
+    def _begin(self) -> Child:
+        self._fresh, self._probed = True, None
+        child = self._child = self._mesh.host.spawn(
+            self._argv, name=self.name, log=self._log, pipe=True
+        )
+        self._start(self._follow(child), "follow")
+        return child
+
+    async def _follow(self, child: Child) -> None:
+        try:
+            while True:
+                with contextlib.suppress(DeadlineExceeded):
+                    self._answered(await child.recv(LOOK_S))
+                self._look()
+        except Exception as error:  # whatever it was: nobody else would settle what is open
+            await self._lose(child, error)
+
+    def _answered(self, block: bytes) -> None:
+        self._fresh = False
+        for number, status, value in msgpack.unpackb(block, raw=False):
+            if number == PROBE:
+                self._probed = None
+                for late in self._late():
+                    self._settle(late, self._hung(late))
+            else:
+                self._settle(number, answer_of(status, value, self.name))
+
+    def _settle(self, number: int, answer: Any) -> None:
+        settled = self._open.pop(number, None)
+        if settled is None or settled.future.done():
+            return
+        if isinstance(answer, Exception):
+            settled.future.set_exception(answer)
+        else:
+            settled.future.set_result(answer)
+
+    def _late(self) -> list[int]:
+        now = self._mesh.clock.monotonic()
+        return [n for n, o in self._open.items() if o.deadline < now]
+
+    def _hung(self, number: int) -> EnvironmentHung:
+        return EnvironmentHung(f"no answer in {self._open[number].patience_s:.0f} s")
+
+    def _look(self) -> None:
+        """Asks a process with late answers for a sign of life, and gives up one without."""
+        now = self._mesh.clock.monotonic()
+        if self._probed is None and self._late():
+            self._probed = now
+            self._send(packed([PROBE, 0, "text", []]))
+        elif self._probed is not None and now > self._probed + PROBE_S:
+            raise EnvironmentLost(f"nothing was answered in {PROBE_S:g} s")
+
+    async def _lose(self, child: Child | None, error: Exception) -> None:
+        """Gives up a process (None: one that did not start) with all that is open in it."""
+        if child is self._child:
+            usage = child.usage() if child is not None else None
+            stopped = usage is not None and usage.state in STOPPED
+            late = [] if stopped else self._late()
+            self._child, self._unsent = None, []
+            for number in list(self._open):
+                lost = EnvironmentLost(f"environment process {self.name}: {error}")
+                self._settle(number, self._hung(number) if number in late else lost)
+        if child is not None:
+            child.kill()
+            await child.wait(5.0)
+
+    async def close(self) -> None:
+        """Lets the process clean up what its episodes hold, as far as that ends soon."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for left in self._open.values():
+            left.future.cancel()
+        child, self._child = self._child, None
+        if child is not None:
+            await dismissed(child)

@@ -1,0 +1,154 @@
+"""The pool of environment processes of a rollout shard, and what becomes of trajectories when one
+dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import ToolFailed
+from common.job.job_data import JobData
+from common.runtime.mesh import Mesh
+from services.rollout.environments.episodes import EpisodeProcess
+from services.rollout.environments.process import (
+    EnvironmentHung,
+    EnvironmentLost,
+    EnvironmentProcess,
+)
+
+BOOT = Path(__file__).parents[2] / "environment" / "verifying" / "boot.py"
+HANGS = 2  # times that an operation must hang alone, in a process that nobody stopped
+LOSSES = 5  # processes in a row that an operation may end: somebody else may have killed a few
+
+
+def command(job: JobData) -> list[str]:
+    """What runs an environment process of a job."""
+    config = job.config.environment
+    if config.verifiers:
+        return verifiers_command(job)
+    argv = [sys.executable, "-m", "services.environment", "--use", config.use]
+    argv += ["--modules", str(job.modules), "--tokenizer", str(job.tokenizer)]
+    argv += ["--prompt", job.config.dataset.prompt]
+    if config.chat:
+        argv += ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
+        argv += ["--tools", json.dumps(config.tools), "--mcp", json.dumps(config.mcp)]
+    return argv
+
+
+def verifiers_command(job: JobData) -> list[str]:
+    """The same for an environment of the `verifiers` package, in that package's interpreter."""
+    config = job.config.environment
+    argv = [config.python, "-I", str(BOOT), "--taskset", config.verifiers]
+    argv += ["--options", json.dumps(config.verifiers_options), "--modules", str(job.modules)]
+    argv += ["--tokenizer", str(job.tokenizer), "--chat", config.chat]
+    return [*argv, "--chat-options", json.dumps(config.chat_options)]
+
+
+class EnvironmentPool:
+    """Environments by trajectory, each in the process that its id maps to.
+
+    A lost process is started again at its next operation; every trajectory it held is rebuilt there
+    from `replay` before its operation is repeated. An operation that was out when a process hung is
+    repeated alone, so that only the one that hangs by itself, more than once, fails.
+    """
+
+    def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
+        config = job.config.environment
+        kind = EpisodeProcess if config.verifiers else EnvironmentProcess
+        name = "environment-" + mesh.name.replace("/", "-")
+        self._processes = [
+            kind(
+                mesh,
+                command(job),
+                f"{name}-{i}",
+                logs / f"{name}-{i}.log",
+                config.step_deadline_s,
+            )
+            for i in range(config.processes)
+        ]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {p.name: p.pid for p in self._processes}
+
+    async def begin(self, key: int, row: dict[str, Any]) -> list[int]:
+        """Opens an environment; returns the prompt's ids."""
+        ids: list[int] = await self._perform(key, "begin", row, None)
+        return ids
+
+    async def answer(self, key: int, row: dict[str, Any], value: Any) -> tuple[Any, Any]:
+        """Ids of the prompt and of the answer that the row gives to it."""
+        prompt, answer = await self._perform(key, "answer", [row, value], None)
+        return prompt, answer
+
+    async def step(
+        self, key: int, ids: list[int], replay: Callable[[], Any]
+    ) -> tuple[str, str, Any]:
+        """(the turn's text, tool | append | done, what comes with it).
+
+        With a tool its name and input, with what is appended its ids, with the end a score or None.
+        """
+        text, action, value = await self._perform(key, "step", ids, replay)
+        return text, action, value
+
+    async def result(self, key: int, value: Any, replay: Callable[[], Any]) -> tuple[str, Any]:
+        action, argument = await self._perform(key, "result", value, replay)
+        return action, argument
+
+    async def cut(
+        self, key: int, ids: list[int], replay: Callable[[], Any]
+    ) -> tuple[str, float | None]:
+        """The trajectory ends here, in mid-turn or before one.
+
+        Returns what `ids`, its unfinished turn, say, and the score of an environment that has one.
+        """
+        text, score = await self._perform(key, "cut", ids, replay)
+        return text, score
+
+    def close_one(self, key: int) -> None:
+        self._process(key).put((key, "close", None)).add_done_callback(_observe)
+
+    def _process(self, key: int) -> EnvironmentProcess | EpisodeProcess:
+        return self._processes[(key ^ key >> 12) % len(self._processes)]
+
+    async def _perform(
+        self, key: int, operation: str, argument: Any, replay: Callable[[], Any] | None
+    ) -> Any:
+        process = self._process(key)
+        hangs = losses = 0
+        while True:
+            try:
+                if not losses:
+                    return await process.put((key, operation, argument))
+                # It may have been the one that hung: the second time nobody rides along.
+                alone = losses > 1
+                if replay is not None:
+                    await process.put((key, "restore", replay()), alone=alone)
+                return await process.put((key, operation, argument), alone=alone)
+            except EnvironmentLost as error:
+                losses += 1
+                hangs += isinstance(error, EnvironmentHung)
+                if hangs == HANGS:
+                    raise ToolFailed(
+                        f"the environment hung: {error}",
+                        where=process.name,
+                        fix="make it finish, or raise environment.step_deadline_s",
+                    ) from error
+                if losses > LOSSES:
+                    raise ToolFailed(
+                        f"{operation}() lost its environment process {losses} times: {error}",
+                        where=process.name,
+                    ) from error
+
+    async def close(self) -> None:
+        await asyncio.gather(*(process.close() for process in self._processes))
+
+
+def _observe(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,151 @@
+"""One environment process of a rollout shard: operations in batches, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from common.environment.framing import frames, packed
+from common.errors import BadMessage, DeadlineExceeded, MeshError, ToolFailed
+from common.process.handle import Child
+from common.runtime.batcher import Batcher
+from common.runtime.mesh import Mesh
+
+Operation = tuple[int, str, Any]  # trajectory, operation, argument
+START_S = 60.0  # importing the author's modules may take its time
+LOOK_AGAIN_S = 0.2  # past a deadline: this process itself may have been stopped until then
+ORDERLY_S = 5.0  # for what environments clean up at the end, within what a service's stop may take
+STOPPED = "Tt"  # states of a process that was stopped, in /proc
+
+
+class EnvironmentLost(MeshError):
+    """The process that held the environment has died; it can be rebuilt from the log."""
+
+    code = "environment_lost"
+    retryable = True
+
+
+class EnvironmentHung(EnvironmentLost):
+    """A running process did not answer one operation, which was alone in its batch."""
+
+    code = "environment_hung"
+
+
+class EnvironmentProcess:
+    """One process; operations queue into batches, a hang past the deadline kills it."""
+
+    def __init__(
+        self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float
+    ) -> None:
+        self._mesh, self._argv, self._log = mesh, argv, log
+        self.name = name
+        self._deadline_s = deadline_s
+        self._child: Child | None = None
+        self._starting = asyncio.Lock()
+        self._batcher: Batcher[Operation, Any] = Batcher(self._exchange)
+        self._fresh = True
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid if self._child else 0
+
+    def put(self, operation: Operation, *, alone: bool = False) -> asyncio.Future[Any]:
+        return self._batcher.put(operation, alone=alone)
+
+    async def _ready(self) -> Child:
+        async with self._starting:
+            if self._child is None:
+                self._fresh = True
+                self._child = self._mesh.host.spawn(
+                    self._argv, name=self.name, log=self._log, pipe=True
+                )
+            return self._child
+
+    async def _exchange(self, batch: list[Operation]) -> list[Any]:
+        """An answer to each operation; one that cannot travel fails here, and is not sent."""
+        messages: list[Any] = [
+            message_of(operation, operation[1], self.name) for operation in batch
+        ]
+        sent = [i for i, message in enumerate(messages) if isinstance(message, bytes)]
+        if sent:
+            blocks = frames(m for m in messages if isinstance(m, bytes))
+            told = await self._asked([batch[i] for i in sent], list(blocks))
+            for i, answer in zip(sent, told, strict=True):
+                messages[i] = answer
+        return messages
+
+    async def _asked(self, batch: list[Operation], blocks: list[bytes]) -> list[Any]:
+        """What the process answers to a batch, which takes one frame or more."""
+        child = await self._ready()
+        deadline_s = self._deadline_s * max(steps_of(operation) for operation in batch)
+        deadline_s += START_S if self._fresh else 0.0
+        answers: list[Any] = []
+        try:
+            with self._mesh.wait(batch[0][1], on=self.name):
+                for block in blocks:
+                    await child.send(block)
+                    answers += msgpack.unpackb(await self._received(child, deadline_s), raw=False)
+        except (OSError, EOFError, ValueError, MeshError) as error:
+            usage = child.usage()
+            stopped = usage is not None and usage.state in STOPPED
+            await self._bury(child)
+            if isinstance(error, DeadlineExceeded) and len(batch) == 1 and not stopped:
+                return [EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")]
+            lost = EnvironmentLost(f"environment process {self.name}: {error}")
+            return [lost] * len(batch)
+        self._fresh = False
+        return [answer_of(status, value, self.name) for _, status, value in answers]
+
+    async def _received(self, child: Child, deadline_s: float) -> bytes:
+        try:
+            return await child.recv(deadline_s)
+        except DeadlineExceeded:
+            return await child.recv(LOOK_AGAIN_S)
+
+    async def _bury(self, child: Child) -> None:
+        self._child = None
+        child.kill()
+        await child.wait(5.0)
+
+    async def close(self) -> None:
+        """Lets the process clean up what its environments hold, as far as that ends soon."""
+        await self._batcher.close()
+        child, self._child = self._child, None
+        if child is not None:
+            await dismissed(child)
+
+
+async def dismissed(child: Child) -> None:
+    """Ends a process by the end of its channel; by force if it has not ended in ORDERLY_S."""
+    child.close()
+    try:
+        await child.wait(ORDERLY_S)
+    finally:
+        child.kill()
+    await child.wait(5.0)
+
+
+def steps_of(operation: Operation) -> int:
+    """Deadlines that an operation may take: a restore repeats all that its episode was told."""
+    _, name, argument = operation
+    return 1 + len(argument[1]) if name == "restore" else 1
+
+
+def message_of(message: Any, operation: str, name: str) -> bytes | ToolFailed:
+    """An operation as the process gets it, or the failure of one that cannot travel."""
+    try:
+        return packed(message)
+    except BadMessage as error:
+        return ToolFailed(f"{operation}() was given what cannot travel: {error}", where=name)
+
+
+def answer_of(status: str, value: Any, name: str) -> Any:
+    """What an answer of a process means: its value, or the error that it stands for."""
+    if status == "ok":
+        return value
+    if status == "unknown":
+        return EnvironmentLost(str(value))
+    return ToolFailed(f"the environment raised {value}", where=name, fix="see the job's module")

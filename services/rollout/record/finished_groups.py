@@ -1,0 +1,73 @@
+"""A finished group: its members as one message, its bytes in the store, its row ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from common.api.weights import Group
+from common.records.experts import laid_out
+from common.records.lineages import NATIVE
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.state import groups as rows
+from common.wire.blob import pack
+from common.wire.bulk import BulkClient
+from common.wire.weight_store import put
+from services.rollout.rewards.scoring import beside
+from services.rollout.trajectory import Ending, Trajectory
+
+
+def finished_group(
+    group: int,
+    prompt: int,
+    members: Sequence[Trajectory],
+    roles: Sequence[str],
+    expert_shape: Callable[[], Sequence[int]],
+) -> Group:
+    """What the trainer gets: `roles` are of the frozen models that have read the members, and
+    `expert_shape` is asked for when engines have noted experts.
+    """
+    endings = [t.ending or Ending("failed") for t in members]
+    rewards = [np.nan if e.reward is None else e.reward for e in endings]
+    experts = laid_out((t.experts, t.length) for t in members)
+    return Group(
+        group=group,
+        prompt=prompt,
+        lengths=np.array([t.length for t in members], np.int32),
+        tokens=np.concatenate([t.tokens for t in members]),
+        logprobs=np.concatenate([t.logprobs for t in members]),
+        versions=np.concatenate([t.versions for t in members]),
+        rewards=np.array(rewards, np.float32),
+        ends=[e.reason for e in endings],
+        **{role: beside(members, role) for role in roles},
+        experts=experts,
+        expert_shape=list(expert_shape()) if experts.size else [0, 0],
+        foreign_above=NATIVE,
+    )
+
+
+async def hand_in(mesh: Mesh, bulk: BulkClient, job: str, message: Group) -> None:
+    """The bytes into the store, then the row to `ready`."""
+    content = pack(message)
+    digest = await put(mesh, bulk, content, "storing a finished group")
+    sampled = message.sampled_versions
+    if not len(sampled):  # nothing to train, which the trainer filters
+        sampled = message.versions[message.versions >= 0]
+    await patiently(
+        mesh.clock,
+        lambda: rows.group_ready(
+            mesh.state,
+            job,
+            mesh.name,
+            mesh.token,
+            message.group,
+            digest,
+            len(content),
+            int(sampled.min()),
+            int(sampled.max()),
+            int(np.isfinite(message.rewards).sum()),
+            f"ready-{message.group}",
+        ),
+    )

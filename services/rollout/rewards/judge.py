@@ -1,0 +1,87 @@
+"""A reward that is a model's verdict: the job's own judge, or a server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Protocol
+
+from common.errors import ToolFailed
+from common.job.config import JudgeConfig
+from common.job.job_data import JobData
+from common.runtime.mesh import Mesh
+from services.rollout.rewards.scoring import Scorer
+
+SAID = 200  # characters of an answer that an error shows
+_FIELD = re.compile(r"\{(\w+)\}")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+class JudgeFailed(ToolFailed):
+    """The judge gave no verdict: it refused, said something else, or could not be reached."""
+
+    code = "judge_failed"
+
+
+class Judge(Protocol):
+    async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+        """The reward of a trajectory; ToolFailed (never a number) when there is none."""
+
+    async def close(self) -> None: ...
+
+
+def judge_of(mesh: Mesh, job: JobData, scorer: Scorer) -> Judge | None:
+    """The judge that the job asks for, if it does."""
+    config = job.config.reward.judge
+    if not config.use:
+        return None
+    prompt = job.config.dataset.prompt
+    if config.use == "model":
+        return ModelJudge(config, prompt, scorer)
+    # Its HTTP client is slow to import.
+    from services.rollout.rewards.judge_server import ServerJudge
+
+    return ServerJudge(mesh, config, prompt)
+
+
+def question(template: str, prompt: str, row: dict[str, Any], turns: list[dict[str, Any]]) -> str:
+    """The template with {prompt}, {answer} and keys of the row; other braces stay as they are."""
+    said = [turn["text"] for turn in turns if turn["role"] == "model"]
+    values = {key: _plain(value) for key, value in row.items()}
+    values |= {"prompt": _plain(row.get(prompt, "")), "answer": said[-1] if said else ""}
+    return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)
+
+
+def _plain(value: Any) -> str:
+    """A value of a row as text; of messages, what each says."""
+    if isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value):
+        return "\n".join(f"{m['role']}: {m.get('content', '')}" for m in value)
+    return str(value)
+
+
+def parsed(text: str, yes: str, no: str) -> float:
+    """1 for yes, 0 for no, or the number that the last line is; JudgeFailed for anything else."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    verdict = last.rpartition(":")[2].strip(" \t*_`'\".!").casefold()
+    if verdict in (yes.casefold(), no.casefold()):
+        return float(verdict == yes.casefold())
+    if _NUMBER.fullmatch(verdict) and math.isfinite(number := float(verdict)):
+        return number
+    raise JudgeFailed(
+        f"the judge's last line is neither {yes}, {no} nor a number: {last[:SAID]!r}",
+        fix="let the template ask for a verdict on a line of its own",
+    )
+
+
+class ModelJudge:
+    """[models.reward], by how likely it goes on with yes."""
+
+    def __init__(self, config: JudgeConfig, prompt: str, scorer: Scorer) -> None:
+        self._config, self._prompt, self._scorer = config, prompt, scorer
+
+    async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+        return await self._scorer.verdict(question(self._config.template, self._prompt, row, turns))
+
+    async def close(self) -> None:
+        return None

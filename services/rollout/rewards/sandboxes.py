@@ -1,0 +1,383 @@
+"""What a shard asks of the sandboxes: tools and rewards, spread by load, asked again when a sandbox
+fails, and typed when the author's code does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from common.api.sandbox import (
+    BAD_VALUE,
+    CRASHED,
+    OK,
+    OUT_OF_MEMORY,
+    RAISED,
+    REFUSED,
+    EndSessions,
+    Jailing,
+    LoadJob,
+    Outcome,
+    RewardCall,
+    RewardPart,
+    RunTools,
+    Sandbox,
+    ScoreBatch,
+    ToolCall,
+)
+from common.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, ToolFailed
+from common.job import builtin
+from common.job.config import JobConfig
+from common.job.job_data import JobData
+from common.runtime.batcher import Batcher
+from common.runtime.mesh import Mesh
+from common.state import registry
+
+Q = TypeVar("Q")
+Answered = tuple[str, Any, Any]  # a tool, its input, its value
+RewardArguments = tuple[dict[str, Any], list[dict[str, Any]]]
+
+ATTEMPTS = 4  # calls that may hang or crash before the trajectory fails by type
+PATIENCE_S = 600.0  # the sandbox service itself may be away this long
+RETRY_S = 0.25
+LOOK_S = 2.0  # between two looks at which sandboxes there are
+SLOWEST = 5  # times its limit that a jailed call may take with the queue before it
+QUEUE_S = 1800.0  # in it, at most
+KEPT = (OK, OUT_OF_MEMORY, REFUSED)  # how a cell may end whose session goes on
+SANDBOX = "sandbox/0"  # the one that every mesh has
+
+
+def load_request(job: JobData) -> LoadJob:
+    """What a sandbox is told of a job."""
+    config = job.config
+    parts = []
+    for part in config.reward.declared:
+        options = dict(part.options)
+        if builtin.is_builtin(part.use):  # what ends a turn is no part of the answer
+            options.setdefault("strip", [*config.rollout.stop, *config.rollout.stop_text])
+        parts.append(RewardPart(part.use, part.weight, options))
+    return LoadJob(
+        job.id,
+        str(job.modules),
+        dict(config.environment.tools),
+        parts,
+        config.environment.mcp,
+        jailing_of(config),
+    )
+
+
+def jailing_of(config: JobConfig) -> Jailing:
+    sandbox = config.sandbox
+    return Jailing(
+        tier=sandbox.tier,
+        python=sandbox.python,
+        imports=sandbox.imports,
+        wall_s=sandbox.wall_s,
+        cpu_s=sandbox.cpu_s,
+        memory_bytes=sandbox.memory_mb << 20,
+        processes=sandbox.max_processes,
+        open_files=sandbox.open_files,
+        scratch_bytes=sandbox.scratch_mb << 20,
+        files=sandbox.files,
+        output_bytes=sandbox.output_kb << 10,
+        sessions=sandbox.sessions,
+        session_idle_s=sandbox.session_idle_s,
+    )
+
+
+class Sandboxes:
+    """Which sandbox a batch goes to: the one with the fewest calls of ours, of those alive."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._names: list[str] = [SANDBOX]
+        self._looked = float("-inf")
+        self._out: dict[str, int] = {}
+
+    async def look(self) -> list[str]:
+        """Their names, as the registry has them."""
+        now = self._mesh.clock.monotonic()
+        if now - self._looked > LOOK_S:
+            self._looked = now
+            entries = await registry.entries(self._mesh.state, "sandbox")
+            self._names = sorted(e.name for e in entries if e.alive) or [SANDBOX]
+        return self._names
+
+    async def choose(self, avoid: str = "") -> str:
+        names = [name for name in await self.look() if name != avoid] or self._names
+        return min(names, key=lambda name: self._out.get(name, 0))
+
+    async def home(self, session: str) -> str:
+        """The one for a session: the same for every incarnation of its shard."""
+        names = await self.look()
+        return names[zlib.crc32(session.encode()) % len(names)]
+
+    def forget(self) -> None:
+        """The next choice looks anew: one of them did not answer."""
+        self._looked = float("-inf")
+
+    def sent(self, name: str, calls: int) -> None:
+        self._out[name] = self._out.get(name, 0) + calls
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """The state of one trajectory's tools, at the sandbox that is its home."""
+
+    name: str = ""
+    home: str = ""  # the sandbox that has it, once one may have
+    calls: int = 0  # under way there
+    over: bool = False  # nobody will call again
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A tool's call, and the state that it works on."""
+
+    name: str
+    argument: Any
+    session: _Session  # without a name: it needs none
+    begun: bool  # the session holds what earlier calls made
+    once: bool  # it is not run again when its process is lost
+
+
+class Outside:
+    """Tools and rewards of one job, batched."""
+
+    def __init__(self, mesh: Mesh, job: JobData) -> None:
+        self._mesh, self._job = mesh, job
+        config = job.config
+        self._sandboxes = Sandboxes(mesh)
+        self._request = load_request(job)
+        self._jailed = {
+            name for name, use in config.environment.tools.items() if builtin.jailed([use])
+        }
+        self._with_session = {
+            name for name in self._jailed if builtin.TOOLS[config.environment.tools[name]].session
+        }
+        self._once = set(config.environment.once) | self._with_session
+        self._sessions: dict[str, _Session] = {}  # by trajectory
+        self._ending: set[asyncio.Task[None]] = set()  # sandboxes are being told of ended sessions
+        self._tools: Batcher[_Call, Outcome] = Batcher(self._run_tools, in_flight=2)
+        self._slow: Batcher[_Call, Outcome] = Batcher(self._run_tools, limit=1, in_flight=256)
+        jailed_reward = builtin.jailed([part.use for part in config.reward.declared])
+        self._rewards: Batcher[RewardArguments, Outcome] = Batcher(
+            self._score, limit=1 if jailed_reward else 256, in_flight=256 if jailed_reward else 2
+        )
+        self._slow_reward = bool(jailed_reward)
+
+    @property
+    def _needed(self) -> bool:
+        config = self._job.config
+        return bool(config.environment.tools or config.reward.declared)
+
+    async def load(self) -> None:
+        """Tells the sandboxes about the job; one without tools and reward needs none."""
+        if self._needed:
+            for name in await self._sandboxes.look():
+                await self._mesh.ref(name).call(Sandbox.load, self._request)
+
+    async def tool(
+        self, name: str, argument: Any, session: str = "", earlier: Sequence[Answered] = ()
+    ) -> Any:
+        """A tool's value; ToolFailed when it raises, or keeps hanging or crashing.
+
+        `session` names the trajectory, whose `earlier` calls say whether its state must be there.
+        What runs the model's code has a value whatever became of it: the model reads how it ended.
+        """
+        tools = self._job.config.environment.tools
+        if name not in tools:
+            known = ", ".join(sorted(tools)) or "none"
+            raise ToolFailed(f"no tool is called {name!r}", fix=f"the job names: {known}")
+        kept = _Session()
+        if name in self._with_session and session:
+            kept = self._sessions.setdefault(session, _Session(session))
+        call = _Call(name, argument, kept, self._begun(earlier), name in self._once)
+        outcome = await self._decided(self._slow if name in self._jailed else self._tools, call)
+        if outcome.value is not None and name in self._jailed:
+            return outcome.value
+        if outcome.status == CRASHED and call.once:
+            return {"status": CRASHED, "output": f"[crashed: {outcome.error}]"}
+        return _value(outcome, f"tool {name}")
+
+    def _begun(self, earlier: Sequence[Answered]) -> bool:
+        """Whether the last call of a session left one behind."""
+        values = [value for name, _, value in earlier if name in self._with_session]
+        return bool(values) and values[-1].get("status") in KEPT
+
+    async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+        """The job's reward; ToolFailed when the function raises, hangs or returns garbage."""
+        if not self._job.config.reward.declared:
+            return 0.0
+        return float(_value(await self._decided(self._rewards, (row, turns)), "reward"))
+
+    def ended(self, session: str) -> None:
+        """A trajectory is over: its session need not be kept. Its sandbox is told meanwhile, after
+        the last call that is under way there.
+        """
+        kept = self._sessions.pop(session, None)
+        if kept is not None:
+            kept.over = True
+            self._end(kept)
+
+    def _end(self, session: _Session) -> None:
+        if not session.name or not session.home or session.calls:
+            return
+        request = EndSessions(self._job.id, [session.name])
+        told = self._mesh.ref(session.home).cast(Sandbox.end_sessions, request)
+        task = asyncio.get_running_loop().create_task(told, name=f"end of {session.name}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _decided(self, calls: Batcher[Q, Outcome], call: Q) -> Outcome:
+        """The outcome, asked for again when the process that ran the call was lost or too slow."""
+        once = isinstance(call, _Call) and (call.once or call.name in self._jailed)
+        for attempt in range(1, ATTEMPTS + 1):
+            outcome = await calls.put(call)
+            if outcome.status in (OK, RAISED, BAD_VALUE) or (once and outcome.value is not None):
+                break
+            if isinstance(call, _Call) and call.once:
+                break
+            await self._mesh.clock.sleep(RETRY_S * attempt)
+        return outcome
+
+    async def _run_tools(self, batch: list[_Call]) -> list[Outcome | Exception]:
+        config = self._job.config.environment
+        jailed = batch[0].name in self._jailed
+        deadline_s = self._job.config.sandbox.wall_s if jailed else config.tool_deadline_s
+        calls = [
+            ToolCall(
+                i,
+                self._job.id,
+                c.name,
+                c.argument,
+                deadline_s,
+                c.session.name,
+                c.begun,
+                c.once,
+            )
+            for i, c in enumerate(batch)
+        ]
+        patience_s = SLOWEST * deadline_s + QUEUE_S if jailed else 2 * deadline_s + 5.0
+        if any(c.once for c in batch):
+            return await self._once_only(batch, calls, patience_s)
+        return await self._patiently(Sandbox.run, RunTools(calls), len(calls), patience_s)
+
+    async def _once_only(
+        self, batch: list[_Call], calls: list[ToolCall], patience_s: float
+    ) -> list[Outcome | Exception]:
+        """Calls that are not asked twice: those whose sandbox is lost come back as crashed."""
+        outcomes: list[Outcome | Exception] = []
+        for asked, call in zip(batch, calls, strict=True):
+            with self._in_use(asked.session):
+                outcomes.append(await self._one(asked, call, patience_s))
+        return outcomes
+
+    @contextmanager
+    def _in_use(self, session: _Session) -> Iterator[None]:
+        """While a call of the session is under way."""
+        session.calls += 1
+        try:
+            yield
+        finally:
+            session.calls -= 1
+            if session.over:
+                self._end(session)
+
+    async def _one(self, asked: _Call, call: ToolCall, patience_s: float) -> Outcome:
+        session = asked.session
+        name = session.home or await self._chosen("", session.name)
+        session.home = name
+        for _ in range(ATTEMPTS):
+            self._sandboxes.sent(name, 1)
+            try:
+                ref = self._mesh.ref(name)
+                answer = await ref.call(Sandbox.run, RunTools([call]), deadline_s=patience_s)
+                outcome: Outcome = answer.outcomes[0]
+                return outcome
+            except NotFound:  # it was not run: this sandbox does not know the job
+                await self._load_on(name)
+            except Overloaded:  # nor then
+                await self._mesh.clock.sleep(RETRY_S)
+            except MeshError as error:
+                if not error.retryable:
+                    raise
+                self._sandboxes.forget()
+                session.home = ""
+                lost = f"the sandbox was lost, with all that the call has done: {error}"
+                value = {"status": CRASHED, "output": f"[{CRASHED}: {lost}]"}
+                jailed = asked.name in self._jailed
+                return Outcome(call.id, CRASHED, value if jailed else None, lost)
+            finally:
+                self._sandboxes.sent(name, -1)
+        return Outcome(call.id, CRASHED, None, "no sandbox takes the job")
+
+    async def _score(self, batch: list[RewardArguments]) -> list[Outcome | Exception]:
+        deadline_s = self._job.config.reward.deadline_s
+        calls = [
+            RewardCall(i, self._job.id, row, turns, deadline_s)
+            for i, (row, turns) in enumerate(batch)
+        ]
+        patience_s = 2 * deadline_s + (QUEUE_S if self._slow_reward else 5.0)
+        return await self._patiently(Sandbox.score, ScoreBatch(calls), len(calls), patience_s)
+
+    async def _patiently(
+        self, method: Any, request: Any, calls: int, deadline_s: float
+    ) -> list[Outcome | Exception]:
+        """Sandboxes may die and come back: what is asked here is safe to run again, elsewhere."""
+        clock = self._mesh.clock
+        started = clock.monotonic()
+        avoid = ""
+        while True:
+            name = await self._chosen(avoid)
+            self._sandboxes.sent(name, calls)
+            try:
+                answer = await self._mesh.ref(name).call(method, request, deadline_s=deadline_s)
+                return list(answer.outcomes)
+            except NotFound:
+                await self._load_on(name)
+            except MeshError as error:
+                if not error.retryable:
+                    raise
+                if clock.monotonic() - started > PATIENCE_S:
+                    if not isinstance(error, DeadlineExceeded):
+                        raise
+                    return [ToolFailed(f"no sandbox answers: {error}")] * calls
+                self._sandboxes.forget()
+                avoid = name
+            finally:
+                self._sandboxes.sent(name, -calls)
+            await clock.sleep(RETRY_S)
+
+    async def _chosen(self, avoid: str, session: str = "") -> str:
+        try:
+            if session:
+                return await self._sandboxes.home(session)
+            return await self._sandboxes.choose(avoid)
+        except MeshError as error:
+            if not error.retryable:
+                raise
+            return SANDBOX
+
+    async def _load_on(self, name: str) -> None:
+        try:
+            await self._mesh.ref(name).call(Sandbox.load, self._request)
+        except MeshError as error:
+            if not error.retryable:
+                raise
+
+    async def close(self) -> None:
+        await self._tools.close()
+        await self._slow.close()
+        await self._rewards.close()
+        await asyncio.gather(*self._ending)  # a cast is sent or dropped within its deadline
+
+
+def _value(outcome: Outcome, what: str) -> Any:
+    if outcome.status == OK:
+        return outcome.value
+    raise ToolFailed(f"{what}: {outcome.status}: {outcome.error}", fix="see the job's module")

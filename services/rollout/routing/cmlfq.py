@@ -1,0 +1,92 @@
+"""C-MLFQ: which bucket of engines a trajectory belongs to, decided again at each tool return.
+
+Everything starts in the short bucket. After a tool has answered, the trees of past trajectories
+(`lengths.py`) estimate what remains, and `routing.decide` says whether that is for another bucket
+(Libra, arXiv 2606.03077). Each decision carries its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.rollout.record.buffers import NOT_SAMPLED
+from services.rollout.routing.lengths import Lengths, Past, State, state_of
+from services.rollout.routing.queues import Bucket, Decision, decide
+from services.rollout.trajectory import Trajectory
+
+
+@dataclass(slots=True)
+class Course:
+    """A trajectory as far as it has got: its bucket, and its tool returns with tokens before."""
+
+    bucket: int = 0
+    returns: list[tuple[State, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Which bucket a trajectory belongs to; learns from each that ends."""
+
+    def __init__(self, buckets: Sequence[Bucket], prompts: int, lengths: Lengths) -> None:
+        self.buckets = list(buckets)
+        self.lengths = lengths
+        self.outcomes: Counter[str] = Counter()  # of decisions so far
+        self._prompts = max(1, prompts)  # rows of the data set: epochs share their trees
+
+    def order(self, t: Trajectory, course: Course) -> tuple[int, ...]:
+        """Whose turn it is when several wait, lowest first; then who came first.
+
+        With buckets, the long ones: the step ends with them. All others take turns, which shows
+        soon who is long. With one, the oldest group: it is what a step waits for.
+        """
+        return (-course.bucket,) if len(self.buckets) > 1 else (t.id,)
+
+    def returned(self, t: Trajectory, course: Course) -> Decision:
+        """A tool has answered the trajectory's open round: where it goes on."""
+        course.returns = returns_of(t, course.returns)
+        if len(self.buckets) == 1:
+            return Decision("already_in_target", 0, "there is one bucket")
+        decision = self.decided(t, [state for state, _ in course.returns], course.bucket)
+        course.bucket = decision.bucket
+        self.outcomes[decision.outcome] += 1
+        return decision
+
+    def restored(self, t: Trajectory, course: Course) -> None:
+        """Takes up a trajectory that a predecessor began, where its tool returns have it."""
+        course.returns = returns_of(t)
+        if course.returns and len(self.buckets) > 1:
+            path = [state for state, _ in course.returns]
+            course.bucket = self.decided(t, path, 0).bucket
+
+    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+        """Where a trajectory in bucket `current` goes on after these tool returns."""
+        return decide(self.lengths.estimate(self._prompt(t), path), current, self.buckets)
+
+    def ended(self, t: Trajectory, course: Course) -> Past | None:
+        """The trajectory is over; what is to be remembered of it, if it counts.
+
+        One that failed says nothing of lengths, nor does evaluation, which samples otherwise.
+        """
+        if len(self.buckets) == 1 or not t.recorded or t.ending is None or t.ending.error:
+            return None
+        sampled = int((t.versions != NOT_SAMPLED).sum())
+        past = Past(t.prompt % self._prompts, tuple(returns_of(t, course.returns)), sampled)
+        self.lengths.learn(past)
+        return past
+
+    def _prompt(self, t: Trajectory) -> int | None:
+        return t.prompt % self._prompts if t.recorded else None
+
+
+def returns_of(t: Trajectory, known: Sequence[tuple[State, int]] = ()) -> list[tuple[State, int]]:
+    """A trajectory's tool returns, each with the tokens that it had sampled by then."""
+    rounds = [*t.rounds, *([t.open_round] if t.open_round else [])]
+    found: list[tuple[State, int]] = []
+    sampled = 0
+    for r in rounds:
+        sampled += r.tokens
+        for tool, _, value in r.calls():
+            new = len(found) >= len(known)
+            found.append((state_of(tool, value), sampled) if new else known[len(found)])
+    return found

@@ -1,0 +1,290 @@
+"""One engine as a rollout shard sees it: requests out, tokens into ledger and trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from common.api.engine import (
+    Abort,
+    Attach,
+    Engine,
+    Finish,
+    Move,
+    Moved,
+    Sampling,
+    Submit,
+    Tokens,
+)
+from common.errors import MeshError, Refused
+from common.runtime.batcher import Batcher
+from common.runtime.mesh import Mesh, Ref
+from services.rollout.record.staging import Request
+from services.rollout.routing import balance
+from services.rollout.routing.cache_moves import MoveCosts
+from services.rollout.routing.queues import EngineLoad
+from services.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from services.rollout.routing.stay import Stay
+
+NO_VERSION = -1  # of an engine that may serve nobody now
+REST_S = 0.5  # an engine that failed a turn gets no other for so long: it may be draining
+SILENT_S = 1.0  # an engine with requests flushes every 20 ms
+TURN_S = 600.0  # a turn that takes longer is handed to another engine
+
+
+class TokenSink(Protocol):
+    """Numbers requests, and writes their tokens down before they count; see `GroupCommit`."""
+
+    def open(self, trajectory: Trajectory) -> Request: ...
+    def forget(self, request: Request) -> bool: ...
+    def abort(self, engine: str, requests: Iterable[int]) -> None: ...
+    async def put(self, engine: str, flush: Tokens) -> None: ...
+
+
+class EngineLink:
+    """One engine as this shard sees it: a stream of tokens and the requests that are out."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: str,
+        seats: int,
+        sink: TokenSink,
+        sampling: Sampling,
+        on_version: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.seats = seats  # trajectories that it holds
+        self.batch = self.bound = seats  # requests that it runs, and that it may have from here
+        self.bucket = 0
+        self.lineage = 0  # that the job is in: weights of earlier ones may serve nobody
+        self._weights = 0, NO_VERSION  # that it has: lineage and version
+        self.held: set[Stay] = set()  # whose seats are here
+        self.out: dict[Stay, None] = {}  # those of them that are having a turn, oldest first
+        self.ended: set[int] = set()  # trajectories whose slots the engine may reuse
+        self._unwanted: list[int] = []  # requests to abort before the next is submitted
+        self.host = ""
+        self._costs = {across: MoveCosts(across) for across in (False, True)}  # of moves to here
+        self._others: dict[str, int] = {}  # requests of other shards
+        self._plateau = 0
+        self._rests_until = 0.0
+        self._mesh, self._sink, self._sampling = mesh, sink, sampling
+        self._on_version = on_version  # its weights are newer now
+        self._ref: Ref = mesh.ref(name)
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._heard = mesh.clock.monotonic()  # of a flush, or of a first request
+        self._silence = ExitStack()  # holds the wait that is published while it is silent
+        self._batcher: Batcher[tuple[Request, int], None] = Batcher(self._submit, in_flight=2)
+
+    @property
+    def version(self) -> int:
+        """Of its weights; NO_VERSION while they are none of the job's."""
+        lineage, version = self._weights
+        return version if lineage >= self.lineage else NO_VERSION
+
+    @property
+    def load(self) -> EngineLoad:
+        rests = self._mesh.clock.monotonic() < self._rests_until
+        return EngineLoad(
+            self.name,
+            self.bound,
+            len(self.out),
+            NO_VERSION if rests else self.version,
+            self.bucket,
+            self.seats,
+            len(self.held),
+            sum(self._others.values()),
+        )
+
+    @property
+    def whole(self) -> balance.Engine:
+        """The engine with what all shards have there."""
+        total = len(self.out) + sum(self._others.values())
+        executing = min(total, self.batch)
+        return balance.Engine(
+            self.name, self.batch, executing, total - executing, self._plateau, self.load.version
+        )
+
+    def share(self, count: int) -> int:
+        """How many of `count` requests are this shard's to move: all shards divide them alike, in
+        proportion to what each has here."""
+        have = {**self._others, self._mesh.name: len(self.out)}
+        total = sum(have.values()) or 1
+        parts = {shard: count * n // total for shard, n in have.items()}
+        rest = count - sum(parts.values())
+        return parts[self._mesh.name] + (self._mesh.name in sorted(have)[:rest])
+
+    def published(self, stats: Mapping[str, Any]) -> None:
+        """Takes what the engine tells of itself in the registry."""
+        requests: Mapping[str, int] = stats.get("requests", {})
+        self._others = {s: n for s, n in requests.items() if s != self._mesh.name}
+        # Room in the engine's own slots is its queue's affair; a smaller batch is the shards'.
+        shards = 1 + len(self._others) if self.batch < self.seats else 1
+        self.bound = -(-self.batch // shards)
+        self._plateau = int(stats.get("plateau", 0))
+        self.host = str(stats.get("host", ""))
+        for costs in self._costs.values():
+            costs.published(stats)
+
+    def take(self, stay: Stay) -> None:
+        """A stay has a seat here, and a turn."""
+        self.held.add(stay)
+        self.out[stay] = None
+        self.ended.discard(stay.trajectory.id)  # of an earlier stay here
+
+    def free(self, stay: Stay) -> None:
+        """A stay has nothing here any more."""
+        self.held.discard(stay)
+        self.out.pop(stay, None)
+
+    def failed(self) -> None:
+        """It did not finish a turn: it takes none for a while."""
+        self._rests_until = self._mesh.clock.monotonic() + REST_S
+
+    async def run(self) -> None:
+        """Reads the stream until the engine is gone; then every request that is out ends as
+        aborted.
+        """
+        try:
+            attach = Attach(self._mesh.name, self._mesh.incarnation)
+            async for flush in self._ref.stream(Engine.attach, attach):
+                await self._arrived(flush)
+        finally:
+            self._weights = 0, NO_VERSION
+            self._silence.close()
+            await self._batcher.close()
+            ids = [request.id for request in self._requests()]
+            self._sink.abort(self.name, ids)  # after what the engine had flushed
+            for stay in self.held:
+                stay.lost()
+
+    def listen(self) -> None:
+        """Publishes that this shard waits for the engine once it has been silent for a while."""
+        silent = self._mesh.clock.monotonic() - self._heard > SILENT_S
+        if not self._requests():
+            self._silence.close()
+        elif silent:
+            self._silence.close()
+            self._silence.enter_context(self._mesh.waits.wait("tokens", self.name, self._heard))
+
+    def _requests(self) -> list[Request]:
+        return [stay.request for stay in self.out if stay.request is not None]
+
+    async def generate(self, stay: Stay, max_new: int) -> Finish:
+        """Submits a turn; returns how it ended once every token of it is written down."""
+        if not self._requests():
+            self._heard = self._mesh.clock.monotonic()
+        request = stay.request = self._sink.open(stay.trajectory)
+        try:
+            submitted = self._batcher.put((request, max_new))
+            submitted.add_done_callback(lambda f: self._submitted(request, f))
+            return Finish(await self._ended(request))
+        finally:
+            stay.request = None
+            if self._sink.forget(request):
+                self._abort([request.id])
+            del self.out[stay]
+
+    async def _ended(self, request: Request) -> int:
+        """How a turn ends; one that takes too long as aborted, behind what has come of it."""
+        clock = self._mesh.clock
+        try:
+            async with clock.timeout(TURN_S, f"a turn on {self.name}"):
+                return await asyncio.shield(request.done)
+        except MeshError:
+            self._abort([request.id])
+            self._sink.abort(self.name, [request.id])
+            async with clock.timeout(TURN_S, "tokens to be written"):
+                return await request.done
+
+    def costs(self, source: EngineLink) -> MoveCosts:
+        """What it takes to move a cache here from `source`."""
+        return self._costs[self.host != source.host]
+
+    async def fetch(self, t: Trajectory, source: EngineLink) -> None:
+        """Brings the trajectory's keys and values here from `source`, as far as that goes."""
+        move = Move(self._mesh.name, t.id, source.name)
+        moved: Moved = await self._ref.call(Engine.move, move)
+        self.costs(source).moved(moved.bytes, moved.seconds)
+
+    def movable(self, count: int, pending: bool) -> list[Stay]:
+        """Up to `count` stays whose requests wait here, the latest first, or else run, the shortest
+        first, since those are computed again soonest.
+        """
+        found = [s for s in self.out if s.request is not None and s.request.waits == pending]
+        if pending:
+            return found[::-1][:count]
+        return sorted(found, key=lambda s: s.trajectory.length)[:count]
+
+    def let_go(self, stay: Stay) -> None:
+        """Asks the engine to abort the stay's request: it ends when its last tokens are here."""
+        if stay.request is not None:
+            self._abort([stay.request.id])
+
+    def _abort(self, requests: list[int]) -> None:
+        abort = Abort(self._mesh.name, np.array(requests, np.int64))
+        task = asyncio.get_running_loop().create_task(self._ref.cast(Engine.abort, abort))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def _submitted(self, request: Request, answered: asyncio.Future[None]) -> None:
+        """Ends a request that the engine did not take, or may have taken, its answer lost."""
+        error = None if answered.cancelled() else answered.exception()
+        if not answered.cancelled() and error is None:
+            if request.over and not request.done.done():  # given up before the engine had it
+                self._abort([request.id])
+            return
+        self._unwanted.append(request.id)
+        if isinstance(error, Refused):
+            if self._sink.forget(request) and not request.done.done():
+                request.done.set_result(Finish.REFUSED)
+        elif not request.over:
+            self._sink.abort(self.name, [request.id])
+
+    async def _submit(self, batch: list[tuple[Request, int]]) -> list[Exception | None]:
+        answers: list[Exception | None] = [None] * len(batch)
+        if self._unwanted:
+            abort = Abort(self._mesh.name, np.array(self._unwanted, np.int64))
+            self._unwanted = []
+            await self._ref.cast(Engine.abort, abort)
+        batch = [turn for turn in batch if not turn[0].over]  # the others were given up meanwhile
+        if not batch:
+            return answers
+        ts = [request.trajectory for request, _ in batch]
+        ended, self.ended = self.ended, set()
+        submit = Submit(
+            owner=self._mesh.name,
+            incarnation=self._mesh.incarnation,
+            ids=np.array([request.id for request, _ in batch], np.int64),
+            sessions=np.array([t.id for t in ts], np.int64),
+            lengths=np.array([t.length for t in ts], np.int32),
+            tokens=np.concatenate([t.tokens for t in ts]),
+            begins=np.array([t.length - len(t.turn) for t in ts], np.int32),
+            max_new=np.array([max_new for _, max_new in batch], np.int32),
+            temperature=np.array([t.temperature for t in ts], np.float32),
+            seeds=np.array([t.seed for t in ts], np.int64),
+            sampling=self._sampling,
+            ended=np.fromiter(ended, np.int64),
+        )
+        try:
+            await self._ref.call(Engine.submit, submit)
+        except MeshError:
+            self.ended |= ended  # it may not have heard
+            raise
+        return answers
+
+    async def _arrived(self, flush: Tokens) -> None:
+        self._silence.close()
+        self._heard = self._mesh.clock.monotonic()
+        weights = flush.lineage, flush.version  # a new lineage may begin at an earlier version
+        if weights > self._weights:
+            self._weights = weights
+            self._on_version()
+        if len(flush.ids):
+            await self._sink.put(self.name, flush)

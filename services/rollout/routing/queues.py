@@ -1,0 +1,162 @@
+"""Where a trajectory goes: join the shortest queue of its bucket, and change bucket when its tools'
+answers say that it will be longer or shorter than thought.
+
+A trajectory stays with the engine that holds its keys and values while that has room in its batch;
+a new or orphaned one goes to the admissible engine with the fewest requests, if one is below its
+bound, and waits otherwise: join-shortest-queue with delayed dispatch (RLBoost, arXiv 2510.19225,
+Algorithm 2, SelectInstance).
+
+Engines form buckets by the length they are for (C-MLFQ: Libra, arXiv 2606.03077). Everything starts
+in the first, the short one; `decide` is asked at each tool return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.rollout.routing.lengths import Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Engines for trajectories with at most `max_tokens` tokens still to sample."""
+
+    max_tokens: int
+    batch: int  # requests that one of its engines decodes together
+    share: float = 1.0  # of the job's engines, beside the other buckets' shares
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    name: str
+    bound: int  # requests that it may have from here
+    running: int  # requests that it has from here
+    version: int  # of its weights
+    bucket: int = 0
+    seats: int = 1 << 30  # trajectories whose keys and values it may hold
+    held: int = 0
+    others: int = 0  # requests that it has from elsewhere
+
+    @property
+    def room(self) -> int:
+        """Trajectories that it could take in now."""
+        return max(0, min(self.bound - self.running, self.seats - self.held))
+
+    @property
+    def load(self) -> float:
+        """Share of its batch that is taken, above 1 when requests wait."""
+        return (self.running + self.others) / self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request without an engine; weights below `floor` may not serve it."""
+
+    floor: int
+    home: str = ""  # the engine that holds its keys and values; empty: none does
+    bucket: int = 0
+
+
+def choose(engines: Iterable[EngineLoad], request: Waiting) -> str | None:
+    """The engine for one request; None: it waits.
+
+    Its home needs no new seat. Other buckets help out when its own is full.
+    """
+    admissible = [e for e in engines if e.version >= request.floor]
+    if any(e.name == request.home and e.running < e.bound for e in admissible):
+        return request.home
+    free = [e for e in admissible if e.room]
+    best = min(free, key=lambda e: (e.bucket != request.bucket, *_order(e)), default=None)
+    return best.name if best else None
+
+
+def next_up(queue: Sequence[Waiting], engines: Sequence[EngineLoad]) -> tuple[int, str] | None:
+    """Who of the queue, in the order of their turn, goes where now; None: all wait.
+
+    The first that finds room where it belongs goes first: at home, or in its bucket when it has no
+    home. Sending the head of the queue anywhere would have it computed again, while the engine that
+    has room mostly holds what somebody just behind it needs. Room that nobody belongs to goes to
+    the first that may have it.
+    """
+    versions = {e.name: e.version for e in engines}
+    for index, request in enumerate(queue):
+        at_home = versions.get(request.home, -1) >= request.floor
+        fits = [
+            e
+            for e in engines
+            if (e.name == request.home and e.running < e.bound)
+            or (not at_home and e.bucket == request.bucket and e.room)
+        ]
+        free = [e for e in fits if e.version >= request.floor]
+        if free:
+            return index, min(free, key=_order).name
+    for index, request in enumerate(queue):
+        if (name := choose(engines, request)) is not None:
+            return index, name
+    return None
+
+
+def _order(engine: EngineLoad) -> tuple[float, int, str]:
+    return engine.load, engine.held, engine.name
+
+
+def assign(engines: Mapping[str, int], buckets: Sequence[Bucket]) -> dict[str, int]:
+    """The bucket of each engine, given its degree of tensor parallelism.
+
+    Small degrees go to short buckets, as short contexts use them best; among equals the names
+    decide, so that all shards agree. Each bucket gets one engine before shares count; with fewer
+    engines than buckets the longest is kept beside the shortest ones.
+    """
+    order = sorted(engines, key=lambda name: (engines[name], name))
+    used = list(range(len(buckets)))
+    if len(order) < len(buckets):
+        used = [*used[: max(1, len(order)) - 1], used[-1]] if len(order) > 1 else used[:1]
+    counts = _apportion(len(order), [buckets[b].share for b in used])
+    places = [b for b, n in zip(used, counts, strict=True) for _ in range(n)]
+    return dict(zip(order, places, strict=True))
+
+
+def _apportion(total: int, shares: Sequence[float]) -> list[int]:
+    """`total` seats by shares: one each, the others to whoever is furthest below its share."""
+    counts = [1 if i < total else 0 for i in range(len(shares))]
+    whole = sum(shares)
+    for _ in range(total - sum(counts)):
+        short = [total * share / whole - n for share, n in zip(shares, counts, strict=True)]
+        counts[short.index(max(short))] += 1
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a tool return led to; `bucket` is where the trajectory belongs from now on."""
+
+    outcome: str
+    bucket: int
+    reason: str
+
+
+def bucket_of(tokens: float, buckets: Sequence[Bucket]) -> int:
+    """The first bucket that is meant for so many tokens; the last takes all longer ones too."""
+    fits = (i for i, bucket in enumerate(buckets) if tokens <= bucket.max_tokens)
+    return next(fits, len(buckets) - 1)
+
+
+def decide(estimate: Estimate | None, current: int, buckets: Sequence[Bucket]) -> Decision:
+    """Whether a trajectory in bucket `current` should move: only where the mean and the 90th
+    percentile of what remains point to the same other bucket.
+    """
+    if estimate is None:
+        return Decision("tree_node_not_found", current, "no such tool returns have been seen often")
+    by_mean = bucket_of(estimate.mean, buckets)
+    by_p90 = bucket_of(estimate.p90, buckets)
+    seen = (
+        f"{estimate.visits} trajectories went on for {estimate.mean:.0f} tokens on average and "
+        f"{estimate.p90:.0f} at the 90th percentile after {estimate.depth} such tool returns "
+        f"({'this prompt' if estimate.tree == 'prompt' else 'all prompts'})"
+    )
+    if by_mean != by_p90:
+        return Decision("mean_p90_disagree", current, f"{seen}: buckets {by_mean} and {by_p90}")
+    if by_mean == current:
+        return Decision("already_in_target", current, f"{seen}: bucket {current} as it is")
+    return Decision("causal_signal_agree", by_mean, f"{seen}: bucket {current} to {by_mean}")

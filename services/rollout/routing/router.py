@@ -1,0 +1,246 @@
+"""Turns of the model: each to an engine, and on to another one when that goes or another is better.
+
+What goes where is decided in `routing.py` (a request's engine), `cmlfq.py` (its bucket of engines)
+and `balance.py` (what changes engine while it waits or runs).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from common.api.engine import Sampling
+from common.clock import Clock
+from common.errors import MeshError
+from common.runtime.mesh import Mesh
+from services.rollout.routing import balance
+from services.rollout.routing.cmlfq import Scheduler
+from services.rollout.routing.engine_link import NO_VERSION, EngineLink, TokenSink
+from services.rollout.routing.lengths import Lengths
+from services.rollout.routing.queues import Bucket, EngineLoad, Waiting, assign, choose, next_up
+from services.rollout.routing.stay import Stay
+from services.rollout.trajectory import Trajectory
+
+PLACE_S = 24 * 3600.0  # a trajectory may wait so long for an engine: spot capacity can be away
+LOOK_AHEAD = 64  # of the queue: so many may go before its head when an engine holds what they need
+BALANCE_S = 1.0  # between two looks at what could move (RLBoost's manager polls as often)
+
+
+class Router:
+    """Engines of the job as the registry shows them, and the trajectories that stay with them.
+
+    `seats`: trajectories whose keys and values an engine holds.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        sink: TokenSink,
+        sampling: Sampling,
+        seats: int,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self._mesh, self._sink, self._sampling, self._seats = mesh, sink, sampling, seats
+        self.clock: Clock = mesh.clock
+        self.stop = frozenset(sampling.stop)
+        self.scheduler = scheduler or Scheduler([Bucket(1 << 30, seats)], 1, Lengths())
+        self.links: dict[str, EngineLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lineage = 0  # that the job is in
+        self.stays: dict[int, Stay] = {}  # by trajectory
+        self._queue: list[Stay] = []  # in the order of their turn
+        self._lack = ExitStack()  # holds the wait that is published while no engine may serve them
+        self._arrivals = 0
+        self._balanced_at = mesh.clock.monotonic()
+        self.caches: Counter[str] = Counter()  # what became of them: move, recompute
+        self.continued = 0  # trajectories that went on elsewhere after their engine failed
+        self.moved = 0  # and those that went because it was better
+
+    @property
+    def capacity(self) -> int:
+        """Trajectories that all engines together may hold."""
+        return self._seats * len(self.links)
+
+    @property
+    def idle(self) -> int:
+        """Requests that all engines together could take now, beyond those that wait."""
+        room = sum(max(0, link.bound - len(link.out)) for link in self.links.values())
+        return room - len(self._queue)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    # -- engines ---------------------------------------------------------------------------------
+
+    def observe(self, alive: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes the engines that are alive and ready now, with what they publish; an engine tells
+        its version itself.
+        """
+        for name in self.links.keys() - alive.keys():
+            self._tasks[name].cancel()
+        for name in sorted(alive.keys() - self.links.keys()):
+            self._connect(name)
+        buckets = self.scheduler.buckets
+        degrees = {name: int(alive[name].get("tensor_parallel", 1)) for name in alive}
+        for name, bucket in assign(degrees, buckets).items():
+            link = self.links[name]
+            link.bucket, link.batch = bucket, min(buckets[bucket].batch, self._seats)
+            link.published(alive[name])
+            link.listen()
+        self.dispatch()  # one that rested may serve again
+        self._tell()
+        now = self._mesh.clock.monotonic()
+        if now - self._balanced_at >= BALANCE_S:
+            self._balanced_at = now
+            self._balance()
+
+    def _connect(self, name: str) -> None:
+        link = EngineLink(self._mesh, name, self._seats, self._sink, self._sampling, self.dispatch)
+        link.lineage = self._lineage
+        self.links[name] = link
+        task = asyncio.get_running_loop().create_task(link.run(), name=f"link {name}")
+        self._tasks[name] = task
+        task.add_done_callback(partial(self._ended, name))
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is task:
+            del self.links[name], self._tasks[name]
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, MeshError):  # a lost peer: its requests are already moving
+            self._mesh.telemetry.log.info("engine", name=name, error=str(error))
+        elif error is not None:
+            self._mesh.host.exit(70, f"{self._mesh.name} cannot read from {name}: {error!r}")
+
+    def enter(self, lineage: int) -> None:
+        """The job is in another lineage: engines that serve an earlier one get no more turns."""
+        self._lineage = lineage
+        for link in self.links.values():
+            link.lineage = lineage
+        self.dispatch()
+
+    def _tell(self) -> None:
+        """Publishes that trajectories wait for an engine that is not there: none has their version.
+        To wait for room is no news.
+        """
+        self._lack.close()
+        newest = max(self.links.values(), key=lambda link: link.version, default=None)
+        version = NO_VERSION if newest is None else newest.version
+        lacking = [stay for stay in self._queue if stay.trajectory.version > version]
+        if lacking:
+            wanted = min(stay.trajectory.version for stay in lacking)
+            on = "an engine" if newest is None else newest.name
+            since = min(stay.since for stay in lacking)
+            self._lack.enter_context(
+                self._mesh.waits.wait(f"an engine at version {wanted}", on, since)
+            )
+
+    def _loads(self) -> list[EngineLoad]:
+        return [link.load for link in self.links.values()]
+
+    # -- what a stay asks ------------------------------------------------------------------------
+
+    def stay(self, t: Trajectory) -> Stay:
+        """A trajectory's stay, to be entered while it may have turns."""
+        return Stay(self, t)
+
+    def joined(self, stay: Stay) -> None:
+        t = stay.trajectory
+        self.stays[t.id] = stay
+        if t.rounds or t.open_round is not None:
+            self.scheduler.restored(t, stay.course)
+
+    def parted(self, stay: Stay) -> None:
+        del self.stays[stay.trajectory.id]
+
+    async def place(self, stay: Stay) -> None:
+        request = self._request(stay)
+        home = self.links.get(stay.home)  # most turns go on there: no need to look at all engines
+        name = choose([home.load], request) if home is not None else None
+        name = name or choose(self._loads(), request)
+        if name is not None and (name == stay.home or not self._queue):
+            return stay.take(self.links[name])
+        self._arrivals += 1
+        order = self.scheduler.order(stay.trajectory, stay.course)
+        placed = stay.wait((*order, self._arrivals))
+        insort(self._queue, stay, key=lambda s: s.order)
+        async with self.clock.timeout(PLACE_S, "an engine for a trajectory"):
+            await placed
+
+    def unqueue(self, stay: Stay) -> None:
+        self._queue.remove(stay)
+
+    def serves(self, link: EngineLink) -> bool:
+        return self.links.get(link.name) is link and link.load.version >= 0
+
+    def sent_to(self, name: str, version: int) -> EngineLink | None:
+        """The engine that the balancer meant, if it still has room."""
+        link = self.links.get(name)
+        fits = link is not None and link.load.room and link.load.version >= version
+        return link if fits else None
+
+    def dispatch(self) -> None:
+        while self._queue:
+            first = self._queue[:LOOK_AHEAD]
+            found = next_up([self._request(stay) for stay in first], self._loads())
+            if found is None:
+                return
+            index, name = found
+            first[index].take(self.links[name])
+
+    def _request(self, stay: Stay) -> Waiting:
+        return Waiting(stay.trajectory.version, stay.home, self._bucket(stay))
+
+    def _bucket(self, stay: Stay) -> int:
+        """The stay's bucket, or the nearest, rather longer, one that has an engine now."""
+        wanted, version = stay.course.bucket, stay.trajectory.version
+        served = {link.bucket for link in self.links.values() if link.version >= version}
+        return min(served, key=lambda b: (abs(b - wanted), -b), default=wanted)
+
+    # -- what changes engine ---------------------------------------------------------------------
+
+    def returned(self, stay: Stay) -> None:
+        """A tool has answered the trajectory: it may belong to another bucket now."""
+        decision = self.scheduler.returned(stay.trajectory, stay.course)
+        if decision.outcome == "causal_signal_agree":
+            if stay.link is not None and stay.link.bucket != self._bucket(stay):
+                stay.leave()
+                self.dispatch()
+            self._mesh.telemetry.log.info(
+                "bucket",
+                trajectory=stay.trajectory.id,
+                bucket=decision.bucket,
+                reason=decision.reason,
+            )
+
+    def _balance(self) -> None:
+        """Asks engines to let go of requests that are better off elsewhere."""
+        for move in balance.balance([link.whole for link in self.links.values()], floor=0):
+            source, target = self.links[move.source], self.links[move.target]
+            for stay in source.movable(source.share(move.count), move.pending):
+                if not stay.target and target.version >= stay.trajectory.version:
+                    stay.target = move.target
+                    source.let_go(stay)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the live view shows of routing."""
+        return {
+            "continued": self.continued,
+            "moved": self.moved,
+            "caches": dict(self.caches),
+            "decisions": dict(self.scheduler.outcomes),
+            "buckets": {link.name: link.bucket for link in self.links.values()},
+        }
+
+    async def close(self) -> None:
+        self._lack.close()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,273 @@
+"""A trajectory's stay at a shard's engines, from its first turn to its end: the one object that
+knows which engine has a place for it, what it waits for, and what of it is out.
+
+A stay is entered by `async with`. Whatever ends a turn in between, an error or a cancellation at
+any await, the seat, the place in the queue, the request and the cache that was left behind are
+given back, since each of them is given back by `leave` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from enum import Enum
+from types import TracebackType
+from typing import Protocol
+
+from common.api.engine import Finish
+from common.clock import Clock
+from common.errors import MeshError, ToolFailed
+from services.rollout.record.staging import Request
+from services.rollout.routing.cmlfq import Course
+from services.rollout.routing.engine_link import EngineLink
+from services.rollout.trajectory import Trajectory
+
+ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
+PATIENCE_S = 120.0  # for so long they may refuse it: engines drain and move as a matter of course
+AWAY_S = 2.0  # who waits longer finds no engine: that is no refusal, an engine rests for less
+
+
+class Phase(Enum):
+    """Where a trajectory is between its first turn and its end."""
+
+    AWAY = "away"  # no engine has a place for it
+    QUEUED = "queued"  # it waits for one; an engine may still keep its cache
+    COMING = "coming"  # an engine has a place for it; its cache may be on the way there
+    OUT = "out"  # a request of it is out
+    SEATED = "seated"  # between two turns: the engine keeps its keys and values
+
+
+class Engines(Protocol):
+    """What a stay asks of the shard's engines as a whole; see `Router`."""
+
+    clock: Clock
+    stop: frozenset[int]  # tokens that end a turn
+    caches: Counter[str]  # what became of those that were left behind: move, recompute
+    continued: int  # trajectories that went on elsewhere after their engine failed
+    moved: int  # and those that went because it was better
+
+    async def place(self, stay: Stay) -> None:
+        """Finds an engine, and has the stay take its place there."""
+
+    def dispatch(self) -> None:
+        """Gives room that has opened to those who wait."""
+
+    def joined(self, stay: Stay) -> None: ...
+    def parted(self, stay: Stay) -> None: ...
+    def unqueue(self, stay: Stay) -> None: ...
+    def serves(self, link: EngineLink) -> bool: ...
+    def sent_to(self, name: str, version: int) -> EngineLink | None: ...
+
+
+class Stay:
+    """One trajectory at the engines of a shard."""
+
+    __slots__ = (
+        "_attempts",
+        "_engines",
+        "_failing_since",
+        "course",
+        "home",
+        "link",
+        "order",
+        "phase",
+        "placed",
+        "request",
+        "since",
+        "source",
+        "target",
+        "trajectory",
+    )
+
+    def __init__(self, engines: Engines, trajectory: Trajectory) -> None:
+        self._engines = engines
+        self.trajectory = trajectory
+        self.phase = Phase.AWAY
+        self.course = Course()  # its bucket of engines, and how it got there
+        self.link: EngineLink | None = None  # where it has a seat
+        self.home = ""  # the engine that holds its cache, also while that cannot be reached
+        self.source: EngineLink | None = None  # the engine that it left, with its cache
+        self.target = ""  # the engine that the balancer means it for
+        self.request: Request | None = None  # while one is out
+        self.order: tuple[int, ...] = ()  # in the queue
+        self.since = 0.0  # by the clock: in the queue
+        self.placed: asyncio.Future[None] | None = None  # while it is in the queue
+        self._attempts = 0  # engines that failed since the last token
+        self._failing_since = 0.0  # by the clock: the first of them
+
+    async def __aenter__(self) -> Stay:
+        self._engines.joined(self)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+        self._engines.parted(self)
+
+    # -- states ----------------------------------------------------------------------------------
+
+    def wait(self, order: tuple[int, ...]) -> asyncio.Future[None]:
+        """Waits in the queue, in this order; the future is done when it has a place."""
+        self.placed = asyncio.get_running_loop().create_future()
+        self.order, self.since = order, self._engines.clock.monotonic()
+        self.phase = Phase.QUEUED
+        return self.placed
+
+    def take(self, link: EngineLink) -> None:
+        """Takes a place at an engine, and leaves the one that it had elsewhere."""
+        self._stop_waiting()
+        if self.link is not link:
+            self._vacate()
+        self.link, self.home, self.phase = link, link.name, Phase.COMING
+        link.take(self)
+
+    def leave(self) -> None:
+        """Gives back what it has or waits for; its cache stays behind until it is forgotten."""
+        self._stop_waiting()
+        self._vacate()
+        self.home, self.target, self.phase = "", "", Phase.AWAY
+
+    def end(self) -> None:
+        """No further turn follows: its seat goes to the next, and no engine needs its cache."""
+        self.leave()
+        self._forget()
+        self._engines.dispatch()
+
+    def lost(self) -> None:
+        """The engine with its seat has gone. If it comes back, it may still have the cache."""
+        if self.phase in (Phase.SEATED, Phase.QUEUED):
+            self.link = None
+        if self.phase is Phase.SEATED:
+            self.phase = Phase.AWAY
+
+    def _stop_waiting(self) -> None:
+        placed, self.placed = self.placed, None
+        if placed is not None:
+            self._engines.unqueue(self)
+            if not placed.done():
+                placed.set_result(None)
+
+    def _vacate(self) -> None:
+        if self.link is not None:
+            self.link.free(self)
+            self._forget()
+            self.source, self.link = self.link, None
+
+    def _forget(self) -> None:
+        """No engine needs to keep what it left behind."""
+        source, self.source = self.source, None
+        if source is not None:
+            source.ended.add(self.trajectory.id)
+
+    # -- turns -----------------------------------------------------------------------------------
+
+    async def generate(self, limit: int) -> Finish:
+        """Runs a turn to its end, at `limit` tokens of the trajectory at most, on whatever engines
+        have its version or a later one; STOP or LENGTH.
+
+        ToolFailed when ATTEMPTS engines in a row failed it without a new token, or refused it for
+        PATIENCE_S.
+        """
+        try:
+            while (finish := self._ended(limit)) is None:
+                if self.phase is not Phase.COMING:
+                    await self._place()
+                await self._bring()
+                length = self.trajectory.length
+                finish = await self._attempt(limit - length)
+                if finish in (Finish.STOP, Finish.LENGTH):
+                    self._attempts, self._failing_since = 0, 0.0
+                    self.phase = Phase.SEATED
+                    return finish
+                self._go_on(finish, grew=self.trajectory.length > length)
+            return finish
+        finally:
+            self.target = ""
+            if self.phase not in (Phase.AWAY, Phase.SEATED):
+                self.leave()
+            self._engines.dispatch()
+
+    def _ended(self, limit: int) -> Finish | None:
+        """How the turn has ended, with what has come of it by now; None: it goes on."""
+        t = self.trajectory
+        if len(t.turn) and int(t.tokens[-1]) in self._engines.stop:
+            return Finish.STOP  # in the ledger: the engine went with its last token delivered
+        return Finish.LENGTH if t.length >= limit else None
+
+    async def _place(self) -> None:
+        began = self._engines.clock.monotonic()
+        await self._engines.place(self)
+        waited_s = self._engines.clock.monotonic() - began
+        if self._failing_since and waited_s > AWAY_S:
+            self._failing_since += waited_s
+
+    async def _bring(self) -> None:
+        """Brings its keys and values along, if that is cheaper than computing them again; its
+        request begins afterwards.
+        """
+        source, link = self.source, self.link
+        assert link is not None
+        if source is link:
+            self.source = None
+        elif source is not None and self._engines.serves(source):
+            length = self.trajectory.length
+            choice = link.costs(source).choose(length, length)
+            self._engines.caches[choice.answer] += 1
+            if choice.answer == "move":
+                with suppress(MeshError):  # it computes what did not come
+                    await link.fetch(self.trajectory, source)
+        self._forget()
+
+    async def _attempt(self, max_new: int) -> Finish:
+        """How a request at the engine ends."""
+        assert self.link is not None
+        if not self._engines.serves(self.link):
+            return Finish.REFUSED  # it went while a cache was on its way there
+        self.phase = Phase.OUT
+        try:
+            return await self.link.generate(self, max_new)
+        except MeshError:
+            return Finish.ABORTED
+
+    def _go_on(self, finish: Finish, grew: bool) -> None:
+        """Leaves an engine that did not finish the turn, for the one that the balancer meant if it
+        still has room; ToolFailed when too many have failed.
+        """
+        link, target = self.link, self.target
+        assert link is not None
+        self.leave()
+        if target:
+            self._engines.moved += 1
+            to = self._engines.sent_to(target, self.trajectory.version)
+            if to is not None:
+                self.take(to)
+        else:
+            self._engines.continued += 1
+            link.failed()
+            self._failed(finish, grew)
+        self._engines.dispatch()
+
+    def _failed(self, finish: Finish, grew: bool) -> None:
+        """Counts an engine that did not finish a turn; ToolFailed when that makes too many."""
+        now = self._engines.clock.monotonic()
+        identity = self.trajectory.id
+        if grew or not self._failing_since:
+            self._attempts, self._failing_since = 0, now
+        if finish is Finish.REFUSED:
+            if now - self._failing_since > PATIENCE_S:
+                raise ToolFailed(
+                    f"engines have refused trajectory {identity} for {PATIENCE_S:.0f} s",
+                    fix="see the engines' logs",
+                )
+            return
+        self._attempts += 1
+        if self._attempts >= ATTEMPTS:
+            raise ToolFailed(
+                f"{ATTEMPTS} engines in a row failed trajectory {identity}",
+                fix="see the engines' logs for the request that they cannot serve",
+            )

@@ -1,0 +1,1 @@
+"""Jails as they are made and watched from outside. Open `jail_launcher.py` first."""

@@ -1,0 +1,154 @@
+"""A jail: spoken to, watched to its end, and typed by how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, REFUSED, TIMEOUT
+from common.clock import Clock
+from common.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
+from services.sandbox.isolation.cgroups import Group
+from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.pipes import Output, Pipe
+from services.sandbox.jail import guest
+
+GRACE_S = 60.0  # past its limits, until a jail counts as stuck: its keeper must have ended it
+SLOWEST = 10.0  # times its wall clock limit that a jail may take, waiting for cores included
+DRAIN_S = 5.0  # for a killed jail's output to end
+
+
+class JailFailed(MeshError):
+    """No jail could be made: ours, not the code's, to answer for."""
+
+    code = "jail_failed"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a program ended, and what it wrote."""
+
+    status: str
+    stdout: bytes
+    stderr: bytes
+    exit: int
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+    error: str = ""
+    laps: int = 0  # that had begun before it ended
+
+
+class Jail:
+    """One jail, from its start to `finish`."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        limits: JailLimits,
+        keeper: Pipe,
+        cells: Pipe | None,
+        output: Output,
+        group: Group | None,
+        ended: Callable[[], None],
+    ) -> None:
+        """`ended` is called once, when it has been closed."""
+        self._clock, self.limits = clock, limits
+        self.keeper, self.cells, self.output = keeper, cells, output
+        self._group, self._ended = group, ended
+        self._closed = False
+        self.laps = 0  # that its keeper was told to begin
+        self._killed_before = group.killed() if group else 0
+        self.nonce = secrets.token_hex(16)
+
+    @property
+    def stdout(self) -> bytes:
+        return self.output.streams[0].taken()
+
+    @property
+    def stderr(self) -> bytes:
+        return self.output.streams[1].taken()
+
+    def lap(self, pause: bool = False) -> None:
+        """Its clocks start anew, or stand still until the next lap."""
+        self.laps += 1
+        self.keeper.send_now({"lap": True, "pause": pause})
+
+    async def report(self, deadline_s: float) -> dict[str, Any]:
+        """The keeper's word on how the guest ended."""
+        frame = await self.keeper.receive(self._clock, deadline_s)
+        if "failed" in frame:
+            raise JailFailed(str(frame["failed"]), where="sandbox")
+        if frame.get("nonce") != self.nonce:
+            raise BadMessage("a report without the nonce of its call")
+        return dict(frame)
+
+    async def finish(self) -> Ran:
+        """Waits for its end, which limits bound, and cleans up behind it."""
+        report: dict[str, Any] = {}
+        missing = ""
+        deadline_s = SLOWEST * self.limits.wall_s + GRACE_S
+        waited = asyncio.ensure_future(self.report(deadline_s))
+        try:
+            await asyncio.wait({waited, self.output.over}, return_when=asyncio.FIRST_COMPLETED)
+            if waited.done():
+                try:
+                    report = waited.result()
+                except (PeerLost, BadMessage, DeadlineExceeded) as error:
+                    missing = error.message
+            self.keeper.close()
+            await self.output.drained(self._clock, DRAIN_S)
+            over = self.output.over.done()
+            if missing and not over and not self._out_of_memory():
+                # No guest can end its keeper: somebody has killed the zygote, or it hangs.
+                raise JailFailed(f"a jail ended without a report: {missing}", where="sandbox")
+            return self._typed(report, over)
+        finally:
+            waited.cancel()
+            await asyncio.gather(waited, return_exceptions=True)
+            self.close()
+
+    def close(self) -> None:
+        """Ends it, if it has not ended."""
+        self.keeper.close()
+        if self.cells is not None:
+            self.cells.close()
+        self.output.close()
+        if not self._closed:
+            self._closed = True
+            self._ended()
+
+    def _typed(self, report: dict[str, Any], over: bool) -> Ran:
+        status, error = self._status(report, over)
+        return Ran(
+            status,
+            self.stdout,
+            self.stderr,
+            int(report.get("exit", -9)),
+            float(report.get("cpu_s", 0.0)),
+            float(report.get("wall_s", 0.0)),
+            error,
+            int(report.get("laps", 0)),
+        )
+
+    def _status(self, report: dict[str, Any], over: bool) -> tuple[str, str]:
+        limits, code = self.limits, int(report.get("exit", -9))
+        if over:
+            return OUTPUT_LIMIT, f"over {limits.output_bytes} bytes of output"
+        if report.get("timeout") == "wall":
+            return TIMEOUT, f"over {limits.wall_s:g} s of wall clock time"
+        if report.get("timeout"):
+            return TIMEOUT, f"over {limits.cpu_s:g} s of CPU time"
+        memory = f"over {limits.memory_bytes >> 20} MiB of memory"
+        if code == guest.OUT_OF_MEMORY or (code == -9 and self._out_of_memory()):
+            return OUT_OF_MEMORY, memory
+        if code == guest.REFUSED:
+            return REFUSED, "it asked for what the sandbox refuses"
+        if code < 0:
+            return CRASHED, f"ended by signal {-code}"
+        return OK, ""
+
+    def _out_of_memory(self) -> bool:
+        return self._group is not None and self._group.killed() > self._killed_before

@@ -1,0 +1,129 @@
+"""Becomes the outer jail, in which a zygote forks jails:
+`python -m services.sandbox.isolation.outer JSON`.
+
+The order matters. What needs root comes first, if we are root: places that a plain user cannot
+reach are bound into a mount namespace of our own. Then we become a plain user, for whom the limit
+on processes counts and whose files are nobody's. Then bubblewrap makes the namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from services.sandbox.jail import kernel
+
+PLAIN_ID = 64_200  # of user and group that own nothing; in no range that distributions give out
+GATHERED = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
+INSIDE = "/run/meshrl"  # where this package's jail folder lies in a jail
+SYSTEM = ("/usr",)
+LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+OPTIONAL = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("null", "zero", "full", "random", "urandom")
+START = (
+    "import sys; sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); jail.zygote.main()"
+)
+OUT_OF_MEMORY_SCORE = "500"
+MOST_PROCESSES = 8192  # of all jails together
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What an outer jail is made of."""
+
+    tier: str  # bwrap | landlock
+    control: int  # descriptor of the zygote's socket
+    python: str  # the interpreter that jailed code gets
+    isolated: bool  # without its site-packages
+    places: tuple[str, ...] = ()  # directories to show, read-only, beside the system's
+    warm: tuple[str, ...] = field(default=())  # modules that jailed code finds imported
+
+    def argument(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
+    """What to execute; `gathered` says where else a place can be reached."""
+    flags = ["-I", "-S"] if outer.isolated else ["-I"]
+    package = INSIDE if outer.tier == "bwrap" else str(Path(__file__).parents[1])
+    zygote = [outer.python, *flags, "-c", START.format(package)]
+    zygote += [str(outer.control), outer.tier, json.dumps(outer.warm)]
+    if outer.tier != "bwrap":
+        return zygote
+    argv = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    argv += ["--clearenv", "--hostname", "jail"]
+    for place in SYSTEM:
+        argv += ["--ro-bind", place, place]
+    for link in LINKS:
+        if os.path.islink(link):
+            argv += ["--symlink", os.readlink(link), link]
+        elif os.path.isdir(link):
+            argv += ["--ro-bind", link, link]
+    for place in OPTIONAL:
+        argv += ["--ro-bind-try", place, place]
+    for place in outer.places:
+        argv += ["--ro-bind", gathered.get(place, place), place]
+    jail = str(Path(__file__).parents[1] / "jail")
+    argv += ["--ro-bind", gathered.get(jail, jail), f"{INSIDE}/jail"]
+    argv += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/tmp"]
+    for device in DEVICES:
+        argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        argv += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    argv += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/tmp", "/dev/shm"]
+    # The zygote makes namespaces and mounts inside of its own; jails close all this behind them.
+    argv += ["--cap-add", "ALL", "--remount-ro", "/dev", "--remount-ro", "/"]
+    return [*argv, *zygote]
+
+
+def gather(places: list[str]) -> dict[str, str]:
+    """Where a plain user finds each place, in a mount namespace that ends with this process."""
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    base = next(place for place in GATHERED if os.path.isdir(place))
+    kernel.mount("tmpfs", base, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=64k,mode=755")
+    found = {}
+    for number, place in enumerate(places):
+        target = f"{base}/{number}"
+        os.mkdir(target)
+        kernel.mount(place, target, "", kernel.MS_BIND | kernel.MS_REC)
+        found[place] = target
+    return found
+
+
+def become_plain() -> None:
+    os.setgroups([])
+    os.setresgid(PLAIN_ID, PLAIN_ID, PLAIN_ID)
+    os.setresuid(PLAIN_ID, PLAIN_ID, PLAIN_ID)
+
+
+def main() -> None:
+    values = json.loads(sys.argv[1])
+    outer = Outer(**{**values, "places": tuple(values["places"]), "warm": tuple(values["warm"])})
+    parent = os.getppid()
+    gathered = {}
+    if os.getuid() == 0:
+        # Written by root it is also the least that a jail can set: they go before anything else.
+        Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
+        jail = str(Path(__file__).parents[1] / "jail")
+        if outer.tier == "bwrap":
+            gathered = gather([*outer.places, jail])
+        become_plain()
+    os.chdir("/")
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = MOST_PROCESSES if hard == resource.RLIM_INFINITY else min(MOST_PROCESSES, hard)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    # A change of user has made the kernel forget it.
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
+    if os.getppid() != parent:
+        sys.exit("the sandbox has ended")
+    argv = command(outer, gathered)
+    os.execvpe(argv[0], argv, {"PATH": os.environ.get("PATH", "/usr/bin:/bin")})
+
+
+if __name__ == "__main__":
+    main()

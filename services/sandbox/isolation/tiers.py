@@ -1,0 +1,121 @@
+"""Which isolation this host can give to code that the model wrote: found by trying it.
+
+`python -m services.sandbox.isolation.tiers` prints what it found as JSON, for the command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common.clock import Clock, SystemClock
+from common.errors import MeshError
+from common.job.isolation import MEANING
+from common.process.host import Host, SystemHost
+from services.sandbox.isolation import cgroups
+from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.jail import landlock, seccomp
+
+PROBE = JailLimits(wall_s=20.0, cpu_s=20.0)
+WORD = "in a jail"
+USERNS = Path("/proc/sys/user/max_user_namespaces")
+APPARMOR = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+DEBIAN = Path("/proc/sys/kernel/unprivileged_userns_clone")
+
+
+@dataclass(frozen=True)
+class Found:
+    tier: str
+    fix: str  # how to reach a better one; empty: it is the best
+
+    @property
+    def meaning(self) -> str:
+        return MEANING[self.tier]
+
+
+async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
+    """The best tier in which a program runs here."""
+    try:
+        seccomp.program(seccomp.JAIL)
+    except seccomp.Unsupported as error:
+        return Found("none", f"{error}: run the sandbox on another machine")
+    problem = ""
+    if shutil.which("bwrap"):
+        problem = await tried("bwrap", host, clock, log)
+        if not problem:
+            if cgroups.find() is not None:
+                return Found("cgroup", "")
+            return Found("bwrap", no_groups())
+    if landlock.abi() >= landlock.TIER and not await tried("landlock", host, clock, log):
+        return Found("landlock", no_bwrap(problem))
+    return Found("none", no_bwrap(problem))
+
+
+async def tried(tier: str, host: Host, clock: Clock, log: Path | None) -> str:
+    """Why a program does not run in this tier here; empty if it does."""
+    launcher = Launcher(host, clock, tier, Interpreter.own(), None, log)
+    try:
+        ran = await launcher.run({"mode": "program", "source": f"print({WORD!r})"}, PROBE)
+    except MeshError as error:
+        return error.message
+    finally:
+        await launcher.stop()
+    if ran.status == "ok" and ran.stdout.decode().strip() == WORD:
+        return ""
+    return f"{ran.status}: {ran.error} {ran.stderr.decode(errors='replace')[-200:]}"
+
+
+def no_groups() -> str:
+    if os.getuid() == 0:
+        return "no memory and pids controllers that may be used: mount /sys/fs/cgroup writable"
+    return "run as root, or delegate a control group: systemd-run --user --scope -p Delegate=yes"
+
+
+def no_bwrap(problem: str) -> str:
+    """What keeps bubblewrap from working, as far as the host says."""
+    if not shutil.which("bwrap"):
+        return "apt-get install bubblewrap"
+    if _reads(APPARMOR, "1"):
+        return (
+            "AppArmor keeps plain users from user namespaces: sysctl -w "
+            "kernel.apparmor_restrict_unprivileged_userns=0, or a profile for bwrap with `userns,`"
+        )
+    if _reads(DEBIAN, "0"):
+        return "sysctl -w kernel.unprivileged_userns_clone=1"
+    if _reads(USERNS, "0"):
+        return "user namespaces are off: sysctl -w user.max_user_namespaces=65536"
+    if _contained():
+        return (
+            "the container's profile keeps processes from namespaces: docker run --security-opt "
+            "seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
+            "systempaths=unconfined"
+        )
+    return f"bwrap does not work here: {problem}"
+
+
+def _reads(path: Path, text: str) -> bool:
+    try:
+        return path.read_text().strip() == text
+    except OSError:
+        return False
+
+
+def _contained() -> bool:
+    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
+        return True
+    status = Path("/proc/self/status").read_text()
+    return "\nSeccomp:\t2" in status  # a filter above us: some runtime's
+
+
+async def _main() -> None:
+    found = await find(SystemHost(), SystemClock(), Path(os.devnull))
+    print(json.dumps({**asdict(found), "meaning": found.meaning}))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,0 +1,348 @@
+"""The workers of one job: each call is answered, whatever it does to the process that runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from common.api.sandbox import CRASHED, RAISED, TIMEOUT
+from common.clock import Clock
+from common.errors import BadMessage, DeadlineExceeded, MeshError, Overloaded, PeerLost, ToolFailed
+from common.process.handle import Child, Usage
+from common.process.host import Host
+from services.sandbox.answer import Answer
+from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
+from services.sandbox.workers.worker import LOADED, OK, shown_name
+
+LOAD_S = 30.0  # for the import of the job's modules
+BASELINE_S = 0.05  # into a call its CPU time is first read: most have ended by then
+RECHECK_S = 0.02  # the least between two looks at a call that is nearly over its deadline
+ENDING_S = 2.0  # for a killed process to be gone
+ATTEMPTS = 2  # of a call whose process ended: someone else may have killed the first
+WAITING_MOST = 20_000  # calls; beyond them callers are refused
+WAIT_S = 900.0  # that a batch may take in all, queue included; callers have shorter deadlines
+START_TRIES = 3  # of a worker, before those who wait are told
+RETRY_S = 0.2
+
+# One thread for numeric libraries: their pools cost more than they bring, and count as CPU time.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a pool and of each of its processes."""
+
+    warm: int = 2  # workers started with the job
+    most: int = 4  # workers, when calls wait
+    rlimits: dict[str, int] = field(default_factory=lambda: dict(RLIMITS))
+    nice: int = 0
+    recycle: int = 5000  # calls that a process serves; what libraries have kept goes with it
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call of one of a pool's functions."""
+
+    name: str
+    arguments: list[Any]
+    deadline_s: float
+    once: bool = False  # it is not run again when its process is lost
+
+
+@dataclass
+class _Waiting:
+    name: str
+    arguments: list[Any]
+    deadline_s: float
+    once: bool
+    answer: asyncio.Future[Answer]
+    attempts: int = 0
+
+
+class _WorkerEnded(Exception):
+    """The process must be replaced; its calls are answered or back in the queue."""
+
+
+class Pool:
+    """Runs functions of one job in processes of its own, a few of them warm.
+
+    `functions` are references, `module:function`, looked for in `directory` first. `closed`: they
+    need no files, no programs and no network, and get none.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        clock: Clock,
+        job: str,
+        directory: str,
+        functions: dict[str, str],
+        log: Path | None,
+        limits: Limits,
+        servers: dict[str, list[str]] | None = None,
+        closed: bool = False,
+    ) -> None:
+        self._servers, self._closed = servers or {}, closed
+        self.functions = functions
+        self._job, self._directory = job, directory
+        self._host, self._clock, self._log, self._limits = host, clock, log, limits
+        self._queue: deque[_Waiting] = deque()
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._busy_since: dict[int, float] = {}
+        self._durations = Durations()
+        self._workers: list[asyncio.Task[None]] = []
+        self.replaced = 0  # processes that ended or were killed
+
+    @property
+    def size(self) -> int:
+        return len(self._workers)
+
+    async def start(self) -> None:
+        """Starts the warm workers; ToolFailed if the job's modules do not import."""
+        children = await asyncio.gather(
+            *(self._started() for _ in range(self._limits.warm)), return_exceptions=True
+        )
+        failures = [child for child in children if isinstance(child, BaseException)]
+        for child in children:
+            if not isinstance(child, BaseException):
+                if failures:
+                    child.kill()
+                else:
+                    self._keep(child)
+        if failures:
+            raise failures[0]
+
+    async def stop(self) -> None:
+        for worker in self._workers:
+            worker.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        self._workers.clear()
+        self._fail_waiting(PeerLost(f"the sandbox unloads job {self._job}"))
+
+    async def run(self, calls: Sequence[Work]) -> list[Answer]:
+        """What they came to, in order."""
+        if len(self._queue) + len(calls) > WAITING_MOST:
+            raise Overloaded(f"{len(self._queue)} calls of job {self._job} wait already")
+        loop = asyncio.get_running_loop()
+        waiting = [
+            _Waiting(call.name, call.arguments, call.deadline_s, call.once, loop.create_future())
+            for call in calls
+        ]
+        for call in waiting:
+            if call.name in self.functions:
+                self._queue.append(call)
+            else:
+                known = ", ".join(sorted(map(shown_name, self.functions))) or "nothing"
+                wanted = shown_name(call.name)
+                error = f"job {self._job} has no {wanted}; it has {known}"
+                call.answer.set_result(Answer(RAISED, None, error))
+        self._wake()
+        async with self._clock.timeout(WAIT_S, f"{len(calls)} calls of job {self._job}"):
+            return await asyncio.gather(*(call.answer for call in waiting))
+
+    # ------------------------------------------------------------ workers
+
+    def _wake(self) -> None:
+        size = slice_size(len(self._queue), self._durations.mean_s)
+        for _ in range(-(-len(self._queue) // size)):
+            if not self._idle:
+                break
+            idle = self._idle.popleft()
+            if not idle.done():
+                idle.set_result(None)
+        now = self._clock.monotonic()
+        busy = [now - since for since in self._busy_since.values()]
+        held_up = min(busy) if len(busy) == len(self._workers) and busy else 0.0
+        waiting = len(self._queue) if not self._idle else 0
+        if grows(waiting, self._durations.mean_s, held_up, self.size, self._limits.most):
+            self._keep(None)
+
+    def _keep(self, child: Child | None) -> None:
+        name = f"sandbox worker of {self._job}"
+        self._workers.append(asyncio.create_task(self._keep_worker(child), name=name))
+
+    async def _keep_worker(self, child: Child | None) -> None:
+        """Has one process serve slices for ever, and replaces it when it ends."""
+        try:
+            while True:
+                if child is None:
+                    child = await self._restarted()
+                served = 0
+                with contextlib.suppress(_WorkerEnded):
+                    while served < self._limits.recycle:
+                        calls = await self._next_slice()
+                        served += len(calls)
+                        await self._serve(child, calls)
+                self.replaced += 1
+                child.kill()
+                await child.wait(ENDING_S)
+                child.close()
+                child = None
+        finally:
+            if child is not None:
+                child.kill()
+
+    async def _restarted(self) -> Child:
+        tries = 0
+        while True:
+            try:
+                return await self._started()
+            except (MeshError, OSError) as error:
+                tries += 1
+                if tries % START_TRIES == 0:
+                    self._fail_waiting(ToolFailed(f"job {self._job}: {error}"))
+            await self._clock.sleep(min(RETRY_S * tries, LOAD_S))
+
+    async def _started(self) -> Child:
+        child = self._host.spawn(
+            [sys.executable, "-m", "services.sandbox.workers.worker"],
+            name=f"sandbox worker of {self._job}",
+            env=ENVIRONMENT,
+            log=self._log,
+            own_session=True,
+            nice=self._limits.nice,
+            rlimits=self._limits.rlimits,
+            pipe=True,
+        )
+        setup = [self._directory, self.functions, self._servers, self._closed]
+        try:
+            await child.send(msgpack.packb(setup))
+            call_id, status, _, error = _unpacked(await child.recv(LOAD_S))
+        except (PeerLost, BadMessage, DeadlineExceeded) as problem:
+            child.kill()
+            raise ToolFailed(
+                f"importing {', '.join(self.functions.values())} ended the process or took more"
+                f" than {LOAD_S:g} s: {problem}",
+                where=self._directory,
+                fix="import it with plain Python; its output is in the sandbox's log",
+            ) from problem
+        except BaseException:
+            child.kill()
+            child.close()
+            raise
+        if (call_id, status) != (LOADED, OK):
+            child.kill()
+            raise ToolFailed(
+                f"a tool or reward of job {self._job} does not import: {error}",
+                where=self._directory,
+            )
+        return child
+
+    def _fail_waiting(self, error: MeshError) -> None:
+        while self._queue:
+            call = self._queue.popleft()
+            if not call.answer.done():
+                call.answer.set_exception(error)
+
+    # ------------------------------------------------------------ calls
+
+    async def _next_slice(self) -> list[_Waiting]:
+        while True:
+            while self._queue and self._queue[0].answer.done():  # its caller has gone
+                self._queue.popleft()
+            if self._queue:
+                break
+            idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(idle)
+            await idle
+        taken = [self._queue.popleft()]
+        most = slice_size(len(self._queue) + 1, self._durations.mean_s)
+        # A call that has ended a process runs alone: it takes no neighbour with it.
+        while not taken[0].attempts and self._queue and len(taken) < most:
+            if self._queue[0].attempts:
+                break
+            taken.append(self._queue.popleft())
+        return taken
+
+    async def _serve(self, child: Child, calls: list[_Waiting]) -> None:
+        frame = [(1 + place, call.name, call.arguments) for place, call in enumerate(calls)]
+        try:
+            await child.send(msgpack.packb(frame))
+        except (PeerLost, DeadlineExceeded):  # it ended while idle: not these calls' doing
+            self._put_back(calls)
+            raise _WorkerEnded from None
+        except BadMessage as error:  # more than a frame holds: each alone, then
+            for call in reversed(calls):
+                self._retry(call, str(error))
+            return
+        begun = self._clock.monotonic()
+        self._busy_since[child.pid] = begun
+        done = 0
+        try:
+            for done, call in enumerate(calls):
+                self._settle(call, await self._answer(child, 1 + done, call))
+        except (PeerLost, BadMessage) as error:
+            self._put_back(calls[done + 1 :])
+            self._retry(calls[done], str(error))
+            raise _WorkerEnded from None
+        except DeadlineExceeded as error:
+            self._put_back(calls[done + 1 :])
+            self._settle(calls[done], Answer(TIMEOUT, None, str(error)))
+            raise _WorkerEnded from None
+        except asyncio.CancelledError:  # the pool stops
+            for call in calls[done:]:
+                if not call.answer.done():
+                    call.answer.set_exception(PeerLost(f"the sandbox unloads job {self._job}"))
+            raise
+        finally:
+            del self._busy_since[child.pid]
+            self._durations.saw(self._clock.monotonic() - begun, len(calls))
+
+    async def _answer(self, child: Child, call_id: int, call: _Waiting) -> Answer:
+        begun = self._clock.monotonic()
+        before: Usage | None = None
+        wait_s = min(BASELINE_S, call.deadline_s)
+        while True:
+            try:
+                got, status, value, error = _unpacked(await child.recv(wait_s))
+            except DeadlineExceeded:
+                usage = child.usage()
+                if usage is None:
+                    raise PeerLost("the process ended") from None
+                if usage.state in "Tt":
+                    raise PeerLost("somebody stopped the process") from None
+                before = before or usage
+                charged = charged_s(self._clock.monotonic() - begun, usage, before)
+                left = call.deadline_s - charged
+                if left <= 0 and wait_s <= RECHECK_S:
+                    name = shown_name(call.name)
+                    raise DeadlineExceeded(f"{name} took more than {call.deadline_s:g} s") from None
+                # The last look is short, and comes after the loop has read what lay in the socket.
+                wait_s = max(RECHECK_S, left)
+                continue
+            if got != call_id:
+                raise BadMessage(f"an answer to call {got} in place of {call_id}")
+            return Answer(status, value, error)
+
+    def _settle(self, call: _Waiting, answer: Answer) -> None:
+        if not call.answer.done():
+            call.answer.set_result(answer)
+
+    def _put_back(self, calls: list[_Waiting]) -> None:
+        self._queue.extendleft(reversed(calls))
+        self._wake()
+
+    def _retry(self, call: _Waiting, why: str) -> None:
+        call.attempts += 1
+        if call.attempts < ATTEMPTS and not call.once:
+            self._put_back([call])
+        else:
+            name, times = shown_name(call.name), "twice" if call.attempts > 1 else "once"
+            self._settle(call, Answer(CRASHED, None, f"{name} failed its process {times}: {why}"))
+
+
+def _unpacked(frame: bytes) -> tuple[int, str, Any, str]:
+    try:
+        call_id, status, value, error = msgpack.unpackb(frame)
+    except (ValueError, TypeError, msgpack.UnpackException) as problem:
+        raise BadMessage(f"an answer that is none: {problem}") from None
+    return call_id, status, value, error

@@ -1,0 +1,42 @@
+"""How many calls a worker takes at once, when the pool grows, and when a call has had its time."""
+
+from __future__ import annotations
+
+from common.process.handle import Usage
+
+SLICE_S = 0.002  # of work at once: long against a frame's cost, short against anyone's patience
+LONGEST_SLICE = 64  # calls; bounds what a crash sends back to the queue
+FIRST_GUESS_S = 0.001  # of a call's duration, before any was seen
+WEIGHT = 0.2  # of the newest slice in the mean duration
+BACKLOG_S = 0.05  # of waiting work per worker that is worth the start of another
+
+
+class Durations:
+    """A running mean of how long a call takes."""
+
+    def __init__(self) -> None:
+        self.mean_s = FIRST_GUESS_S
+
+    def saw(self, seconds: float, calls: int) -> None:
+        self.mean_s += WEIGHT * (seconds / calls - self.mean_s)
+
+
+def slice_size(waiting: int, mean_call_s: float) -> int:
+    """Calls for one worker: those that `SLICE_S` has room for, at least one."""
+    fits = int(SLICE_S / max(mean_call_s, 1e-6))
+    return max(1, min(waiting, fits, LONGEST_SLICE))
+
+
+def grows(waiting: int, mean_call_s: float, longest_busy_s: float, workers: int, most: int) -> bool:
+    """Whether to start another worker: much work waits, or all have been held up by long calls."""
+    if workers >= most or not waiting:
+        return False
+    return waiting * mean_call_s > BACKLOG_S * workers or longest_busy_s > BACKLOG_S
+
+
+def charged_s(wall_s: float, now: Usage, before: Usage) -> float:
+    """Seconds that count against a call's deadline: CPU time of its threads, or the wall time that
+    it did not spend waiting for a core, whichever is more. A loaded machine fails no right answer.
+    """
+    queued_s = now.queued_s - before.queued_s
+    return max(now.cpu_s - before.cpu_s, wall_s - queued_s)

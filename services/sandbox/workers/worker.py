@@ -1,0 +1,205 @@
+"""A process that runs a job's tools and reward: one call after the other, until it is killed.
+
+First frame in: [bundle_dir, {name: use}, {MCP server: command}, closed]; a use is "module:function"
+or "mcp:server/tool". Then slices: [[id, name, arguments], ...].
+Out, for each call as soon as it has ended: [id, status, value, error]; a result that waited for the
+end of its slice would be lost with a neighbour that hangs. Only the standard library and msgpack,
+because a pool refills while callers wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable
+from numbers import Real
+from types import TracebackType
+from typing import Any
+
+import msgpack
+
+from common.process.child import Channel
+
+OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # of common.api.sandbox, which imports numpy
+REWARD = "reward:"  # before a reward's number: what it returns is a finite number
+TOOL = "tool:"  # before a tool's name
+MCP = "mcp:"
+LOADED = 0  # the id of the first answer
+CHANNEL_ABOVE = 100  # user code that writes to small descriptors by mistake misses the channel
+OUT_OF_MEMORY = 72  # exit status: a fresh process may have room for the same call
+FORKED = 73  # exit status of a child of user code that returned into this loop
+VALUE_BYTES = 1 << 20  # of one packed value: it enters a context, or it is a mistake
+DEPTH = 16  # nesting of one value; the wire allows 32 for all of a message
+ERROR_CHARS = 500
+LOG_BYTES = 4 << 20  # the log of prints starts again past this
+
+Answer = tuple[int, str, Any, str]
+
+
+def load(
+    bundle_dir: str, functions: dict[str, str], servers: dict[str, list[str]]
+) -> dict[str, Callable[..., Any]]:
+    sys.path.insert(0, bundle_dir)
+    found: dict[str, Callable[..., Any]] = {}
+    for name, use in functions.items():
+        if use.startswith(MCP):
+            from services.sandbox.workers.mcp_tools import tool_of  # takes the `mcp` package
+
+            found[name] = tool_of(use, servers, bundle_dir)
+            continue
+        module, _, attribute = use.partition(":")
+        found[name] = getattr(importlib.import_module(module), attribute)
+        if not callable(found[name]):
+            raise TypeError(f"{use} is a {type(found[name]).__name__}, not a function")
+    return found
+
+
+def close_in() -> None:
+    """What reads texts of the model needs no more than its modules, and gets no more, as far as
+    this kernel can refuse it.
+    """
+    from services.sandbox.jail import kernel, landlock, seccomp  # what is not closed starts sooner
+
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if landlock.abi() >= landlock.LEAST:
+        modules = [path for path in sys.path if os.path.isdir(path)]
+        landlock.restrict([sys.prefix, sys.base_prefix, "/usr", "/lib", *modules], ["/dev/null"])
+    with contextlib.suppress(seccomp.Unsupported):
+        seccomp.install(seccomp.JAIL)
+
+
+def run(functions: dict[str, Callable[..., Any]], call: list[Any]) -> Answer:
+    call_id, name, arguments = call
+    try:
+        value = functions[name](*arguments)
+        checked, problem = finite(value) if name.startswith(REWARD) else plain(value)
+    except MemoryError:
+        # What ate the memory may be an earlier call's leak.
+        os._exit(OUT_OF_MEMORY)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are the job's mistakes too
+        return call_id, RAISED, None, described(error)
+    if problem:
+        return call_id, BAD_VALUE, None, clean(f"{shown_name(name)} returned {problem}")
+    return call_id, OK, checked, ""
+
+
+def shown_name(name: str) -> str:
+    return "reward" if name.startswith(REWARD) else name.removeprefix(TOOL)
+
+
+def finite(value: object) -> tuple[float | None, str]:
+    """(the reward, "") or (None, what is wrong with it)."""
+    if not isinstance(value, Real):
+        return None, f"{shown(value)}, a {type(value).__name__}; a reward is a finite number"
+    try:
+        number = float(value)
+    except OverflowError:
+        return None, "an integer beyond the range of a float; a reward is a finite number"
+    if not math.isfinite(number):
+        return None, f"{number}; a reward is a finite number"
+    return number, ""
+
+
+def plain(value: object) -> tuple[object, str]:
+    """(the value, "") or (None, what is wrong). What crosses the wire is None, numbers, text,
+    bytes, lists, and dicts with text keys, all small and shallow."""
+    problem = odd_part(value, 0)
+    if problem:
+        return None, problem
+    try:
+        size = len(msgpack.packb(value))
+    except (OverflowError, UnicodeEncodeError, ValueError, TypeError) as error:
+        return None, f"what MessagePack cannot hold: {error}"
+    if size > VALUE_BYTES:
+        return None, f"{size} bytes; the limit is {VALUE_BYTES}"
+    return value, ""
+
+
+def odd_part(value: object, depth: int) -> str:
+    if depth > DEPTH:
+        return f"a value nested deeper than {DEPTH}"
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return ""
+    if type(value) in (list, tuple):
+        parts: Any = value
+    elif type(value) is dict:
+        if any(type(key) is not str for key in value):
+            return "a dict with keys that are not text"
+        parts = value.values()
+    else:
+        return f"{shown(value)}, a {type(value).__name__}; plain JSON values can leave a tool"
+    return next((odd for part in parts if (odd := odd_part(part, depth + 1))), "")
+
+
+def shown(value: object) -> str:
+    """The value's repr, short; it is user code, so it may raise."""
+    try:
+        text = repr(value)
+    except Exception:
+        return "an object without a repr"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def described(error: BaseException) -> str:
+    """Type, text, and the line of the job's code that raised."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    place = last_line(error.__traceback__)
+    return clean(f"{text} ({place})" if place else text)
+
+
+def last_line(trace: TracebackType | None) -> str:
+    if trace is None or trace.tb_next is None:  # the first frame is this file's
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+
+
+def clean(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()[:ERROR_CHARS]
+
+
+def bound_log() -> None:
+    """Starts the log of what user code prints again when it is long; it is opened for appending."""
+    try:
+        if os.fstat(1).st_size > LOG_BYTES:
+            os.ftruncate(1, 0)
+    except OSError:
+        return  # closed, or no file
+
+
+def main() -> None:
+    channel = Channel.from_env()
+    channel.move_above(CHANNEL_ABOVE)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    pid = os.getpid()
+    pack = msgpack.Packer().pack
+    setup = channel.recv()
+    if setup is None:
+        return
+    try:
+        *what, closed = msgpack.unpackb(setup)
+        functions = load(*what)
+        if closed:
+            close_in()
+    except BaseException as error:
+        channel.send(pack((LOADED, RAISED, None, described(error))))
+        return
+    channel.send(pack((LOADED, OK, None, "")))
+    while (frame := channel.recv()) is not None:
+        for call in msgpack.unpackb(frame):
+            answer = run(functions, call)
+            if os.getpid() != pid:
+                os._exit(FORKED)
+            channel.send(pack(answer))
+        bound_log()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The actor of the process that hosts a job's frozen models: what they make of given tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.api.role import Drain, Drained
+from common.api.scoring import JudgeBatch, RoleScores, ScoreBatch, ScoredBatch, Scoring, Verdicts
+from common.errors import MeshError, Refused
+from common.generation.contract import Engine
+from common.model.tokenizer import Tokenizer
+from common.process.one_at_a_time import OneThread
+from common.runtime.actor import Actor, call
+from common.runtime.mesh import Mesh
+from common.runtime.patience import NotThere
+
+T = TypeVar("T")
+
+COMPUTE_S = 3600.0  # of one batch: callers have deadlines by its size
+WAIT_S = 20.0  # for models that are being loaded; who asks then asks again
+LOOK_S = 0.25  # how soon the process ends after a batch broke it, whose caller is told first
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A model as it was loaded, once and for all."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None = None  # of its own; only a judge needs one
+
+
+class FrozenModels(Actor):
+    """Serves the models of one job, one batch at a time: they share the accelerator, and an engine
+    bears one thread.
+
+    Who asks before they are loaded waits. After anything but a typed error nobody knows what state
+    the models are in: the process is to end then, see `broken`.
+    """
+
+    interface = Scoring
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._models: dict[str, FrozenModel] = {}
+        self._loaded = asyncio.Event()
+        self._thread = OneThread(mesh, COMPUTE_S)
+        self._draining = False
+        self._failure: Exception | None = None
+        self.sequences, self.tokens, self.busy_s = 0, 0, 0.0
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "loaded": self._loaded.is_set(),
+            "models": {role: model.engine.path for role, model in self._models.items()},
+            "sequences": self.sequences,
+            "tokens_scored": self.tokens,
+            "busy_s": self.busy_s,
+        }
+
+    def serve(self, models: dict[str, FrozenModel]) -> None:
+        """They are loaded."""
+        self._models = models
+        self._loaded.set()
+
+    @property
+    def draining(self) -> bool:
+        """It answers no more."""
+        return self._draining or self._failure is not None
+
+    async def broken(self) -> Exception:
+        """What broke the process, once something has."""
+        while self._failure is None:
+            await self.mesh.clock.sleep(LOOK_S)
+        return self._failure
+
+    @call(Scoring.score)
+    async def score(self, batch: ScoreBatch) -> ScoredBatch:
+        await self._wait()
+        unknown = [role for role in batch.roles if role not in self._models]
+        if unknown:
+            raise Refused(f"the job has no model as {unknown[0]}", where=self.mesh.name)
+        sequences = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
+
+        def compute() -> list[RoleScores]:
+            return [scores(role, self._models[role].engine, sequences) for role in batch.roles]
+
+        found = await self._compute(compute)
+        self.sequences += len(sequences)
+        self.tokens += len(batch.tokens) * len(batch.roles)
+        return ScoredBatch(found)
+
+    @call(Scoring.judge)
+    async def judge(self, batch: JudgeBatch) -> Verdicts:
+        await self._wait()
+        model = self._models.get("reward")
+        if model is None or model.tokenizer is None:
+            raise Refused("the job has no model that judges", where=self.mesh.name)
+        found = await self._compute(lambda: verdicts(model, batch))
+        self.sequences += 2 * len(batch.texts)
+        return found
+
+    async def _wait(self) -> None:
+        async with self.mesh.clock.timeout(WAIT_S, "the frozen models to be loaded"):
+            await self._loaded.wait()
+        self._check()
+
+    def _check(self) -> None:
+        if self.draining:
+            raise NotThere("the process is ending", where=self.mesh.name, fix="ask its successor")
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        def watched() -> T:
+            self._check()  # it has waited for its turn
+            started = self.mesh.clock.monotonic()
+            try:
+                return work()
+            except MeshError:
+                raise
+            except Exception as error:
+                self._failure = error
+                raise
+            finally:
+                self.busy_s += self.mesh.clock.monotonic() - started
+
+        return await self._thread.run(watched, deadline_s=COMPUTE_S)
+
+    @call(Scoring.drain)
+    def drain(self, request: Drain) -> Drained:
+        """What is under way is asked for again where the models are next."""
+        self._draining = True
+        return Drained(0)
+
+
+def scores(role: str, engine: Engine, sequences: Sequence[NDArray[np.int32]]) -> RoleScores:
+    """Log-probabilities of each sequence's tokens, 0 for its first one."""
+    found, errors = [], []
+    for tokens in sequences:
+        logprobs, error = np.zeros(len(tokens), np.float32), ""
+        try:
+            logprobs[1:] = engine.score(tokens)
+        except MeshError as refused:
+            error = str(refused)
+        found.append(logprobs)
+        errors.append(error)
+    return RoleScores(role, np.concatenate([np.zeros(0, np.float32), *found]), errors)
+
+
+def verdicts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
+    """For each text, how likely it goes on with `yes` if it goes on with `yes` or `no`."""
+    assert model.tokenizer is not None
+    found, errors = np.full(len(batch.texts), np.nan), [""] * len(batch.texts)
+    try:
+        endings = [model.tokenizer.encode(text) for text in (batch.yes, batch.no)]
+    except MeshError as error:
+        return Verdicts(found, [str(error)] * len(batch.texts))
+    for i, text in enumerate(batch.texts):
+        try:
+            asked = model.tokenizer.encode(text)
+            yes, no = (_likelihood(model.engine, asked, ending) for ending in endings)
+        except MeshError as error:
+            errors[i] = str(error)
+        else:
+            found[i] = 1.0 / (1.0 + np.exp(np.clip(no - yes, -700.0, 700.0)))
+    return Verdicts(found, errors)
+
+
+def _likelihood(engine: Engine, asked: list[int], ending: list[int]) -> float:
+    """Log-probability of an ending after what was asked."""
+    logprobs = engine.score(np.array(asked + ending, np.int32))
+    return float(np.sum(logprobs[-len(ending) :], dtype=np.float64))

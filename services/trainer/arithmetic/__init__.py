@@ -1,0 +1,1 @@
+"""What is computed: bins in, gradients and steps of the optimizer out. Open `learner.py` first."""

@@ -1,0 +1,231 @@
+"""Gradients of bins and steps of the optimizer: the arithmetic of training, and nothing else.
+
+A gradient is that of the sum of weighted token losses; the division by what a step's sequences
+count happens once, in `apply`. So it does not matter who computes which bin, only in which order
+the sums are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
+from common.model.decoder import Decoder
+from services.trainer.algorithms import algorithm
+from services.trainer.arithmetic import critic, lora
+from services.trainer.arithmetic.forward import Outputs, forward, fuse
+from services.trainer.arithmetic.optimizers import Optimizer
+from services.trainer.arithmetic.packing import Bin
+from services.trainer.arithmetic.precision import WorkingCopy
+from services.trainer.arithmetic.stats import BinStats, describe, describe_values
+from services.trainer.core.saved_state import load_state
+from services.trainer.losses.objective import objective
+from services.trainer.losses.terms import Terms
+
+
+class Learner:
+    """A float32 model, its optimizer and an algorithm."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: OptimizerConfig,
+        algorithm_config: AlgorithmConfig,
+        temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Passes compute in `dtype`; `temperature` is that at which trajectories were sampled."""
+        self.model = model
+        self.steps = 0  # that the optimizer has taken
+        self._config = algorithm_config
+        hooks = algorithm(algorithm_config.name)
+        self._critic, self._sampled = hooks.critic, hooks.sampled
+        if self._critic:
+            critic.attach(model)
+        fuse(model)
+        self._temperature = temperature
+        self._dtype = dtype
+        self._rates = optimizer
+        self._begin()
+
+    def _begin(self) -> None:
+        """The optimizer, and where gradients go, of the parameters that learn."""
+        self._optimizer = Optimizer(self.model, self._rates)
+        self._parameters = list(lora.trained(self.model).values())
+        self.size = sum(parameter.numel() for parameter in self._parameters)
+        narrow = self._dtype != torch.float32
+        self._copy = WorkingCopy(self.model, self._dtype) if narrow else None
+
+    def adapt(self, config: LoraConfig, seed: int) -> None:
+        """From now on adapters learn, and the model's own weights stand still."""
+        lora.adapt(self.model, config, seed)
+        if self._critic:
+            critic.critic_of(self.model).requires_grad_(True)
+        self._begin()
+
+    def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
+        """Flat float32 gradient of the sum of weighted token losses, in the parameters' order."""
+        gradient, out = self._fresh_gradient(), self._forward(bin)
+        terms = self._terms(bin, out)
+        weight = pick(bin.weight, out.places)
+        found = objective(terms, weight, self._config)
+        fresh = pick(bin.fresh, out.places) if self._sampled else None
+        stats = describe(terms, found, out.entropy, fresh)
+        roots: list[Tensor] = [out.logprobs]
+        slopes: list[Tensor | None] = [found.slope]
+        if self._critic:
+            values = critic.values(self._passing, bin)
+            losses = critic.value_losses(values, terms, weight, self._config)
+            roots.append((losses * weight).sum() * self._config.value_coefficient)
+            slopes.append(None)
+            describe_values(stats, terms, losses)
+        if out.aux_loss is not None:
+            share = weight.sum() / max(1, len(weight))  # of a token in the loss, as the others'
+            roots.append(out.aux_loss * share)
+            slopes.append(None)
+        torch.autograd.backward(roots, slopes)
+        return gradient, stats
+
+    def round_gradient(self, bins: Iterable[Bin]) -> tuple[Tensor, BinStats]:
+        """The sum over bins, in their order."""
+        return add(self.gradient(bin) for bin in bins)
+
+    def supervised_gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
+        """As `gradient`, of the cross-entropy of the bin's own tokens, each of weight 1."""
+        gradient, out = self._fresh_gradient(), self._forward(bin)
+        loss = -out.logprobs.sum()
+        roots = [loss] if out.aux_loss is None else [loss, out.aux_loss]
+        torch.autograd.backward(roots)
+        return gradient, BinStats(tokens=len(out.places), loss_sum=float(loss.detach()))
+
+    @torch.no_grad()  # what inference mode makes, FSDP could not train with later
+    def score(self, bin: Bin, what: str = "logprobs") -> NDArray[np.float32]:
+        """`logprobs` of the trained targets [n], or a critic's `values`; 0 elsewhere."""
+        found = np.zeros(len(bin.tokens), np.float32)
+        if what == "values":
+            scores = critic.values(self._passing, bin)
+        else:
+            scores = self._forward(bin).logprobs
+        found[bin.mask] = scores.cpu().numpy()
+        return found
+
+    def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
+        """One step from the summed gradient / `denominator`; returns its norm before clipping.
+
+        ConfigError, and no step, if the gradient is not finite.
+        """
+        gradient = gradient_sum / denominator
+        norm = self._norm(gradient)
+        if not np.isfinite(norm):
+            raise ConfigError(
+                f"the gradient of step {self.steps + 1} is not finite",
+                where="trainer",
+                fix="lower optimizer.muon_lr and optimizer.adamw_lr, or look at the rewards",
+            )
+        if norm > self._rates.clip_norm:
+            gradient *= self._rates.clip_norm / (norm + 1e-6)
+        self._optimizer.step(gradient, lr_factor)
+        self._refresh()
+        self.steps += 1
+        return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's parameters by name, no critic's; views, which the next step changes."""
+        return critic.published((name, p.detach()) for name, p in self.model.named_parameters())
+
+    def copied_weights(self) -> dict[str, Tensor]:
+        """As `weights`; copies in the host's memory, which stay."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """All that the next step depends on beside the weights; copies in the host's memory."""
+        valued = critic.own((name, p.detach()) for name, p in self.model.named_parameters())
+        copied = {name: tensor.clone() for name, tensor in valued.items()}
+        state = self._optimizer.state() | copied | {"steps": torch.tensor(self.steps)}
+        return {name: tensor.to("cpu") for name, tensor in state.items()}
+
+    def restore(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        """Goes on from weights and what `checkpoint.save_state` wrote of `optimizer_state`."""
+        state = self.optimizer_state()
+        load_state(path, state)
+        self.load_weights(weights)
+        self._optimizer.load(state)
+        if self._critic:
+            critic.load(self.model, state)
+        self._refresh()
+        self.steps = int(state["steps"])
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes over weights only; what follows from them, passes and a critic, begins anew."""
+        with torch.no_grad():
+            for name, parameter in critic.published(self.model.named_parameters()).items():
+                parameter.copy_(weights[name])
+        if self._critic:
+            critic.follow(self.model)
+        self._refresh()
+
+    def _norm(self, gradient: Tensor) -> float:
+        return float(gradient.norm())
+
+    @property
+    def device(self) -> torch.device:
+        return self._parameters[0].device
+
+    @property
+    def _passing(self) -> Decoder:
+        """The model that passes run on."""
+        return self.model if self._copy is None else self._copy.model
+
+    def _refresh(self) -> None:
+        if self._copy is not None:
+            self._copy.refresh()
+
+    def _fresh_gradient(self) -> Tensor:
+        """A zero gradient whose slices the parameters accumulate into."""
+        gradient = torch.zeros(self.size, device=self._parameters[0].device)
+        sizes = [parameter.numel() for parameter in self._parameters]
+        pairs = zip(self._parameters, torch.split(gradient, sizes), strict=True)
+        slices = {parameter: piece.view_as(parameter) for parameter, piece in pairs}
+        if self._copy is not None:
+            self._copy.collect([slices.get(parameter) for parameter in self.model.parameters()])
+            return gradient
+        for parameter, piece in slices.items():
+            parameter.grad = piece
+        return gradient
+
+    def _forward(self, bin: Bin) -> Outputs:
+        return forward(self._passing, bin, self._temperature)
+
+    def _terms(self, bin: Bin, out: Outputs) -> Terms:
+        behaviour = pick(bin.behaviour, out.places)
+        extras = {name: pick(array, out.places) for name, array in bin.extras.items()}
+        return Terms(
+            logprobs=out.logprobs,
+            behaviour=behaviour,
+            proximal=extras.get("proximal", out.logprobs.detach()),
+            advantage=pick(bin.advantage, out.places),
+            sequence=out.sequence,
+            sequences=len(bin.starts) - 1,
+            extras=extras,
+        )
+
+
+def add(results: Iterable[tuple[Tensor, BinStats]]) -> tuple[Tensor, BinStats]:
+    """The sum over bins, in the order given: float addition has one."""
+    (total, stats), *rest = results
+    for gradient, more in rest:
+        total += gradient
+        stats += more
+    return total, stats
+
+
+def pick(array: NDArray[np.generic], places: Tensor) -> Tensor:
+    """The values of a bin's array at `places`."""
+    return torch.from_numpy(array).to(places.device).index_select(0, places)

@@ -1,0 +1,188 @@
+"""The optimizer: Muon on matrices, AdamW on everything else, over one flat gradient.
+
+Muon (Jordan 2024, kellerjordan.github.io/posts/muon) differs from `torch.optim.Muon` in two ways:
+the Newton-Schulz iteration runs in the parameter's own precision instead of bfloat16, and matrices
+of one shape go through it together.
+
+Of parameters that FSDP has cut by rows, each rank updates its own: the gradient is then that of its
+rows, parameter after parameter. AdamW is elementwise; Muon's matrices are made whole for the
+iteration, each rank's share of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from common.job.config import OptimizerConfig
+from common.model.lora import is_adapter
+from services.trainer.ranks.sharding import group_of, local, on_whole
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ_STEPS = 5
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # quintic, steepest at zero
+BETAS = 0.9, 0.95
+EPSILON = 1e-8
+NOT_FOR_MUON = ("embedding", "unembedding", "router")  # rows there are looked up, not multiplied
+
+
+def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Share of the learning rate at `step` (from 0) of `steps`: warm-up, then linear decay."""
+    decay = config.final_lr + (1 - config.final_lr) * (1 - step / steps)
+    return min(1.0, (step + 1) / max(config.warmup_steps, 1)) * decay
+
+
+class Optimizer:
+    """Updates the parameters of a model from the flat gradient of all of them, in their order."""
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        matrices: list[Part] = []
+        rest: list[Part] = []
+        offset = 0
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            part = Part(name, parameter, offset)
+            muon = config.muon_lr > 0 and parameter.dim() >= 2
+            chosen = muon and not is_adapter(name) and last_part(name) not in NOT_FOR_MUON
+            (matrices if chosen else rest).append(part)
+            offset += part.numel
+        self._adamw = AdamW(rest, config.adamw_lr, config.weight_decay)
+        self._muons = [
+            Muon(alike, config.muon_lr, config.weight_decay) for alike in by_shape(matrices)
+        ]
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, lr_factor: float) -> None:
+        self._adamw.step(gradient, lr_factor)
+        for muon in self._muons:
+            muon.step(gradient, lr_factor)
+
+    def state(self) -> dict[str, Tensor]:
+        """Flat and by parameter name, so that it does not depend on how parameters are grouped."""
+        state = self._adamw.state()
+        for muon in self._muons:
+            state |= muon.state()
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._adamw.load(state)
+        for muon in self._muons:
+            muon.load(state)
+
+
+def last_part(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+class Part:
+    """A parameter, or this rank's rows of it, and where its gradient lies in the flat one."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, offset: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.shape = local(parameter.detach()).shape
+        self.numel = self.shape.numel()
+        self.span = slice(offset, offset + self.numel)
+
+    @property
+    def values(self) -> Tensor:
+        """What is updated; FSDP may put it elsewhere between two steps."""
+        return local(self.parameter.detach())
+
+
+def by_shape(parts: Iterable[Part]) -> list[list[Part]]:
+    """Parts whose matrices have one shape, together."""
+    alike: dict[torch.Size, list[Part]] = {}
+    for part in parts:
+        alike.setdefault(part.parameter.shape, []).append(part)
+    return list(alike.values())
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019) on parameters laid end to end."""
+
+    def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
+        self._parts, self._lr, self._weight_decay = parts, lr, weight_decay
+        self._sizes = [part.numel for part in parts]
+        device = parts[0].parameter.device if parts else None
+        self._mean = torch.zeros(sum(self._sizes), device=device)
+        self._square = torch.zeros_like(self._mean)
+        self._steps = 0
+
+    def step(self, gradient: Tensor, lr_factor: float) -> None:
+        if not self._parts:
+            return
+        own = torch.cat([gradient[part.span] for part in self._parts])
+        self._steps += 1
+        self._mean.lerp_(own, 1 - BETAS[0])
+        self._square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
+        lr = self._lr * lr_factor
+        scale = math.sqrt(1 - BETAS[1] ** self._steps)
+        move = self._mean / (self._square.sqrt().div_(scale).add_(EPSILON))
+        move *= -lr / (1 - BETAS[0] ** self._steps)
+        for part, delta in zip(self._parts, torch.split(move, self._sizes), strict=True):
+            values = part.values.mul_(1 - lr * self._weight_decay)
+            values.add_(delta.view(part.shape))
+
+    def state(self) -> dict[str, Tensor]:
+        state = {"adamw.steps": torch.tensor(self._steps)}
+        for kind, moment in (("mean", self._mean), ("square", self._square)):
+            for part, piece in zip(self._parts, torch.split(moment, self._sizes), strict=True):
+                state[f"adamw.{kind}.{part.name}"] = piece.view(part.shape).clone()
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._steps = int(state["adamw.steps"])
+        for kind, moment in (("mean", self._mean), ("square", self._square)):
+            for part, piece in zip(self._parts, torch.split(moment, self._sizes), strict=True):
+                piece.copy_(state[f"adamw.{kind}.{part.name}"].reshape(-1))
+
+
+class Muon:
+    """Nesterov momentum, made orthogonal, on matrices of one shape (the last two dimensions)."""
+
+    def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
+        self._parts, self._lr, self._weight_decay = parts, lr, weight_decay
+        first = parts[0].parameter
+        self._height = first.shape[-2]
+        self._stretch = max(1.0, first.shape[-2] / first.shape[-1]) ** 0.5  # tall ones move further
+        self._momentum = torch.zeros(len(parts), *parts[0].shape, device=first.device)
+        # A stack of matrices is cut between matrices, which stay whole.
+        self._group = group_of(first) if first.dim() == 2 else None
+
+    def step(self, gradient: Tensor, lr_factor: float) -> None:
+        own = torch.stack([gradient[part.span].view(part.shape) for part in self._parts])
+        self._momentum.lerp_(own, 1 - MOMENTUM)
+        own.lerp_(self._momentum, MOMENTUM)
+        if self._group is None:
+            update = orthogonal(own)
+        else:
+            update = on_whole(own, self._height, orthogonal, self._group)
+        lr = self._lr * lr_factor
+        for part, delta in zip(self._parts, update, strict=True):
+            values = part.values.mul_(1 - lr * self._weight_decay)
+            values.add_(delta, alpha=-lr * self._stretch)
+
+    def state(self) -> dict[str, Tensor]:
+        moments = zip(self._parts, self._momentum, strict=True)
+        return {f"muon.momentum.{part.name}": momentum.clone() for part, momentum in moments}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for part, momentum in zip(self._parts, self._momentum, strict=True):
+            momentum.copy_(state[f"muon.momentum.{part.name}"])
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About the nearest matrices [.., rows, columns] with singular values near one."""
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return orthogonal(matrices.mT).mT
+    x: Tensor = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x

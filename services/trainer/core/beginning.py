@@ -1,0 +1,167 @@
+"""Where training begins or goes on: a checkpoint, a warm start from the cache or made now, or the
+given weights.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.job.job_data import JobData
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.hf import load_config, load_model
+from common.model.tokenizer import Tokenizer
+from kernels.build import TRAINING, library
+from services.trainer.arithmetic.forward import checkpoint_layers
+from services.trainer.arithmetic.learner import Learner
+from services.trainer.core import warm_start
+
+L = TypeVar("L", bound=Learner)
+
+
+COMPILE_S = 600.0  # some 10 s on a quiet core; processes of one host wait for each other
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def compile_kernels() -> None:
+    """What passes on a CPU call, compiled if this host has not done so yet. It blocks; where there
+    is no compiler, passes are PyTorch's.
+    """
+    for name in TRAINING:
+        library(name)
+
+
+def fresh_learner(data: JobData) -> Learner:
+    """Of the job's model as it is given, or initialised from the job's seed."""
+    return fresh(data, Learner)
+
+
+def fresh(data: JobData, make: Callable[..., L]) -> L:
+    """As `fresh_learner`, of another kind."""
+    config = data.config
+    if config.model.path:
+        _, model = load_model(str(data.bundle / config.model.path), torch.float32)
+    else:
+        model = Decoder(ModelConfig.from_hf(config.model.config))
+        generator = torch.Generator()
+        generator.manual_seed(config.seed)
+        model.initialise(generator)
+    if config.training.activation_checkpointing:
+        checkpoint_layers(model)
+    return make(
+        model.to(config.mesh.device),
+        config.optimizer,
+        config.algorithm,
+        config.rollout.temperature,
+        DTYPES[config.training.dtype],
+    )
+
+
+def outline(data: JobData) -> tuple[ModelConfig, int]:
+    """The job's model as it is described, and how many parameters it has; none is made."""
+    model = data.config.model
+    if model.path:
+        config = load_config(data.bundle / model.path)
+    else:
+        config = ModelConfig.from_hf(model.config)
+    with torch.device("meta"):
+        return config, sum(parameter.numel() for parameter in Decoder(config).parameters())
+
+
+def first_weights(
+    data: JobData, progress: Callable[[int, float], None]
+) -> tuple[dict[str, Tensor] | None, bool]:
+    """What `start` makes of a learner that lives no longer than this, and what it returns; None for
+    the weights that every fresh learner has.
+    """
+    if not data.config.warm_start.demonstrations:
+        return None, False
+    learner = fresh_learner(data)
+    cached = start(data, learner, progress)
+    return learner.copied_weights(), cached
+
+
+def start(data: JobData, learner: Learner, progress: Callable[[int, float], None]) -> bool:
+    """Makes version 0 of a fresh learner; True when its warm start was in the cache."""
+    cached = bool(data.config.warm_start.demonstrations) and warm(data, learner, progress)
+    adapt(data, learner)
+    return cached
+
+
+def adapt(data: JobData, learner: Learner) -> None:
+    """Adapters in place of the model, if the job trains such, once its weights are warm."""
+    if data.config.lora.rank:
+        learner.adapt(data.config.lora, data.config.seed)
+
+
+def warm(data: JobData, learner: Learner, progress: Callable[[int, float], None]) -> bool:
+    """Runs the job's warm start in place, or takes it from the cache; True when it was cached."""
+    config = data.config
+    path = None
+    if config.cache:
+        path = warm_start.cache_path(config.cache, cache_key(data), sources(data))
+        weights = warm_start.load(path)
+        if weights is not None:
+            learner.load_weights(weights)
+            return True
+    warm_start.warm_start(
+        learner,
+        function(data, config.warm_start.demonstrations),
+        Tokenizer.load(str(data.tokenizer)),
+        config.warm_start,
+        seed=config.seed,
+        held_out={
+            prompt
+            for row in data.rows("held_out")
+            if isinstance(prompt := row.get(config.dataset.prompt), str)
+        },
+        max_tokens=config.rollout.max_tokens,
+        bin_tokens=config.training.bin_tokens,
+        progress=progress,
+    )
+    if path is not None:
+        warm_start.save(path, learner.weights())
+    return False
+
+
+def cache_key(data: JobData) -> dict[str, Any]:
+    """The parts of a job that its warm start depends on."""
+    document = data.config.document()
+    key = {part: document[part] for part in ("seed", "warm_start")}
+    key["model"] = document["model"]["config"]
+    key["limits"] = [data.config.rollout.max_tokens, data.config.training.bin_tokens]
+    return key
+
+
+def sources(data: JobData) -> list[bytes]:
+    """Files that a warm start reads: the job's modules, held-out rows, tokenizer and model."""
+    paths = [*sorted(data.modules.rglob("*.py")), data.tokenizer]
+    if data.config.dataset.held_out:
+        paths.append(data.bundle / data.config.dataset.held_out)
+    if data.config.model.path:
+        paths += sorted((data.bundle / data.config.model.path).glob("*"))
+    return [path.read_bytes() for path in paths]
+
+
+def function(data: JobData, reference: str) -> Callable[..., Any]:
+    """What `module:function` of the job names."""
+    if str(data.modules) not in sys.path:
+        sys.path.insert(0, str(data.modules))
+    module, _, name = reference.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def check(data: JobData) -> None:
+    """ConfigError for what only the trainer can tell of a job, before any work."""
+    if not data.rows("train"):
+        raise ConfigError("the job has no training prompts", fix="set dataset.train")
+    json.dumps(cache_key(data))

@@ -1,0 +1,121 @@
+"""Checkpoints of a run: a directory that `transformers` reads, with what the next step depends on
+beside it, written while training goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from common.api.weights import Checkpoint, Weights
+from common.errors import MeshError
+from common.job.job_data import JobData
+from common.model.config import ModelConfig
+from common.model.output import write_version
+from common.records.checkpoints import STATE, checkpoint_name, newest_due
+from common.records.durable import sync, sync_tree
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.wire.weight_store import STORE
+from services.trainer.ranks.compute import SAVE_S, Compute
+
+
+class Checkpoints:
+    """One is written at a time; `name` and `step` are of the last that is durable."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        data: JobData,
+        compute: Compute,
+        config: ModelConfig,
+        enter: Callable[[str, int], None],
+    ) -> None:
+        self._mesh, self._data, self._compute, self._config = mesh, data, compute, config
+        self._enter = enter
+        self.name, self.step = "", -1
+        self.pause_s = 0.0  # that training stood still for the last one
+        self._writing: asyncio.Task[None] | None = None
+
+    def due(self, step: int) -> bool:
+        config = self._data.config
+        return newest_due(step, config.training.checkpoint_every, config.budget.steps) == step
+
+    async def clear(self) -> None:
+        """Removes what an earlier start of the trainer began and did not end."""
+        directory = self._data.run_dir / "checkpoints"
+        await self._mesh.host.run_blocking(_remove_unnamed, directory, deadline_s=SAVE_S)
+
+    async def begin(
+        self,
+        lineage: int,
+        step: int,
+        manifest: str,
+        weights: dict[str, Tensor],
+        account: dict[str, Any],
+    ) -> None:
+        """Copies what must be kept and goes on writing it; waits for the one before."""
+        began = self._mesh.clock.monotonic()
+        await self.settled()
+        snapshot = await self._compute.snapshot()
+        self.pause_s = self._mesh.clock.monotonic() - began
+        request = Checkpoint(
+            job=self._data.id,
+            lineage=lineage,
+            step=step,
+            weights=manifest,
+            account=account | {"ranks": self._compute.ranks},
+        )
+        self._writing = asyncio.create_task(self._write(request, snapshot, weights))
+
+    async def settled(self, *, required: bool = False) -> None:
+        """Until nothing is being written. What could not be written is tried again with the next
+        one, unless it is `required`.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            async with self._mesh.clock.timeout(SAVE_S, "a checkpoint"):
+                await writing
+        except (MeshError, OSError) as error:
+            if required:
+                raise
+            self._mesh.telemetry.log.error("checkpoint", error=str(error))
+
+    async def _write(self, request: Checkpoint, snapshot: Any, weights: dict[str, Tensor]) -> None:
+        name = checkpoint_name(request.lineage, request.step, request.weights)
+        directory = self._data.run_dir / "checkpoints" / name
+        # Whoever else writes it, a trainer that was replaced and wakes, writes the same elsewhere.
+        scratch = directory.with_name(f"{name}.{self._mesh.incarnation}")
+        run = self._mesh.host.run_blocking
+        try:
+            await self._compute.write(snapshot, scratch / STATE)
+            self._enter("writing", request.step)
+            arguments = self._data, self._config, weights, scratch, directory
+            await run(write_version, *arguments, deadline_s=SAVE_S)
+            await run(appear, scratch, directory, deadline_s=SAVE_S)
+        finally:
+            await run(shutil.rmtree, scratch, True, deadline_s=SAVE_S)
+        store = self._mesh.ref(STORE)
+        await patiently(self._mesh.clock, lambda: store.call(Weights.save, request))
+        self.name, self.step = name, request.step
+
+
+def appear(scratch: Path, directory: Path) -> None:
+    """Whole or not at all, whenever the power goes; what is there already is the same."""
+    if not directory.exists():
+        sync_tree(scratch)
+        scratch.rename(directory)
+    sync(directory.parent)
+
+
+def _remove_unnamed(directory: Path) -> None:
+    for path in directory.glob("step-*"):
+        if path.is_dir() and not path.with_name(f"{path.name}.json").is_file():
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,138 @@
+"""Where a trainer goes on: at a checkpoint, and then again through the steps that were committed
+since, from their records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from common.api.weights import Checkpoint, Load, Weights
+from common.errors import ConfigError
+from common.job.job_data import JobData
+from common.model.transfer import fetch
+from common.records.checkpoints import STATE
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.state import jobs, steps
+from common.wire.bulk import BulkClient
+from common.wire.weight_store import STORE
+from services.trainer.core.intake import Intake
+from services.trainer.core.publishing import Publisher
+from services.trainer.core.step import Enter, Step
+from services.trainer.ranks.compute import Compute
+
+MakeStep = Callable[[int, str], Step]  # of a step's number, and the manifest that it begins with
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the job stands now, and the learner with it."""
+
+    version: int
+    lineage: int
+    manifest: str
+    checkpoint: str
+    checkpoint_step: int
+
+
+class Recovery:
+    def __init__(
+        self,
+        mesh: Mesh,
+        bulk: BulkClient,
+        data: JobData,
+        compute: Compute,
+        intake: Intake,
+        publisher: Publisher,
+        make_step: MakeStep,
+        enter: Enter,
+    ) -> None:
+        self._mesh, self._bulk, self._data = mesh, bulk, data
+        self._publisher = publisher
+        self._compute, self._intake, self._make_step = compute, intake, make_step
+        self._enter = enter
+
+    async def recover(self, row: jobs.JobRow) -> Standing:
+        """Replays what the job's checkpoint does not cover. When that does not give the committed
+        weights bit by bit, a new lineage opens at the checkpoint.
+        """
+        checkpoint = await self._checkpoint(row)
+        await self._restore(row.checkpoint, checkpoint)
+        # Ranks of another number go on from a checkpoint otherwise than those that made it: in a
+        # lineage that is new. In one that began there, records say which ranks made the steps.
+        alike = checkpoint.account.get("ranks", 1) == self._compute.ranks
+        if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):
+            return Standing(row.version, row.lineage, row.manifest, row.checkpoint, checkpoint.step)
+        if row.version > checkpoint.step:
+            await self._restore(row.checkpoint, checkpoint)
+        operation = f"reopen-{row.lineage}-{checkpoint.step}-{self._mesh.incarnation}"
+        lineage = await patiently(
+            self._mesh.clock,
+            lambda: steps.open_lineage(
+                self._mesh.state,
+                self._data.id,
+                self._mesh.name,
+                self._mesh.token,
+                checkpoint.step,
+                checkpoint.weights,
+                row.checkpoint,
+                operation,
+            ),
+        )
+        self._mesh.telemetry.log.warning(
+            "new lineage", lineage=lineage, version=checkpoint.step, was=row.version
+        )
+        return Standing(
+            checkpoint.step, lineage, checkpoint.weights, row.checkpoint, checkpoint.step
+        )
+
+    async def _checkpoint(self, row: jobs.JobRow) -> Checkpoint:
+        store, load = self._mesh.ref(STORE), Load(self._data.id, row.checkpoint)
+        found: Checkpoint = await patiently(
+            self._mesh.clock, lambda: store.call(Weights.load, load)
+        )
+        if found.step == row.version and found.weights != row.manifest:
+            raise ConfigError(
+                f"checkpoint {row.checkpoint} holds other weights than version {found.step}",
+                where=self._mesh.name,
+                fix="remove it, and resume the run from the one before",
+            )
+        return found
+
+    async def _restore(self, name: str, checkpoint: Checkpoint) -> None:
+        self._enter("restoring", checkpoint.step)
+        _, weights = await fetch(self._mesh, self._bulk, checkpoint.weights)
+        path = self._data.run_dir / "checkpoints" / name / STATE
+        await self._compute.restore(path, weights)
+
+    async def _replayed(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
+        """Whether the steps since the checkpoint gave the committed weights again."""
+        records = await self._ask(
+            lambda: steps.step_records(self._mesh.state, self._data.id, checkpoint.step)
+        )
+        expected = list(range(checkpoint.step + 1, row.version + 1))
+        if [record.step for record in records] != expected:
+            return False
+        for record in records:
+            if record.record.get("ranks") != self._compute.ranks:
+                return False
+            self._enter("replaying", record.step)
+            found = await self._intake.contents(record.groups)
+            groups = [group for group in found if group is not None]
+            if len(groups) < len(found):
+                return False
+            await self._make_step(record.step, "").replay(groups, record.record["updates"])
+        if not records:
+            return True
+        self._enter("staging", row.version)
+        weights = await self._compute.weights()
+        manifest = await self._publisher.stage(
+            row.lineage, row.version, weights, checkpoint.weights
+        )
+        return manifest == row.manifest
+
+    async def _ask(
+        self, action: Callable[[], Awaitable[list[steps.StepRecord]]]
+    ) -> list[steps.StepRecord]:
+        return await patiently(self._mesh.clock, action)

@@ -1,0 +1,129 @@
+"""The warm start: supervised steps on a job's demonstrations, and the cache of their outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
+from common.model.tokenizer import Tokenizer
+from common.random import Random
+from services.trainer.arithmetic.learner import Learner, add
+from services.trainer.arithmetic.packing import Sequence, make_bins
+
+Segments = list[tuple[str, bool]]  # text, and whether the model writes it; the prompt comes first
+Demonstrate = Callable[[Random, float], Segments]  # a generator, progress from 0 to 1
+Progress = Callable[[int, float], None]  # steps done, loss per token
+
+FORMAT = 2  # of the cache's key: raise it when a change here changes what the same job learns
+MAX_REFUSED = 10_000  # demonstrations in a row that cannot be used, before giving up
+
+
+def warm_start(
+    learner: Learner,
+    demonstrate: Demonstrate,
+    tokenizer: Tokenizer,
+    config: WarmStartConfig,
+    *,
+    seed: int,
+    held_out: Collection[str],
+    max_tokens: int,
+    bin_tokens: int,
+    progress: Progress = lambda steps, loss: None,
+) -> None:
+    """Trains the learner's model in place; its own optimizer is left as it was.
+
+    The outcome depends on the arguments alone. Demonstrations of a prompt in `held_out`, or longer
+    than `max_tokens`, are left out and others drawn.
+    """
+    random = Random(seed).child("warm start")
+    rates = OptimizerConfig(muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
+    teacher = Learner(learner.model, rates, AlgorithmConfig())
+    for step in range(config.steps):
+        done = step / config.steps
+        batch = [
+            demonstration(demonstrate, tokenizer, random, done, held_out, max_tokens)
+            for _ in range(config.batch)
+        ]
+        bins = make_bins(batch, bin_tokens)
+        gradient, stats = add(teacher.supervised_gradient(bin) for bin in bins)
+        teacher.apply(gradient, stats.tokens, lr_factor(step, config))
+        progress(step + 1, stats.loss_sum / stats.tokens)
+    learner.load_weights(learner.weights())  # so that its own passes and critic begin with them
+
+
+def lr_factor(step: int, config: WarmStartConfig) -> float:
+    """Share of the learning rate at `step`: warm-up, then level, then linear to 0."""
+    falling = (config.steps - step) / max(config.decay * config.steps, 1.0)
+    return min(1.0, (step + 1) / max(config.warmup_steps, 1), falling)
+
+
+def demonstration(
+    demonstrate: Demonstrate,
+    tokenizer: Tokenizer,
+    random: Random,
+    done: float,
+    held_out: Collection[str],
+    max_tokens: int,
+) -> Sequence:
+    """The next one that may be learned from; ConfigError if none comes."""
+    for _ in range(MAX_REFUSED):
+        segments = demonstrate(random, done)
+        if segments[0][0] in held_out:
+            continue
+        sequence = encode(segments, tokenizer)
+        if 2 <= len(sequence.tokens) <= max_tokens and sequence.mask[1:].any():
+            return sequence
+    raise ConfigError(
+        f"{MAX_REFUSED} demonstrations in a row are held out, too long or without model text",
+        where="warm_start.demonstrations",
+        fix=f"make it return other prompts, of at most {max_tokens} tokens",
+    )
+
+
+def encode(segments: Segments, tokenizer: Tokenizer) -> Sequence:
+    """Each segment by itself, as a rollout appends it: tokens never merge across a border."""
+    pieces = [tokenizer.encode(text) for text, _ in segments]
+    own = [by_model for _, by_model in segments]
+    tokens = np.array([token for piece in pieces for token in piece], np.int32)
+    mask = np.repeat(np.array(own, np.bool_), [len(piece) for piece in pieces])
+    nothing = np.zeros(len(tokens), np.float32)
+    return Sequence(tokens, nothing, mask, np.zeros(len(tokens), np.int32))
+
+
+def cache_path(directory: str, document: Mapping[str, Any], sources: Iterable[bytes]) -> Path:
+    """Where the weights of this warm start lie: named by all that they depend on.
+
+    `document` holds the parts of the job that matter (model, warm start, seed, limits), `sources`
+    the content of the files that its demonstrations come from.
+    """
+    key = xxhash.xxh3_128(
+        json.dumps([FORMAT, torch.__version__, document], sort_keys=True).encode()
+    )
+    for source in sources:
+        key.update(len(source).to_bytes(8, "little") + source)
+    return Path(directory).expanduser() / f"warm-start-{key.hexdigest()}.safetensors"
+
+
+def save(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, unfinished)
+    os.replace(unfinished, path)
+
+
+def load(path: Path) -> dict[str, Tensor] | None:
+    """The weights, or None if there are none yet."""
+    found: dict[str, Tensor] | None = load_file(path) if path.is_file() else None
+    return found

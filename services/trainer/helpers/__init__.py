@@ -1,0 +1,1 @@
+"""Hybrids, which lend gradients to a core for some rounds. Open `gradients.py` first."""

@@ -1,0 +1,41 @@
+"""How far the policy is from a reference: Schulman's estimates (joschu.net/blog/kl-approx.html).
+
+Of one sampled token, with d = log-probability under the policy - under the reference: k1 = d, k2 =
+d^2 / 2, k3 = exp(-d) - 1 + d. In the reward all of them do what they say. In the loss only k2 has
+the gradient of the divergence in expectation; k3's is that of the forward divergence, and k1's is
+zero, so that k1 belongs in the reward (Tang and Munos 2025, arXiv 2506.09477).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.trainer.losses.terms import LARGEST_LOG_RATIO, ratio_of
+
+ESTIMATES = ("k1", "k2", "k3")
+
+
+def estimate(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
+    """[t], with a gradient to `logprobs`."""
+    difference = logprobs - reference
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    return ratio_of(reference, logprobs) - 1 + difference
+
+
+def sampled(
+    kind: str, logprobs: NDArray[np.floating], reference: NDArray[np.floating]
+) -> NDArray[np.float64]:
+    """As `estimate`, of numpy arrays."""
+    difference = np.asarray(logprobs, np.float64) - reference
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    clamped = np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    found: NDArray[np.float64] = np.exp(-clamped) - 1 + difference
+    return found

@@ -1,0 +1,62 @@
+"""The loss of a bin's tokens and its slope: an algorithm, weighted, corrected, held by a KL term.
+
+It needs no model: the slope to the log-probabilities is what a backward pass through the model
+starts from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from common.job.config import AlgorithmConfig
+from services.trainer.algorithms import algorithm
+from services.trainer.losses import kl
+from services.trainer.losses.corrections import corrected
+from services.trainer.losses.shaping import kl_in_loss
+from services.trainer.losses.surrogate import old_logprobs
+from services.trainer.losses.terms import Terms
+
+
+@dataclass(slots=True)
+class Objective:
+    """Of the trained tokens of a bin, [t] each, without a gradient."""
+
+    losses: Tensor  # weighted: their sum is the loss of the bin
+    slope: Tensor  # of that sum, with respect to the log-probabilities
+    clipped: Tensor  # bool: the algorithm gives the token no gradient, though it has an advantage
+    likelier: Tensor  # bool: than under the old policy; of its sequence where ratios are of those
+    corrected: Tensor  # bool: its importance weight met a bound
+
+
+def objective(terms: Terms, weight: Tensor, config: AlgorithmConfig) -> Objective:
+    """What the learner sums; `weight` [t] is that of the token's sequence.
+
+    Tokens without weight need no extras: a bin of them teaches nothing.
+    """
+    if not weight.any():
+        nothing = torch.zeros_like(weight)
+        no = nothing.bool()
+        return Objective(nothing, nothing, no, no, no)
+    logprobs = terms.logprobs.detach().requires_grad_()
+    own = replace(terms, logprobs=logprobs)
+    factor, bounded = corrected(own, config)
+    with torch.enable_grad():
+        losses = algorithm(config.name).token_loss(own, config) * (factor * weight)
+        (slope,) = torch.autograd.grad(losses.sum(), logprobs)
+        clipped = (slope == 0) & (terms.advantage != 0) & (factor != 0)
+        if kl_in_loss(config):
+            divergence = kl.estimate(config.kl, logprobs, own.extra("reference"))
+            held = divergence * (config.kl_coefficient * weight)
+            slope = slope + torch.autograd.grad(held.sum(), logprobs)[0]
+            losses = losses + held
+    return Objective(losses.detach(), slope, clipped, _likelier(own, config), bounded)
+
+
+def _likelier(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    difference = terms.logprobs.detach() - old_logprobs(terms, config)
+    if algorithm(config.name).sequence_ratio:
+        difference = terms.sum_by_sequence(difference)
+    return difference > 0

@@ -1,0 +1,55 @@
+"""What the reward of a trajectory, or of its tokens, loses before advantages are computed."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import ConfigError
+from common.job.config import AlgorithmConfig, JobConfig
+from services.trainer.arithmetic.packing import Sequence
+from services.trainer.losses import kl
+from services.trainer.losses.terms import SOURCES
+
+
+def overlong(lengths: NDArray[np.integer], share: float, config: JobConfig) -> NDArray[np.float64]:
+    """DAPO's soft punishment of length (arXiv 2503.14476, equation 13), from 0 to -penalty.
+
+    It grows in the last `overlong_buffer` tokens before `rollout.max_tokens`, or in their `share`
+    where the job leaves that open; lengths are those of whole trajectories.
+    """
+    longest, buffer = config.rollout.max_tokens, config.algorithm.overlong_buffer
+    if buffer < 0:
+        buffer = round(longest * share)
+    if not buffer:
+        return np.zeros(len(lengths))
+    over = (np.asarray(lengths, np.float64) - (longest - buffer)) / buffer
+    punished: NDArray[np.float64] = -config.algorithm.overlong_penalty * np.clip(over, 0.0, 1.0)
+    return punished
+
+
+def divergences(sequence: Sequence, config: AlgorithmConfig) -> NDArray[np.float64]:
+    """[n] from the reference, of the policy that sampled, at the model's own tokens; 0 elsewhere.
+
+    ConfigError if nobody scored the trajectory under a reference.
+    """
+    reference = sequence.extras.get("reference")
+    if reference is None:
+        raise ConfigError(
+            "the trajectories carry no reference log-probabilities",
+            where="algorithm.kl_coefficient",
+            fix=f"declare [{SOURCES['reference']}] in the job file",
+        )
+    found = kl.sampled(config.kl, sequence.logprobs, reference)
+    found[~sequence.mask] = 0.0
+    return found
+
+
+def kl_in_reward(config: AlgorithmConfig) -> bool:
+    """Whether it is the reward that pays for leaving the reference."""
+    return config.kl_coefficient != 0 and config.kl_in == "reward"
+
+
+def kl_in_loss(config: AlgorithmConfig) -> bool:
+    """Whether it is the loss."""
+    return config.kl_coefficient != 0 and config.kl_in == "loss"

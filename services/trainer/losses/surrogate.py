@@ -1,0 +1,55 @@
+"""The clipped surrogate objective that most algorithms share (PPO, arXiv 1707.06347)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.job.config import AlgorithmConfig
+from services.trainer.losses.terms import Terms, ratio_of
+
+
+@dataclass(frozen=True)
+class Clips:
+    """How far a ratio may leave 1, below and above; `dual` bounds it where A < 0, 0: nothing."""
+
+    low: float
+    high: float
+    dual: float = 0.0
+
+    def chosen(self, config: AlgorithmConfig) -> Clips:
+        """These, with what the job file says in their place."""
+        return Clips(
+            config.clip_low if config.clip_low >= 0 else self.low,
+            config.clip_high if config.clip_high >= 0 else self.high,
+            config.dual_clip if config.dual_clip >= 0 else self.dual,
+        )
+
+
+PPO = Clips(0.2, 0.2)
+
+
+def old_logprobs(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """[t] of the policy that ratios are taken to.
+
+    It is the one that sampled, unless a correction accounts for that: then the trust region lies
+    around the policy that the step began with.
+    """
+    return terms.behaviour if config.correction == "none" else terms.proximal
+
+
+def ratios(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """[t] probability of each token, over that under `old_logprobs`."""
+    return ratio_of(terms.logprobs, old_logprobs(terms, config))
+
+
+def clipped(ratio: Tensor, advantage: Tensor, clips: Clips) -> Tensor:
+    """max(-ratio A, -clip(ratio) A); for A < 0 at most -dual A (dual clip, arXiv 1912.09729)."""
+    inside = ratio.clamp(1 - clips.low, 1 + clips.high)
+    loss = -torch.minimum(ratio * advantage, inside * advantage)
+    if not clips.dual:
+        return loss
+    bound = torch.where(advantage < 0, -clips.dual * advantage, torch.inf)
+    return torch.minimum(loss, bound)

@@ -1,0 +1,36 @@
+"""Losses of ranks: each is told of, and how many in a row are too many."""
+
+from __future__ import annotations
+
+from common.errors import RankLost
+from common.runtime.mesh import Mesh
+from common.runtime.patience import patiently
+from common.state import events
+
+LOSSES = 3  # in a row and at one step: what is wrong does not mend by repeating it
+
+
+class RankLosses:
+    """`in_a_row`: those since the last step that got done."""
+
+    def __init__(self, mesh: Mesh, job: str) -> None:
+        self._mesh, self._job = mesh, job
+        self.in_a_row = 0
+
+    async def note(self, error: RankLost) -> None:
+        """Tells of a loss, once, however often Redis is asked; raises `error` when it is one too
+        many, and Fenced without the lease of this process.
+        """
+        mesh = self._mesh
+        self.in_a_row += 1
+        mesh.telemetry.log.warning("step cut off", error=str(error))
+        fields = {"job": self._job, "why": str(error)}
+        operation = mesh.random.token(8)
+        await patiently(
+            mesh.clock,
+            lambda: events.append_as(
+                mesh.state, mesh.name, mesh.token, "rank_lost", fields, operation
+            ),
+        )
+        if self.in_a_row == LOSSES:
+            raise error

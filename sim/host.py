@@ -1,0 +1,186 @@
+"""The machine of a simulation: processes are tasks, threads are ticks of the virtual clock.
+
+Files are real (in a directory of the run) with a bound on their length, so that a disk can be full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, NotFound, PeerLost
+from common.process.handle import Child, Usage
+from common.process.host import replace_file
+from common.random import Random
+from common.records.append_file import AppendFile
+
+T = TypeVar("T")
+
+
+class SimulatedExit(BaseException):
+    """What `Host.exit` raises: it ends the process's task, past every `except Exception`."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class SimulatedChannel:
+    """The child's end of a simulated process's channel."""
+
+    def __init__(self) -> None:
+        self.to_child: asyncio.Queue[bytes] = asyncio.Queue()
+        self.to_parent: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def recv(self) -> bytes:
+        return await self.to_child.get()
+
+    def send(self, frame: bytes) -> None:
+        self.to_parent.put_nowait(frame)
+
+
+Program = Callable[[list[str], SimulatedChannel], Awaitable[None]]
+
+
+class SimulatedChild:
+    def __init__(self, name: str, pid: int, clock: Clock, run: Callable[..., Any]) -> None:
+        self.name, self.pid, self.start_time = name, pid, pid
+        self.channel = SimulatedChannel()
+        self._clock = clock
+        self._code: int | None = None
+        self._ended = asyncio.Event()
+        self._task = asyncio.create_task(run(self.channel), name=name)
+        self._task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if self._code is None:
+            if task.cancelled():
+                self._code = -signal.SIGTERM
+            else:
+                error = task.exception()
+                self._code = error.code if isinstance(error, SimulatedExit) else int(bool(error))
+        self._ended.set()
+
+    def poll(self) -> int | None:
+        return self._code if self._ended.is_set() else None
+
+    async def wait(self, deadline_s: float) -> int | None:
+        with contextlib.suppress(DeadlineExceeded):
+            async with self._clock.timeout(deadline_s, f"the end of {self.name}"):
+                await self._ended.wait()
+        return self.poll()
+
+    def terminate(self) -> None:
+        self._task.cancel()
+
+    def kill(self) -> None:
+        if self._code is None:
+            self._code = -signal.SIGKILL
+            self._task.cancel()
+
+    async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
+        if self._ended.is_set():
+            raise PeerLost("the process has ended", where=self.name)
+        self.channel.to_child.put_nowait(frame)
+
+    async def recv(self, deadline_s: float) -> bytes:
+        frames = self.channel.to_parent
+        if frames.empty() and self._ended.is_set():
+            raise PeerLost("the process has ended", where=self.name)
+        async with self._clock.timeout(deadline_s, f"a frame of {self.name}"):
+            return await frames.get()
+
+    def close(self) -> None:
+        """Nothing to close: the channel is two queues."""
+
+    def usage(self) -> Usage | None:
+        return None if self._ended.is_set() else Usage(0.0, 0.0, "S")
+
+
+class _Ticks:
+    def __init__(
+        self, clock: Clock, interval_s: float, fn: Callable[[], bool | None], name: str
+    ) -> None:
+        self._clock, self._interval_s, self._fn = clock, interval_s, fn
+        self._task = asyncio.create_task(self._run(), name=name)
+
+    async def _run(self) -> None:
+        while True:
+            await self._clock.sleep(self._interval_s)
+            if self._fn() is False:
+                return
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+
+class SimulatedHost:
+    """`programs` by module name: what `spawn` runs. `disk_bytes` bounds each append-only file;
+    it may change at any time.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        random: Random,
+        programs: Mapping[str, Program] | None = None,
+        *,
+        disk_bytes: int = -1,
+    ) -> None:
+        self._clock, self._random = clock, random
+        self._programs = dict(programs or {})
+        self.disk_bytes = disk_bytes
+        self.children: dict[int, SimulatedChild] = {}
+
+    def spawn(
+        self,
+        argv: list[str],
+        *,
+        name: str,
+        env: Mapping[str, str] = {},
+        log: Path | None = None,
+        own_session: bool = False,
+        die_with_parent: bool = True,
+        nice: int = 0,
+        rlimits: Mapping[str, int] = {},
+        pipe: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> SimulatedChild:
+        module, arguments = (argv[2], argv[3:]) if argv[1:2] == ["-m"] else (argv[0], argv[1:])
+        program = self._programs.get(module)
+        if program is None:
+            raise NotFound(
+                f"no simulated program {module!r}", fix=f"there are {sorted(self._programs)}"
+            )
+        pid = len(self.children) + 1
+
+        async def run(channel: SimulatedChannel) -> None:
+            await program(arguments, channel)
+
+        child = self.children[pid] = SimulatedChild(name, pid, self._clock, run)
+        return child
+
+    def adopt(self, pid: int, start_time: int, *, name: str) -> Child | None:
+        child = self.children.get(pid)
+        return child if child is not None and child.poll() is None else None
+
+    def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> _Ticks:
+        return _Ticks(self._clock, interval_s, fn, name)
+
+    async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        """Runs at once, on the loop: it takes no virtual time, and a seed gives one order."""
+        return fn(*args)
+
+    def open_append(self, path: Path) -> AppendFile:
+        return AppendFile(path, lambda: self.disk_bytes)
+
+    def replace_file(self, path: Path, content: bytes) -> None:
+        replace_file(path, content)
+
+    def exit(self, code: int, why: str) -> NoReturn:
+        raise SimulatedExit(code, why)

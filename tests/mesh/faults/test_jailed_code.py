@@ -1,0 +1,42 @@
+"""A job whose trajectories have sessions of Python, on a mesh whose sandboxes are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from common.records.ledger import Kind
+from tests.mesh.running import Run
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("bwrap")]
+
+
+def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
+    run: Callable[..., Run],
+) -> None:
+    mesh = run(
+        environment__use="digits:notebook",
+        environment__tools="{notebook='python_session'}",
+        reward__use="",
+        reward__parts="[{use='digits:kept'}, {use='regex', weight=0.5, options={pattern='[0-9]'}}]",
+        rollout__stop="['1', '2', '3', '4', '5', '6', '7', '8', '9']",
+        rollout__pace="20/64/100000",  # some 25 tokens of 20 ms: far from over when they are killed
+        sandbox__processes=2,
+        budget__steps=8,
+    )
+    mesh.until("tools have answered", lambda: mesh.in_ledger(Kind.TOOL), within_s=150.0)
+    first, second = mesh.pid("sandbox/0"), mesh.pid("sandbox/1")
+    for process in psutil.Process(first).children(recursive=True):
+        if process.name() == "bwrap":
+            process.send_signal(signal.SIGKILL)  # all jails of that one, and the zygote
+    os.kill(second, signal.SIGKILL)
+    assert mesh.finish() == 0, mesh.said
+    summary = mesh.summary()
+    assert (summary["phase"], summary["steps"]) == ("finished", 8)
+    fates = {key: summary[key] for key in ("lost", "trained_twice", "typed_drops")}
+    assert set(fates.values()) == {0}, (fates, mesh.events("dropped"))
+    assert mesh.audit()["lost"] == 0

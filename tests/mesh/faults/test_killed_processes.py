@@ -1,0 +1,98 @@
+"""Processes of a real mesh that are killed at the worst moment: all goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.api.weights import Group
+from common.records import ledger
+from common.records.ledger import Kind, trajectory_id
+from common.wire.blob import unpack
+from services.rollout.trajectory import Restored, Trajectory
+from tests.mesh.running import Run
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def written(directory: Path) -> dict[int, Trajectory]:
+    """Trajectories of a ledger, as a new shard would take them up."""
+    restored = Restored()
+    for record in ledger.read(directory):
+        restored.apply(record, lambda group, member: 0)
+    return restored.trajectories
+
+
+def trained(run: Run) -> dict[int, np.ndarray]:
+    """Trajectory -> tokens, of all groups that a step took, from the bytes that it was given."""
+    digests = {fields["group"]: fields["digest"] for fields in run.events("ready")}
+    taken = [row["group"] for fields in run.events("step") for row in fields["groups"]]
+    found: dict[int, np.ndarray] = {}
+    for number in taken:
+        digest = digests[number]
+        content = unpack(Group, (run.directory / "store" / digest[:2] / digest).read_bytes())
+        ends = np.cumsum(content.lengths)
+        for member, tokens in enumerate(np.split(content.tokens, ends[:-1])):
+            found[trajectory_id(number, member)] = tokens
+    return found
+
+
+def assert_nothing_lost(run: Run, steps: int) -> dict[str, Any]:
+    summary = run.summary()
+    assert (summary["phase"], summary["steps"]) == ("finished", steps)
+    fates = {key: summary[key] for key in ("lost", "trained_twice", "typed_drops")}
+    assert set(fates.values()) == {0}, fates
+    assert run.audit()["lost"] == 0
+    return summary
+
+
+def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    # At 5 ms a step, trajectories of 600 tokens are far from over when the shard is killed.
+    pace = "5/64/100000"
+    mesh = run(rollout__max_tokens=600, rollout__stop="[]", rollout__pace=pace)
+
+    def many_tokens() -> bool:
+        return mesh.in_ledger(Kind.TOKENS) >= 8
+
+    mesh.until("tokens in the ledger", many_tokens)
+    shard = mesh.pid("rollout/0")
+    os.kill(shard, signal.SIGSTOP)  # so that the copy is what its successor finds
+    left = written(mesh.copy_ledger(tmp_path / "left"))
+    os.kill(shard, signal.SIGKILL)
+    assert mesh.finish() == 0, mesh.said
+    assert_nothing_lost(mesh, 3)
+    told = trained(mesh)
+    both = [t for t in left.values() if t.id in told and t.length > t.prompt_length]
+    assert both, "no trajectory of the first shard was trained"
+    for t in both:
+        assert t.length < len(told[t.id]), "it was finished already"
+        assert told[t.id][: t.length].tolist() == t.tokens.tolist()
+
+
+def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
+    run: Callable[..., Run],
+) -> None:
+    mesh = run(budget__steps=2)
+    killed: set[int] = set()
+    for _ in range(3):
+
+        def loading() -> int:
+            stats = mesh.entry("worker/g0").get("stats", {})
+            pid = int(stats.get("role_pid", 0)) if stats.get("state") == "starting" else 0
+            return pid if pid not in killed else 0
+
+        pid = mesh.until("a role process that loads", loading)
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+    assert mesh.finish() == 0, mesh.said
+    assert_nothing_lost(mesh, 2)
+    told = [fields["detail"] for fields in mesh.events("actual") if fields["gang"] == "g0"]
+    assert any(detail.endswith("ended: signal 9") for detail in told), told

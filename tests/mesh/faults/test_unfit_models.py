@@ -1,0 +1,53 @@
+"""A job whose model no trainer can make ends with a text that says why."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.state import jobs
+from meshrl.job import bundle, jobfile
+from tests.mesh.elastic import JOB_FILE, RANK_MAIN, ElasticMesh
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("elastic")]
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"model_type": "abacus"}, "unknown model architecture 'abacus'"),
+    "incomplete": ({"num_attention_heads": None}, "num_attention_heads is missing"),
+}
+
+
+async def test_a_job_whose_model_cannot_be_made_fails_with_the_reason() -> None:
+    with tempfile.TemporaryDirectory(prefix="u") as made:  # short: a unix socket lies in it
+        elastic = ElasticMesh(Path(made))
+        await elastic.open()
+        try:
+            for job, (change, why) in CHANGES.items():
+                for ranks in (1, 2):
+                    await fails(elastic, f"{job}-{ranks}", ranks, change, why)
+        finally:
+            await elastic.close()
+
+
+async def fails(
+    elastic: ElasticMesh, job: str, ranks: int, change: dict[str, Any], why: str
+) -> None:
+    config, base = jobfile.load(JOB_FILE, [])
+    run_dir = elastic.directory / job
+    _, packed = bundle.pack(config, base, run_dir)
+    document = json.loads(json.dumps(packed))
+    changed = document["model"]["config"] | change
+    document["model"]["config"] = {k: v for k, v in changed.items() if v is not None}
+    await jobs.submit(elastic.state, job, document, str(run_dir), job)
+    place = ["--gang", "g0", "--job", job, "--epoch", "1", "--core", "--ranks", str(ranks)]
+    await elastic.fork(f"trainer/{job}", RANK_MAIN, place)
+
+    async def failed() -> str:
+        row = await jobs.job(elastic.state, job)
+        assert row is not None
+        return row.error if row.phase == "failed" else ""
+
+    assert why in await elastic.until(f"{job} fails", failed, within_s=90.0)

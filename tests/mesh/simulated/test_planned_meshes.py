@@ -1,0 +1,168 @@
+"""What a planner makes of a mesh that is too small for its job, and of stage times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.job.config import (
+    FrozenModelConfig,
+    JobConfig,
+    ModelsConfig,
+    PlannerConfig,
+    TrainingConfig,
+)
+from common.random import Random
+from common.runtime.actor import Actor
+from common.state import gangs, jobs
+from services.planner.feasibility import SHORT_S
+from services.planner.planner import Planner
+from services.planner.presence import GONE_S, LOST_S
+from sim.loop import VirtualClock, run_virtual
+from sim.mesh import JOB, Process, World
+
+FROZEN = ModelsConfig(reference=FrozenModelConfig(path="initial"))
+Story = Callable[["PlannedMesh"], Any]
+
+
+class PlannedMesh:
+    """A planner and a job; workers do what they are told at once."""
+
+    def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
+        self.world, self.clock = World(clock, random, root), clock
+
+    async def start(self, config: JobConfig) -> None:
+        state, root = self.world.state, str(self.world.root)
+        await jobs.submit(state, JOB, config.document(), root, "submit")
+        process = self.world._process("planner/0", "planner")
+        planner = Planner(process.mesh)
+        await process.join(planner, planner.stats)
+        process.run(planner.serve())
+
+    async def worker(self, gang: str, rank: int = 0, size: int = 1) -> Process:
+        name = f"worker/{gang}.{rank}" if rank else f"worker/{gang}"
+        process = self.world._process(name, "worker")
+        await process.join(Actor(), dict)
+        state, mesh = self.world.state, process.mesh
+        await gangs.join_gang(state, gang, name, mesh.token, "simulated", size)
+
+        async def obey() -> None:
+            while True:
+                await self.clock.sleep(1.0)
+                row = await gangs.gang(state, gang)
+                if row is not None and not row.settled:
+                    role = row.desired_role
+                    does = "idle" if role == "idle" else "ready"
+                    await gangs.report_actual(state, gang, mesh.token, row.epoch, role, does)
+
+        process.run(obey())
+        return process
+
+    async def member(self, kind: str, stats: Callable[[], dict[str, Any]]) -> Process:
+        """A process that the planner reads counters of."""
+        process = self.world._process(f"{kind}/0", kind)
+        await process.join(Actor(), lambda: {"job": JOB, **stats()})
+        return process
+
+    async def job(self) -> jobs.JobRow:
+        row = await jobs.job(self.world.state, JOB)
+        assert row is not None
+        for process in self.world.processes:
+            process.check()
+        return row
+
+    async def roles(self) -> list[str]:
+        return [g.desired_role for g in await gangs.gangs(self.world.state)]
+
+
+def tell(story: Story, root: Path) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        await story(PlannedMesh(clock, random, root))
+
+    run_virtual(main, seed=3, limit_s=3600.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "fix"),
+    [
+        (JobConfig(models=FROZEN), [1, 1], "--workers 3`"),
+        (JobConfig(training=TrainingConfig(ranks=2)), [2], "--workers 3 --ranks 2`"),
+        (JobConfig(models=FROZEN, training=TrainingConfig(ranks=2)), [2, 1], "--workers 4 --"),
+        (JobConfig(training=TrainingConfig(ranks=2)), [1, 1], "--ranks 2`"),
+    ],
+)
+def test_a_job_that_needs_more_workers_than_there_are_fails_and_says_how_many(
+    tmp_path: Path, config: JobConfig, sizes: list[int], fix: str
+) -> None:
+    async def story(mesh: PlannedMesh) -> None:
+        for number, size in enumerate(sizes):
+            for rank in range(size):
+                await mesh.worker(f"g{number}", rank, size)
+        await mesh.start(config)
+        await mesh.clock.sleep(SHORT_S + 10.0)
+        row = await mesh.job()
+        assert row.phase == "failed" and fix in row.error
+
+    tell(story, tmp_path)
+
+
+def test_workers_that_join_late_are_waited_for(tmp_path: Path) -> None:
+    async def story(mesh: PlannedMesh) -> None:
+        await mesh.start(JobConfig(models=FROZEN))
+        for number in range(3):
+            await mesh.worker(f"g{number}")
+            await mesh.clock.sleep(SHORT_S / 3)
+        await mesh.clock.sleep(60.0)
+        assert (await mesh.job()).phase == "queued"
+        assert sorted(await mesh.roles()) == ["rollout", "scoring", "training"]
+
+    tell(story, tmp_path)
+
+
+def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(tmp_path: Path) -> None:
+    async def story(mesh: PlannedMesh) -> None:
+        await mesh.start(JobConfig())
+        await mesh.worker("g0")
+        last = await mesh.worker("g1")
+        await mesh.clock.sleep(20.0)
+        assert await mesh.roles() == ["training", "rollout"]
+        last.stop()
+        await mesh.clock.sleep(GONE_S - LOST_S)
+        assert (await mesh.job()).phase == "queued"
+        await mesh.clock.sleep(2 * LOST_S + SHORT_S + 20.0)
+        row = await mesh.job()
+        assert row.phase == "failed"
+        assert "this mesh has 1" in row.error and "meshrl resume" in row.error
+
+    tell(story, tmp_path)
+
+
+def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
+    """The trainer needs a second for a step, its engines a tenth of one: rollout has a gang too
+    many, as the second look shows.
+    """
+    interval_s = 120.0
+    config = JobConfig(planner=PlannerConfig(interval_s=interval_s, warmup_steps=-1))
+
+    async def story(mesh: PlannedMesh) -> None:
+        now = mesh.clock.monotonic
+        await mesh.start(config)
+        for number in range(3):
+            await mesh.worker(f"g{number}")
+        await mesh.clock.sleep(20.0)
+        assert await mesh.roles() == ["training", "rollout", "rollout"]
+        await mesh.member("engine", lambda: {"occupied_s": now() / 10})
+        a_step = config.algorithm.groups_per_step
+        await mesh.member("rollout", lambda: {"groups": int(now() * a_step)})
+        trainer = await mesh.member("trainer", lambda: {"busy_s": now(), "step": int(now())})
+        lease = (JOB, "training", trainer.mesh.token, trainer.name)
+        await jobs.set_phase(mesh.world.state, *lease)
+        await mesh.clock.sleep(interval_s - 10.0)
+        assert await mesh.roles() == ["training", "rollout", "rollout"]
+        await mesh.clock.sleep(20.0)
+        assert sorted(await mesh.roles()) == ["rollout", "training", "training"]
+
+    tell(story, tmp_path)

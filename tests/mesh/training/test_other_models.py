@@ -1,0 +1,170 @@
+"""Jobs with other models than the one that is trained, and what is evaluated on the way: real
+processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from common.model.hf import load_model, save_model
+from common.wire.bulk import ChunkStore
+from tests.mesh.running import JOB, ROOT, Run
+
+QUICK = {"rollout__max_tokens": 24, "algorithm__group_size": 4, "algorithm__groups_per_step": 2}
+
+
+def rows(path: Path, count: int = 16, first: int = 0) -> Path:
+    """Sums of two digits with their answers."""
+    sums = ((i, (7 * i) % 10) for i in range(first, first + count))
+    lines = [
+        json.dumps({"prompt": f"?{a % 10}+{b}=", "response": f"{a % 10 + b}$", "n": a})
+        for a, b in sums
+    ]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def teacher(directory: Path, seed: int = 7) -> Path:
+    """A model of the job's shape and tokenizer that has other weights."""
+    job = tomllib.loads(JOB.read_text())
+    config = ModelConfig.from_hf(job["model"]["config"])
+    model = Decoder(config)
+    model.initialise(torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        model.embedding.mul_(20)  # sharp, as what can be learned from is
+    tokenizer = (JOB.parent / job["model"]["tokenizer"]).resolve()
+    save_model(directory, config, model.state_dict(), tokenizer)
+    return directory
+
+
+def metrics(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_a_job_is_held_to_its_first_weights_and_keeps_its_best_ones(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Trains with a KL term, evaluates on a set of its own, and exports the best version."""
+    dataset = {"name": "more", "path": str(rows(tmp_path / "more.jsonl", 4, 100))}
+    settings = ", ".join(f"{k} = {json.dumps(v)}" for k, v in dataset.items())
+    one = run(
+        mesh__workers=3,
+        models__reference__path="initial",
+        algorithm__kl_coefficient=0.1,
+        optimizer__muon_lr=0.02,
+        evaluation__every=2,
+        evaluation__before="true",
+        evaluation__after="true",
+        evaluation__best="more.pass@2",
+        evaluation__datasets=f"[{{{settings}, samples = 4, pass_at = [1, 2], solved = 0.2}}]",
+        budget__steps=5,
+        **QUICK,
+    )
+    assert one.finish() == 0, one.said + one.logs()
+    steps = metrics(one)
+    assert abs(steps[0]["reference_kl"]) < 1e-6, "the first step trains the reference itself"
+    assert steps[-1]["reference_kl"] > 1e-6
+    assert one.audit()["lost"] == 0 and one.audit()["trained_twice"] == 0
+    told = {e["tag"]: e for e in one.events("evaluation")}
+    assert {tag: e["step"] for tag, e in told.items()} == {
+        "before": 0,
+        "step-2": 2,
+        "step-4": 4,
+        "after": 5,
+    }
+    values = {e["step"]: e["figures"]["more.pass@2"] for e in told.values()}
+    for e in told.values():
+        assert e["mixed"] == e["failed"] == 0, "every sample is of the version that was asked for"
+        assert e["figures"]["more.pass@1"] <= e["figures"]["more.pass@2"]
+    best = min(values, key=lambda step: (-values[step], step))
+    assert one.summary()["best_version"] == best
+    manifest = next(e["manifest"] for e in told.values() if e["step"] == best)
+    assert ChunkStore(one.directory / "store").has(manifest)
+    out = tmp_path / "best"
+    words = ["export", str(one.directory), "--best", "--out", str(out)]
+    subprocess.run([sys.executable, "-m", "meshrl", *words], cwd=ROOT, check=True, timeout=100)
+    load_model(out)
+
+
+@pytest.mark.timeout(300)
+def test_a_job_learns_from_a_teacher_under_a_judge_though_they_are_killed_on_the_way(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    other = teacher(tmp_path / "teacher")
+    one = run(
+        mesh__workers=3,
+        algorithm__name="distill",
+        models__teacher__path=other,
+        models__reward__path=other,
+        reward__use="",
+        reward__judge__use="model",
+        reward__judge__template="?{answer}=",
+        reward__judge__yes="1",
+        reward__judge__no="2",
+        optimizer__muon_lr=0.1,
+        optimizer__adamw_lr=0.1,
+        optimizer__clip_norm=10.0,
+        algorithm__max_staleness=0,
+        budget__steps=16,
+        **QUICK | {"algorithm__groups_per_step": 8},
+    )
+    one.until("version 1", lambda: one.version >= 1, within_s=90.0)
+    before = one.pid("scoring/digits")
+    os.kill(before, signal.SIGKILL)
+    one.pid("scoring/digits", other_than=before)
+    assert one.finish() == 0, one.said + one.logs()
+    assert all(0 < row["reward"] < 1 for row in metrics(one)), "a probability"
+    gaps = [row["teacher_kl"] for row in metrics(one)]
+    assert len(gaps) == 16
+    assert sum(gaps[-4:]) < sum(gaps[:4]) - 4, "it comes nearer to the teacher"
+    assert one.audit()["lost"] == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_job_whose_teacher_cannot_be_read_fails_by_its_file(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    other = teacher(tmp_path / "teacher")
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    one = run(
+        mesh__workers=3,
+        algorithm__name="distill",
+        models__teacher__path=other,
+        budget__steps=2,
+        **QUICK,
+    )
+    assert one.finish() != 0
+    assert "the frozen models cannot be served: the model cannot be read" in one.said
+
+
+@pytest.mark.timeout(300)
+def test_a_job_learns_given_answers_without_an_engine(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    one = run(
+        algorithm__name="sft",
+        algorithm__group_size=1,
+        algorithm__groups_per_step=8,
+        dataset__train=rows(tmp_path / "sums.jsonl"),
+        optimizer__muon_lr=0.02,
+        budget__steps=6,
+    )
+    assert one.finish() == 0, one.said + one.logs()
+    steps = metrics(one)
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [row["sequences"] for row in steps] == [8] * 6
+    assert one.summary()["trained"] == 48 and one.audit()["lost"] == 0

@@ -1,0 +1,76 @@
+"""A run that is cut off and resumed, with what Redis held and then without it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshrl.launch import leftovers
+from tests.mesh.running import Run
+
+STEPS, STALENESS = 10, 1
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
+    run: Callable[..., Run],
+) -> None:
+    mesh = run(
+        budget__steps=STEPS,
+        algorithm__max_staleness=STALENESS,
+        algorithm__filter_zero_variance="false",
+        training__checkpoint_every=2,
+        rollout__pace="5/64/100000",  # trajectories are under way whenever it is cut off
+    )
+    mesh.until("three steps in the record", lambda: len(mesh.events("step")) >= 3)
+    crash(mesh)
+
+    mesh.resume()
+    mesh.until("six steps", lambda: mesh.version >= 6)
+    os.kill(mesh.pid("trainer/digits"), signal.SIGKILL)  # it is not to finish while the run ends
+    mesh.end()
+    shutil.rmtree(mesh.directory / "mesh/redis")
+    for path in mesh.directory.glob("store/??/*"):  # nothing is kept for being young
+        os.utime(path, (0, 0))
+
+    mesh.resume()
+    assert mesh.finish() == 0, mesh.said
+    summary, found = mesh.summary(), mesh.audit()
+    assert (summary["phase"], summary["steps"]) == ("finished", STEPS)
+    assert (found["lost"], found["trained_twice"]) == (0, 0)
+    lines = (mesh.directory / "metrics.jsonl").read_text().splitlines()
+    staleness = [
+        step["staleness_max"] for step in map(json.loads, lines) if "staleness_max" in step
+    ]
+    assert len(staleness) >= STEPS and max(staleness) <= STALENESS
+    steps: dict[int, list[int]] = {0: [], 1: []}
+    for event in mesh.events("step"):
+        steps[event["lineage"]].append(event["step"])
+    assert steps[0] == list(range(1, len(steps[0]) + 1)), "Redis went on from where it was"
+    assert len(steps[0]) >= 6
+    assert steps[1] == list(range(steps[1][0], STEPS + 1))
+    assert steps[1][0] <= len(steps[0]) + 1, "without it, from the last checkpoint"
+
+
+def crash(mesh: Run) -> None:
+    """Kills everything at once: the record that is left accounts for each trajectory."""
+    mesh.program.send_signal(signal.SIGKILL)
+    mesh.program.wait(10.0)
+    assert not (mesh.directory / "in_flight.json").exists()
+    found = mesh.audit()
+    assert (found["lost"], found["trained_twice"]) == (0, 0), found
+    assert found["trained"] >= 3 * 2 * 4 and found["in_flight"] > 0
+    end_mesh((mesh.directory / "mesh/settings.json").resolve())
+
+
+def end_mesh(settings: Path) -> None:
+    """Ends what waits for an agent that will not come: workers give it a minute."""
+    asyncio.run(leftovers.end_all(settings, 5.0))
+    assert leftovers.belonging_to(settings) == []

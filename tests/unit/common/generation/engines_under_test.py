@@ -1,0 +1,190 @@
+"""Small engines, a clock that stands until told, and a reader that adds up what engines flush."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.clock import loop_timeout
+from common.generation.builtin.build import TorchEngine, build
+from common.generation.contract import Engine, Flush, Request
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from services.engine.simulated import SimulatedEngine
+
+VOCAB = 40
+TINY = ModelConfig(
+    architecture="qwen3",
+    vocab_size=VOCAB,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn_size=48,
+    qk_norm=True,
+    max_positions=1024,
+)
+
+
+MOE = replace(
+    TINY,
+    architecture="qwen3_moe",
+    layers=3,
+    experts=6,
+    experts_per_token=2,
+    expert_ffn_size=24,
+    normalise_routing=True,
+    balance_coefficient=0.01,
+    dense_layers=(1,),
+)
+
+
+class StandingClock:
+    """Time passes only when `pass_` says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def pass_(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wall(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.pass_(seconds)
+        await asyncio.sleep(0)
+
+    def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
+        return loop_timeout(seconds, what)
+
+
+def decoder(seed: int = 0, config: ModelConfig = TINY) -> Decoder:
+    """Random weights, sharp enough that tokens differ in probability."""
+    model = Decoder(config)
+    model.initialise(torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        model.unembedding.mul_(2)
+    return model
+
+
+BUILT_IN = ("native", "eager", "graphs")  # paths of the built-in engine; see `built_in`
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """A text in which every token is two letters."""
+    return "".join(chr(97 + t // 26) + chr(97 + t % 26) for t in tokens)
+
+
+def built_in(
+    path: str,
+    slots: int = 4,
+    max_length: int = 128,
+    seed: int = 0,
+    config: ModelConfig = TINY,
+    **more: Any,
+) -> TorchEngine:
+    more = {"decode": text_of, "clock": StandingClock(), **more}
+    engine = build(config, slots, max_length, path=path, **more)
+    engine.wake(decoder(seed, config).state_dict(), 0)
+    return engine
+
+
+def request(
+    id: int,
+    tokens: Iterable[int] = (1, 2, 3),
+    *,
+    max_new: int = 20,
+    temperature: float = 1.0,
+    stop_ids: tuple[int, ...] = (),
+    seed: int | None = None,
+    session: int = -1,
+    **more: Any,
+) -> Request:
+    context = np.array(list(tokens), np.int32)
+    own = id if seed is None else seed
+    return Request(id, context, max_new, temperature, stop_ids, own, session, **more)
+
+
+@dataclass
+class Heard:
+    """Everything flushed for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    unmodified: list[float] = field(default_factory=list)
+    experts: list[list[int]] = field(default_factory=list)
+    finish: list[int] = field(default_factory=list)  # codes other than RUNNING
+
+
+class Listener:
+    """Adds up flushes, and checks each one's shape."""
+
+    def __init__(self, engine: Engine, advance: Callable[[], None] = lambda: None) -> None:
+        self.engine, self.advance = engine, advance
+        self.heard: dict[int, Heard] = {}
+
+    def of(self, id: int) -> Heard:
+        """What has been heard of one request."""
+        return self.heard.setdefault(id, Heard())
+
+    def drain(self) -> None:
+        flush = self.engine.drain()
+        if flush is not None:
+            self.add(flush)
+
+    def add(self, flush: Flush) -> None:
+        assert flush.ids.dtype == np.int64 and flush.finish.dtype == np.int8
+        assert flush.counts.dtype == flush.tokens.dtype == flush.versions.dtype == np.int32
+        assert flush.logprobs.dtype == np.float32
+        assert flush.unmodified.dtype == np.float32
+        total = int(flush.counts.sum())
+        assert len(flush.unmodified) in (0, total)
+        assert flush.experts.dtype == np.int16 and flush.experts.ndim == 2
+        assert len(flush.experts) in (0, total)
+        assert total == len(flush.tokens) == len(flush.logprobs) == len(flush.versions)
+        at = 0
+        for id, count, finish in zip(flush.ids, flush.counts, flush.finish, strict=True):
+            heard = self.of(int(id))
+            part = slice(at, at + int(count))
+            at += int(count)
+            heard.tokens += flush.tokens[part].tolist()
+            heard.logprobs += flush.logprobs[part].tolist()
+            heard.versions += flush.versions[part].tolist()
+            heard.unmodified += flush.unmodified[part].tolist()
+            heard.experts += flush.experts[part].tolist()
+            assert not heard.finish, "something came after the end"
+            if finish:
+                heard.finish.append(int(finish))
+
+    def run(self, *requests: Request, drain_every: int = 3) -> dict[int, Heard]:
+        """Submits, steps until nothing is left, and returns what was heard."""
+        self.engine.submit(list(requests))
+        steps = 0
+        while self.engine.step():
+            self.advance()
+            steps += 1
+            if steps % drain_every == 0:
+                self.drain()
+            assert steps < 10_000
+        self.drain()
+        return self.heard
+
+
+def simulated(
+    slots: int = 4, rate: float = 40.0, **more: float
+) -> tuple[SimulatedEngine, Listener]:
+    clock = StandingClock()
+    engine = SimulatedEngine(clock, slots, rate, vocab_size=VOCAB, **more)  # type: ignore[arg-type]
+    return engine, Listener(engine, lambda: clock.pass_(1 / rate))

@@ -1,0 +1,165 @@
+"""Filters keep what they say, and log-probabilities are of what was sampled from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import Refused
+from common.generation.contract import STOP
+from common.generation.steps.sampling import Sampling, sample
+from tests.unit.common.generation.engines_under_test import (
+    BUILT_IN,
+    VOCAB,
+    Listener,
+    built_in,
+    decoder,
+    request,
+    simulated,
+    text_of,
+)
+from tests.unit.common.generation.test_torch_engine import (
+    Make,
+    expected_logprobs,
+    holds,
+    make,
+    words,
+)
+
+__all__ = ["make"]
+CONTEXT = words(8, 12)
+
+
+def model_probabilities(context: list[int], temperature: float = 1.0) -> np.ndarray:
+    found = [expected_logprobs(decoder(), context, [w], temperature)[0] for w in range(VOCAB)]
+    return np.exp(np.array(found, np.float64))
+
+
+def kept_by(how: dict[str, float], probability: np.ndarray) -> set[int]:
+    """The tokens that stay, by the definition."""
+    order = sorted(range(VOCAB), key=lambda w: (-probability[w], w))
+    order = order[: int(how.get("top_k", 0)) or VOCAB]
+    mass = sum(probability[w] for w in order)
+    kept: list[int] = []
+    for w in order:
+        if kept and sum(probability[k] for k in kept) >= how.get("top_p", 1.0) * mass:
+            break
+        kept.append(w)
+    return {w for w in kept if probability[w] >= how.get("min_p", 0.0) * probability[kept[0]]}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"top_k": 1},
+        {"top_k": 5},
+        {"top_p": 0.6},
+        {"top_p": 1e-6},
+        {"min_p": 0.3},
+        {"top_k": 7, "top_p": 0.8, "min_p": 0.2, "temperature": 1.7},
+        {"temperature": 0.4},
+    ],
+)
+def test_sampling_keeps_what_the_filters_keep_and_nothing_else(
+    make: Make, how: dict[str, float]
+) -> None:
+    engine = make(slots=64)
+    heard = Listener(engine).run(
+        *(request(i, CONTEXT, max_new=1, unmodified=True, **how) for i in range(1500))
+    )
+    probability = model_probabilities(CONTEXT, how.get("temperature", 1.0))
+    kept = kept_by(how, probability)
+    mass = sum(probability[w] for w in kept)
+    seen = {h.tokens[0] for h in heard.values()}
+    assert seen <= kept
+    assert {w for w in kept if probability[w] / mass > 0.02} <= seen
+    plain = np.log(model_probabilities(CONTEXT))
+    for h in heard.values():
+        token = h.tokens[0]
+        assert h.logprobs[0] == pytest.approx(np.log(probability[token] / mass), abs=2e-4)
+        assert h.unmodified[0] == pytest.approx(plain[token], abs=2e-4)
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.parametrize("how", [{}, {"top_p": 0.7}, {"top_k": 4}, {"min_p": 0.1}])
+def test_all_paths_sample_the_same_tokens(how: dict[str, float]) -> None:
+    heard = {
+        path: Listener(built_in(path)).run(
+            *(request(i, words(i, 5), max_new=12, **how) for i in range(12))
+        )
+        for path in BUILT_IN
+    }
+    for other in ("eager", "graphs"):
+        same = [heard["native"][i].tokens == heard[other][i].tokens for i in range(12)]
+        assert sum(same) >= 11  # a draw may lie between two roundings of a border
+
+
+def test_unmodified_logprobs_come_only_to_those_who_asked(make: Make) -> None:
+    heard = Listener(make()).run(
+        request(1, unmodified=True, temperature=0.5, max_new=9), request(2, max_new=9)
+    )
+    expected = expected_logprobs(decoder(), [1, 2, 3], heard[1].tokens)
+    np.testing.assert_allclose(heard[1].unmodified, expected, atol=2e-4)
+    assert np.isnan(heard[2].unmodified).all()
+
+
+def test_a_stop_text_ends_a_request_with_the_token_that_completes_it(make: Make) -> None:
+    whole = Listener(make()).run(request(1, CONTEXT, max_new=40))[1].tokens
+    text = text_of(whole)
+    stop = text[21:26]  # across token borders: a token is two letters
+    heard = Listener(make()).run(request(1, CONTEXT, max_new=40, stop_text=("never?", stop)))[1]
+    end = -(-(text.index(stop) + len(stop)) // 2)
+    assert heard.tokens == whole[:end] and heard.finish == [STOP]
+
+
+def test_a_stop_text_in_the_prompt_stops_nothing(make: Make) -> None:
+    stop = text_of(CONTEXT[-2:])
+    heard = Listener(make()).run(request(1, CONTEXT, max_new=6, stop_text=(stop,)))[1]
+    assert len(heard.tokens) == 6 or heard.finish == [STOP]
+
+
+@pytest.mark.parametrize("kind", ["eager", "simulated"])
+def test_a_stop_text_without_a_tokenizer_is_refused(kind: str) -> None:
+    engine = built_in("eager", decode=None) if kind == "eager" else simulated()[0]
+    with pytest.raises(Refused, match="tokenizer"):
+        engine.submit([request(1, stop_text=("x",))])
+
+
+@pytest.mark.parametrize(
+    "odd", [{"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -1.0}, {"top_k": -1}, {"stop_text": ("",)}]
+)
+def test_impossible_sampling_is_refused(make: Make, odd: dict[str, float]) -> None:
+    with pytest.raises(Refused, match="request 1"):
+        make().submit([request(1, **odd)])
+
+
+def test_a_stop_text_that_another_engine_had_begun_is_found(make: Make) -> None:
+    whole = Listener(make()).run(request(1, CONTEXT, max_new=40))[1].tokens
+    stop = text_of(whole)[8:16]  # tokens 4 to 7
+    listener = Listener(make())
+    begun = request(1, CONTEXT + whole[:6], max_new=34, seed=1, begin=12, stop_text=(stop,))
+    over = request(2, CONTEXT + whole[:8], max_new=32, seed=1, begin=12, stop_text=(stop,))
+    heard = listener.run(begun, over)
+    assert heard[1].tokens == whole[6:8] and heard[1].finish == [STOP]
+    assert heard[2].tokens == [] and heard[2].finish == [STOP]
+
+
+def test_a_model_that_gives_no_numbers_is_told_by_its_logprobs(make: Make) -> None:
+    engine = make()
+    broken = decoder().state_dict()
+    broken["final_norm"] = broken["final_norm"] * float("nan")
+    engine.swap(broken, 1)
+    heard = Listener(engine).run(request(1, max_new=3), request(2, max_new=3, temperature=0))
+    assert np.isnan(heard[1].logprobs + heard[2].logprobs).all()
+    engine.swap(decoder().state_dict(), 2)
+    holds(Listener(engine).run(request(3, CONTEXT))[3], decoder(), CONTEXT)
+
+
+def test_a_token_of_probability_zero_is_never_drawn() -> None:
+    logits = torch.full((1, 5), -torch.inf)
+    logits[0, 3] = 0.0
+    how = Sampling(*(np.array([x], t) for x, t in ((1, "f4"), (1, "f4"), (0, "i8"), (0, "f4"))))
+    for uniform in (1e-9, 0.5, 1 - 1e-9):
+        tokens, logprobs = sample(logits, how, np.array([uniform]))
+        assert tokens.tolist() == [3] and logprobs[0] == 0

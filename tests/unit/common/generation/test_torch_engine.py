@@ -1,0 +1,292 @@
+"""The built-in engine computes what the model says, however it batches, caches and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from common.errors import ConfigError, Refused
+from common.generation.builtin.build import TorchEngine
+from common.model.attention import causal_attention
+from common.model.decoder import Decoder
+from tests.unit.common.generation.engines_under_test import (
+    VOCAB,
+    Heard,
+    Listener,
+    built_in,
+    decoder,
+    request,
+)
+
+
+def expected_logprobs(model: Decoder, context: list[int], new: list[int], temperature: float = 1.0):  # type: ignore[no-untyped-def]
+    row = torch.tensor([[*context, *new]])
+    with torch.inference_mode():
+        hidden = model(row, torch.arange(row.shape[1]).unsqueeze(0), causal_attention)
+        logits = model.logits(hidden)[0, len(context) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(1, row[0, len(context) :, None]).flatten().numpy()
+
+
+def holds(heard: Heard, model: Decoder, context: list[int], temperature: float = 1.0) -> None:
+    expected = expected_logprobs(model, context, heard.tokens, temperature)
+    np.testing.assert_allclose(heard.logprobs, expected, atol=2e-4)
+
+
+Make = Callable[..., TorchEngine]
+
+
+@pytest.fixture(
+    params=[pytest.param("native", marks=pytest.mark.needs("compiler")), "eager", "graphs"]
+)
+def make(request: pytest.FixtureRequest) -> Make:
+    return partial(built_in, request.param)
+
+
+def words(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+def test_logprobs_are_those_of_the_sampling_distribution(make: Make, temperature: float) -> None:
+    model = decoder()
+    heard = Listener(make()).run(
+        request(1, [4, 5], temperature=temperature, max_new=30),
+        request(2, [9], max_new=12),
+    )
+    holds(heard[1], model, [4, 5], temperature)
+    holds(heard[2], model, [9])
+
+
+def test_greedy_takes_the_most_likely_token(make: Make) -> None:
+    model = decoder()
+    heard = Listener(make()).run(
+        request(1, [4, 5], temperature=0), request(2, [4, 5], temperature=1)
+    )[1]
+    row = torch.tensor([[4, 5, *heard.tokens]])
+    with torch.inference_mode():
+        hidden = model(row, torch.arange(row.shape[1]).unsqueeze(0), causal_attention)
+        likeliest = model.logits(hidden)[0, 1:-1].argmax(-1)
+    assert likeliest.tolist() == heard.tokens
+    holds(heard, model, [4, 5])
+
+
+def test_tokens_are_sampled_as_often_as_they_are_likely(make: Make) -> None:
+    engine = make(slots=64)
+    heard = Listener(engine).run(*(request(i, [3, 8], max_new=1) for i in range(4000)))
+    counts = np.bincount([h.tokens[0] for h in heard.values()], minlength=VOCAB)
+    probability = np.exp([expected_logprobs(decoder(), [3, 8], [w])[0] for w in range(VOCAB)])
+    likely = probability * 4000 > 5
+    chi2 = ((counts - probability * 4000) ** 2 / (probability * 4000))[likely].sum()
+    assert likely.sum() > 5
+    assert chi2 < 2.5 * likely.sum()
+
+
+@pytest.mark.parametrize("length", [2, 7, 33, 70, 100])
+def test_a_context_of_any_length_gives_the_models_logprobs(make: Make, length: int) -> None:
+    context = words(length, length)
+    holds(Listener(make()).run(request(1, context))[1], decoder(), context)
+
+
+def test_a_long_context_is_computed_in_several_steps(make: Make) -> None:
+    context = words(1, 600)
+    engine = make(slots=2, max_length=700)
+    engine.submit([request(1, context, max_new=3)])
+    engine.step()
+    assert engine.tokens_generated == 0
+    holds(Listener(engine).run()[1], decoder(), context)
+
+
+def test_many_lengths_at_once_are_right_in_every_slot(make: Make) -> None:
+    contexts = {i: words(i, 1 + 7 * i % 90) for i in range(20)}
+    heard = Listener(make(slots=6)).run(
+        *(request(i, context, max_new=5 + 3 * i % 17) for i, context in contexts.items())
+    )
+    for i, context in contexts.items():
+        holds(heard[i], decoder(), context)
+
+
+def test_a_few_rows_among_many_slots_are_right(make: Make) -> None:
+    engine = make(slots=12)
+    listener = Listener(engine)
+    contexts = {i: words(i, 4 + i) for i in range(12)}
+    for keep in ({0, 11}, {1, 3, 4, 5, 6, 7, 8, 9, 10}):  # gathered; spread
+        listener.heard.clear()
+        engine.submit([request(i, context, max_new=25) for i, context in contexts.items()])
+        for _ in range(5):
+            engine.step()
+        engine.abort(set(contexts) - keep)
+        heard = listener.run()
+        for i in keep:
+            assert len(heard[i].tokens) == 25
+            holds(heard[i], decoder(), contexts[i])
+
+
+@pytest.mark.parametrize("length", [9, 50])
+def test_a_groups_shared_prompt_is_computed_once(make: Make, length: int) -> None:
+    context = words(3, length)
+    engine = make(slots=8)
+    computed = engine.tokens_computed
+    heard = Listener(engine).run(*(request(i, context, max_new=1) for i in range(8)))
+    for h in heard.values():
+        holds(h, decoder(), context)
+    assert engine.tokens_computed - computed <= (length - 1) + 8
+
+
+def test_the_next_turn_of_a_session_runs_only_what_is_new(make: Make) -> None:
+    engine = make()
+    listener = Listener(engine)
+    context = words(5, 20)
+    first = listener.run(request(1, context, session=3, max_new=6))[1].tokens
+    computed = engine.tokens_computed
+    context = context + first + [7, 8]
+    heard = listener.run(request(2, context, session=3, max_new=4))[2]
+    assert (
+        engine.tokens_computed - computed == 1 + 2 + 3
+    )  # the last sampled token, the result, and what is sampled
+    holds(heard, decoder(), context)
+
+
+def test_a_session_that_turns_elsewhere_keeps_what_is_common(make: Make) -> None:
+    engine = make()
+    listener = Listener(engine)
+    context = words(5, 40)
+    listener.run(request(1, context, session=3, max_new=6))
+    context = context[:20] + words(6, 5)
+    computed = engine.tokens_computed
+    heard = listener.run(request(2, context, session=3, max_new=1))[2]
+    assert engine.tokens_computed - computed == 5
+    holds(heard, decoder(), context)
+
+
+def test_the_session_idle_for_longest_makes_room() -> None:
+    engine = built_in("eager", slots=2)
+    listener = Listener(engine)
+    grown = {}
+    for session in (1, 2):
+        context = words(session, 10)
+        new = listener.run(request(session, context, session=session, max_new=3))[session].tokens
+        grown[session] = context + new
+    listener.run(request(10, session=50, max_new=2))
+    computed = engine.tokens_computed
+    heard = listener.run(request(12, grown[2], session=2, max_new=1))
+    assert engine.tokens_computed - computed == 1
+    heard = listener.run(request(11, grown[1], session=1, max_new=1))
+    assert engine.tokens_computed - computed == 1 + 13
+    holds(heard[11], decoder(), grown[1])
+
+
+def test_a_released_session_frees_its_slot_first(make: Make) -> None:
+    engine = make(slots=2)
+    listener = Listener(engine)
+    grown = {}
+    for session in (1, 2):
+        context = words(session, 10)
+        new = listener.run(request(session, context, session=session, max_new=3))[session].tokens
+        grown[session] = context + new
+    engine.release([2])
+    listener.run(request(10, session=-1, max_new=2))
+    computed = engine.tokens_computed
+    listener.run(request(11, grown[1], session=1, max_new=1))
+    assert engine.tokens_computed - computed == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("after", [1, 9, 20])
+def test_a_request_goes_on_elsewhere_as_it_would_have_here(
+    make: Make, after: int, temperature: float
+) -> None:
+    context = words(2, 11)
+    whole = Listener(make()).run(request(1, context, max_new=30, seed=77, temperature=temperature))[
+        1
+    ]
+    rest = Listener(make(slots=7)).run(
+        *(request(i, words(i, 9)) for i in range(2, 5)),
+        request(
+            9,
+            context + whole.tokens[:after],
+            max_new=30 - after,
+            seed=77,
+            temperature=temperature,
+        ),
+    )[9]
+    assert rest.tokens == whole.tokens[after:]
+    np.testing.assert_allclose(rest.logprobs, whole.logprobs[after:], atol=2e-4)
+
+
+def test_after_a_swap_new_requests_see_only_the_new_weights(make: Make) -> None:
+    engine = make()
+    listener = Listener(engine)
+    context = words(1, 40)
+    listener.run(request(1, context, session=4, max_new=5))
+    engine.submit([request(2, context, max_new=30)])  # its prompt lies in a cache
+    engine.step()
+    engine.swap(decoder(1).state_dict(), 1)
+    heard = listener.run(request(3, context, max_new=5), request(4, words(2, 5), max_new=5))
+    holds(heard[3], decoder(1), context)
+    holds(heard[4], decoder(1), words(2, 5))
+
+
+@pytest.mark.parametrize("length", [6, 600])
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_tokens_all_of_one_version_follow_a_prefix_of_that_version(
+    make: Make, steps: int, length: int
+) -> None:
+    """A swap while the prompt is being computed starts it anew: no token would show the mixture."""
+    context = words(1, length)
+    engine = make(max_length=700)
+    engine.submit([request(1, context, max_new=8)])
+    for _ in range(steps):
+        engine.step()
+    old = engine.tokens_generated
+    engine.swap(decoder(1).state_dict(), 1)
+    heard = Listener(engine).run()[1]
+    assert heard.versions == [0] * old + [1] * (8 - old)
+    if not old:
+        holds(heard, decoder(1), context)
+
+
+def test_keep_goes_on_over_old_keys_and_recompute_does_not(make: Make) -> None:
+    context = words(1, 12)
+    mixed = {}
+    for mode in ("keep", "recompute"):
+        engine = make(kv_on_update=mode)
+        engine.submit([request(1, context, max_new=20)])
+        while engine.tokens_generated < 10:
+            engine.step()
+        engine.swap(decoder(1).state_dict(), 1)
+        mixed[mode] = Listener(engine).run()[1]
+        assert mixed[mode].versions == [0] * 10 + [1] * 10
+    heard = mixed["recompute"]
+    expected = expected_logprobs(decoder(1), context + heard.tokens[:10], heard.tokens[10:])
+    np.testing.assert_allclose(heard.logprobs[10:], expected, atol=2e-4)
+    assert abs(np.array(mixed["keep"].logprobs[10]) - expected[0]) > 1e-3
+
+
+@pytest.mark.parametrize("change", ["missing", "misshapen"])
+def test_weights_of_another_model_are_refused_and_nothing_changes(make: Make, change: str) -> None:
+    engine = make()
+    state = decoder(1).state_dict()
+    norm = state.pop("final_norm")
+    if change == "misshapen":
+        state["final_norm"] = norm[:1]  # would broadcast
+    with pytest.raises(Refused, match="final_norm"):
+        engine.swap(state, 1)
+    assert engine.version == 0
+    holds(Listener(engine).run(request(1))[1], decoder(), [1, 2, 3])
+
+
+def test_scoring_agrees_with_generating(make: Make) -> None:
+    engine = make()
+    heard = Listener(engine).run(request(1, [4, 5, 6], max_new=20))[1]
+    scored = engine.score(np.array([4, 5, 6, *heard.tokens]))
+    assert scored.shape == (22,) and scored.dtype == np.float32
+    np.testing.assert_allclose(scored[2:], heard.logprobs, atol=2e-4)
+
+
+def test_slots_longer_than_the_model_are_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match="positions"):
+        make(max_length=1025)

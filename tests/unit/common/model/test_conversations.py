@@ -1,0 +1,211 @@
+"""Conversations in a chat format: ids only grow, and say what the template would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import renderers.base
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from common.errors import ConfigError
+from common.model.chat import Chat, format_of
+from common.model.tokenizer import Tokenizer
+from tests.unit.common.model.chatting import qwen3_tokenizer
+
+# ChatML with Hermes tools as a Jinja template, of what Qwen3's does with turns that do not reason.
+TEMPLATE = r"""
+{%- if tools -%}
+{{ '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' -%}{{ messages[0].content + '\n\n' }}{%- endif -%}
+{{ '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+{{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+{%- for tool in tools -%}{{ '\n' }}{{ tool | tojson }}{%- endfor -%}
+{{ '\n</tools>\n\nFor each function call, return a json object with function name and ' }}
+{{- 'arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n' }}
+{{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- elif messages[0].role == 'system' -%}
+{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif -%}
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if loop.previtem.role != 'tool' -%}{{ '<|im_start|>user' }}{%- endif -%}
+{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' -%}{{ '<|im_end|>\n' }}{%- endif -%}
+{%- elif m.role != 'system' -%}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("chat")
+    qwen3_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer: Tokenizer) -> Chat:
+    return Chat.load("qwen3", {}, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def template(directory: Path) -> PreTrainedTokenizerFast:
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+    reference.chat_template = TEMPLATE
+    return reference
+
+
+words = st.text(
+    st.characters(codec="utf-8", exclude_characters="<|>"), min_size=1, max_size=12
+).map(lambda t: t.strip() or "x")
+answers = st.lists(
+    st.one_of(
+        st.builds(lambda c: {"role": "user", "content": c}, words),
+        st.builds(lambda c: {"role": "tool", "name": "add", "content": c}, words),
+    ),
+    min_size=1,
+    max_size=3,
+)
+# Any ids: halves of characters, special tokens in odd places, turns cut short or never closed.
+turns = st.lists(st.integers(0, 328), min_size=1, max_size=24)
+relaxed = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@relaxed
+@given(opening=words, rounds=st.lists(st.tuples(turns, answers), min_size=1, max_size=6))
+def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
+    chat: Chat, tokenizer: Tokenizer, opening: str, rounds: list[tuple[list[int], Any]]
+) -> None:
+    conversation = chat.begin([{"role": "user", "content": opening}], [TOOL])
+    for sampled, messages in rounds:
+        before = list(conversation.ids)
+        conversation.sampled(sampled)
+        assert conversation.ids == before + sampled
+        added = conversation.extend(messages)
+        assert conversation.ids == before + sampled + added
+        said = tokenizer.decode(added)
+        assert all(m["content"] in said for m in messages)
+        assert said.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("qwen3", {"enable_thinking": False}), ("prime-qwen3", {})]
+)
+@relaxed
+@given(rounds=st.lists(st.tuples(turns, answers), min_size=1, max_size=4))
+def test_ids_only_grow_in_other_formats_too(
+    tokenizer: Tokenizer, name: str, options: dict[str, Any], rounds: list[tuple[list[int], Any]]
+) -> None:
+    conversation = Chat.load(name, options, tokenizer).begin([{"role": "user", "content": "go"}])
+    for sampled, messages in rounds:
+        before = list(conversation.ids)
+        conversation.sampled(sampled)
+        added = conversation.extend(messages)
+        assert conversation.ids == before + sampled + added and added
+
+
+def test_a_turn_that_was_cut_short_is_closed_before_the_next(
+    chat: Chat, tokenizer: Tokenizer
+) -> None:
+    conversation = chat.begin([{"role": "user", "content": "go"}])
+    conversation.sampled(tokenizer.encode("the sum"))
+    added = conversation.extend([{"role": "user", "content": "on"}])
+    assert tokenizer.decode(added) == (
+        "<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@relaxed
+@given(
+    system=st.one_of(st.none(), words),
+    tools=st.booleans(),
+    opening=words,
+    rounds=st.lists(st.tuples(words, answers), max_size=4),
+)
+def test_well_formed_conversations_are_what_the_template_makes_of_them(
+    chat: Chat,
+    tokenizer: Tokenizer,
+    template: PreTrainedTokenizerFast,
+    system: str | None,
+    tools: bool,
+    opening: str,
+    rounds: list[tuple[str, Any]],
+) -> None:
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": opening})
+    specs = [TOOL] if tools else []
+    conversation = chat.begin(messages, specs)
+    for said, answered in rounds:
+        conversation.sampled(tokenizer.encode(said + "<|im_end|>"))
+        conversation.extend(answered)
+        messages = [*messages, {"role": "assistant", "content": said}, *answered]
+    wanted = template.apply_chat_template(
+        messages, tools=specs or None, add_generation_prompt=True, tokenize=False
+    )
+    assert tokenizer.decode(conversation.ids) == wanted
+    assert conversation.ids == template(wanted, add_special_tokens=False)["input_ids"]
+
+
+def test_calls_are_parsed_each_with_what_is_wrong_with_it(chat: Chat, tokenizer: Tokenizer) -> None:
+    conversation = chat.begin([{"role": "user", "content": "go"}], [TOOL])
+    good = json.dumps({"name": "add", "arguments": {"a": 1}})
+    texts = (good, "{not json", '{"arguments": {}}', '{"name": 5, "arguments": []}', good)
+    said = "<think>\nhm\n</think>\n\nso" + "".join(f"<tool_call>\n{t}\n</tool_call>" for t in texts)
+    reply = conversation.sampled(tokenizer.encode(said + "<tool_call>{"))
+    assert reply.reasoning == "hm" and reply.content == "so"
+    assert [c.problem for c in reply.calls] == [
+        "",
+        "invalid json",
+        "missing name",
+        "a call is a name and an object of arguments",
+        "",
+        "unclosed block",
+    ]
+    assert reply.calls[0].arguments == reply.calls[4].arguments == {"a": 1}
+    assert len({c.id for c in reply.calls}) == len(reply.calls)
+
+
+def test_a_format_that_does_not_fit_is_refused_with_what_would(
+    chat: Chat, tokenizer: Tokenizer
+) -> None:
+    assert chat.stop_tokens == ["<|im_end|>", "<|endoftext|>"]
+    with pytest.raises(ConfigError, match=r"no chat format 'qwen33'.*known are.*qwen3"):
+        Chat.load("qwen33", {}, tokenizer)
+    with pytest.raises(ConfigError, match=r"'gpt-oss'"):
+        Chat.load("gpt-oss", {}, tokenizer)
+    with pytest.raises(ConfigError, match="enable_thoughts"):
+        Chat.load("qwen3", {"enable_thoughts": True}, tokenizer)
+
+
+def test_the_format_of_a_published_model_is_known_by_its_name(tmp_path: Path) -> None:
+    published = renderers.base.MODEL_RENDERER_MAP
+    for name in ("Qwen/Qwen3-8B", "zai-org/GLM-4.5-Air"):
+        assert format_of(tmp_path / name) == published[name]
+        cached = tmp_path / f"models--{name.replace('/', '--')}/snapshots/abc"
+        assert format_of(cached) == published[name]
+    (tmp_path / "config.json").write_text('{"_name_or_path": "Qwen/Qwen3.5-4B"}')
+    assert format_of(tmp_path) == "qwen3.5"
+    with pytest.raises(ConfigError, match=r"name it in environment\.chat"):
+        format_of(tmp_path / "mine")

@@ -1,0 +1,95 @@
+"""Text in, ids out, and back without loss."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from common.errors import ConfigError
+from common.model.tokenizer import Tokenizer, character_tokenizer
+
+CHARS = '_$?[]{}#=+-*()0123456789 ,;:<>abcdefghijklmnopqrstuvwxyz\n"é'
+
+
+@pytest.fixture(scope="module")
+def characters(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    character_tokenizer(CHARS, path)
+    return Tokenizer.load(path.parent)
+
+
+@given(text=st.text(alphabet=CHARS))
+def test_each_character_is_its_own_token(characters: Tokenizer, text: str) -> None:
+    ids = characters.encode(text)
+    assert ids == [CHARS.index(char) for char in text]
+    assert characters.decode(ids) == text
+
+
+def test_a_character_outside_the_alphabet_is_refused(characters: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="Z"):
+        characters.encode("17Z")
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
+    with pytest.raises(ConfigError, match=r"cannot be read.*tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_ids_are_found_by_token(characters: Tokenizer) -> None:
+    assert characters.token_to_id("$") == 1
+    assert characters.token_to_id("no such token") is None
+    assert characters.vocab_size == len(CHARS)
+
+
+def test_special_tokens_are_kept_and_none_is_added(tmp_path: Path) -> None:
+    backend = Backend(models.BPE({c: i for i, c in enumerate(sorted(set("abc Ġ")))}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<bos>", "<eos>"])
+    bos = backend.token_to_id("<bos>")
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", bos)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    ids = tokenizer.encode("a b<eos>")
+    assert bos not in ids
+    assert tokenizer.decode(ids) == "a b<eos>"
+    assert tokenizer.vocab_size == 7
+
+
+def test_a_doubled_character_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'a'"):
+        character_tokenizer("abca", tmp_path / "tokenizer.json")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
+    import torch
+
+    from common.model.hf import save_model
+    from tests.unit.common.model.test_attention import TINY, tiny_decoder
+
+    character_tokenizer(CHARS, tmp_path / "source" / "tokenizer.json")
+    state: dict[str, torch.Tensor] = tiny_decoder().state_dict()
+    save_model(tmp_path / "model", TINY, state, tmp_path / "source" / "tokenizer.json")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert theirs("1+2", add_special_tokens=False)["input_ids"] == [15, 9, 16]
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, common.model.tokenizer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

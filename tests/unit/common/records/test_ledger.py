@@ -1,0 +1,226 @@
+"""The ledger: what was appended is read back, whole records only, by whoever comes after."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.clock import SystemClock
+from common.errors import BadMessage, Refused, StorageFull
+from common.process.host import SystemHost
+from common.random import Random
+from common.records.ledger import (
+    HEADER,
+    Kind,
+    Ledger,
+    Record,
+    frame,
+    groups_of,
+    read,
+    scan,
+    trajectory_id,
+)
+from common.records.token_record import TokenRows
+from services.rollout.trajectory import Restored, Trajectory
+from sim.host import SimulatedHost
+
+HOST = SystemHost()
+
+
+def opened(group: int, member: int) -> tuple[Kind, list[object]]:
+    return Kind.OPEN, [group, member, 7, 0, [1, 2, 3]]
+
+
+def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[Kind, TokenRows]:
+    n = len(tokens)
+    return Kind.TOKENS, TokenRows(
+        ids=np.array([trajectory], np.int64),
+        counts=np.array([n], np.int32),
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.full(n, -0.5, np.float32),
+        versions=np.full(n, version, np.int32),
+    )
+
+
+def ledger_in(directory: Path, owner: str = "1") -> Ledger:
+    ledger = Ledger(HOST, directory, owner)
+    ledger.begin()
+    return ledger
+
+
+def test_an_append_without_a_segment_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="no segment"):
+        Ledger(HOST, tmp_path, "1").append([opened(0, 0)])
+
+
+records = st.lists(
+    st.one_of(
+        st.builds(lambda g: (Kind.CLOSE, [g, "ready"]), st.integers(0, 1 << 40)),
+        st.builds(lambda text: (Kind.TURN, [1, 9 * text]), st.text(max_size=60)),
+        st.builds(
+            sampled,
+            st.integers(0, 1 << 50),
+            st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
+            st.integers(0, 9),
+        ),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def same(a: Record, kind: Kind, payload: Any) -> bool:
+    if kind is not Kind.TOKENS:
+        return a.kind is kind and a.payload == payload
+    return a.kind is kind and equal(a.payload, payload)
+
+
+def equal(a: TokenRows, b: TokenRows) -> bool:
+    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(TokenRows)]
+    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
+
+
+@settings(max_examples=40)
+@given(written=records, garbage=st.binary(max_size=40))
+def test_wherever_a_segment_is_cut_its_whole_records_are_read_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, written: list[tuple[Kind, Any]], garbage: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "1-00001.ledger"
+    frames = [HEADER, *(frame(kind, payload) for kind, payload in written)]
+    content = b"".join(frames)
+    ends = np.cumsum([len(f) for f in frames]).tolist()
+    for cut in range(len(content) + 1):
+        whole = max(0, sum(end <= cut for end in ends) - 1)
+        path.write_bytes(content[:cut])
+        found = list(scan(path))
+        assert len(found) == whole
+        assert all(same(r, *wrote) for (r, _), wrote in zip(found, written, strict=False))
+        assert [end for _, end in found] == ends[1 : whole + 1]
+    path.write_bytes(content + garbage)
+    found = list(scan(path))
+    assert len(found) >= len(written)
+    assert all(same(r, *wrote) for (r, _), wrote in zip(found, written, strict=False))
+
+
+@given(place=st.integers(len(HEADER), 10_000), flip=st.integers(1, 255))
+def test_a_record_with_a_wrong_byte_is_not_read(
+    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
+) -> None:
+    path = tmp_path_factory.mktemp("ledger") / "1-00001.ledger"
+    one = frame(*sampled(trajectory_id(3, 1), [5, 700, 90_000], 2))
+    content = bytearray(HEADER + 3 * one)
+    place = len(HEADER) + place % (3 * len(one))
+    content[place] ^= flip
+    path.write_bytes(content)
+    assert len(list(scan(path))) == (place - len(HEADER)) // len(one)
+
+
+def test_a_segment_of_another_format_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "1-00001.ledger"
+    path.write_bytes(HEADER[:-1] + bytes([HEADER[-1] + 1]) + frame(Kind.CLOSE, [1, "ready"]))
+    with pytest.raises(BadMessage, match="begins with"):
+        list(scan(path))
+    for content in (b"", HEADER[:5], HEADER, bytes(4096)):
+        path.write_bytes(content)
+        assert list(scan(path)) == []
+
+
+def test_what_a_zombie_writes_after_the_seal_is_not_read(tmp_path: Path) -> None:
+    ledger = ledger_in(tmp_path)
+    ledger.append([opened(1, 0)], [1])
+    sealed = ledger.path.stat().st_size
+    ledger.append([(Kind.CLOSE, [1, "ready"])], [1])
+    assert [record.kind for record, _ in scan(ledger.path, sealed)] == [Kind.OPEN]
+
+
+def test_a_segment_goes_when_no_group_needs_it(tmp_path: Path) -> None:
+    ledger = ledger_in(tmp_path)
+    ledger.append([opened(1, 0), opened(2, 0)], [1, 2])
+    first = ledger.path
+    assert ledger.begin() == (first, first.stat().st_size)
+    assert ledger.forget(1) == []
+    assert ledger.forget(2) == [first]
+    assert not first.exists()
+
+
+def test_a_trajectory_is_rebuilt_token_for_token(tmp_path: Path) -> None:
+    key = trajectory_id(3, 1)
+    records = [
+        opened(3, 1),
+        sampled(key, [10, 11], 0),
+        (Kind.TURN, [key, "[1+1]"]),
+        (Kind.TOOL, [key, "calculator", "1+1", 2]),
+        (Kind.APPEND, [key, [20, 21]]),
+        sampled(key, [12], 1),
+    ]
+    ledger = ledger_in(tmp_path)
+    for record in records:
+        ledger.append([record], [3])
+    restored = Restored()
+    for record in read(tmp_path):
+        assert groups_of(record) == {3}
+        restored.apply(record, lambda group, member: 0)
+    t = restored.trajectories[key]
+    assert t.tokens.tolist() == [1, 2, 3, 10, 11, 20, 21, 12]
+    assert t.versions.tolist() == [-1, -1, -1, 0, 0, -1, -1, 1]
+    assert t.turn.tolist() == [12]
+    assert t.replay() == [["step", [10, 11]], ["result", 2]]
+    assert t.turns() == [
+        {"role": "model", "text": "[1+1]"},
+        {"role": "tool", "name": "calculator", "input": "1+1", "value": 2},
+    ]
+
+
+def test_a_tool_result_that_was_logged_is_not_asked_for_again(tmp_path: Path) -> None:
+    key = trajectory_id(0, 0)
+    restored = Restored()
+    ledger = ledger_in(tmp_path)
+    ledger.append([opened(0, 0), sampled(key, [10], 0), (Kind.TURN, [key, "[2]"])], [0])
+    ledger.append([(Kind.TOOL, [key, "calculator", "2", 2])], [0])
+    for record in read(tmp_path):
+        restored.apply(record, lambda group, member: 0)
+    open_round = restored.trajectories[key].open_round
+    assert open_round is not None and open_round.answered and open_round.value == 2
+    assert restored.trajectories[key].replay() == [["step", [10]]]
+    told = restored.trajectories[key].replay(answered=True)
+    assert told == [["step", [10]], ["result", 2]], "the environment has gone on from its value"
+
+
+def test_buffers_grow_with_the_trajectory() -> None:
+    t = Trajectory(0, 0, 0, 0, 0)
+    t.begin(list(range(100)))
+    t.buffer.sampled(*(np.arange(300).astype(kind) for kind in (np.int32, np.float32, np.int32)))
+    assert t.length == 400
+    assert t.turn.tolist() == list(range(300))
+
+
+def test_a_full_disk_takes_whole_records_or_none_and_goes_on_when_there_is_room(
+    tmp_path: Path,
+) -> None:
+    host = SimulatedHost(SystemClock(), Random(1), disk_bytes=150)
+    ledger = Ledger(host, tmp_path, "1")
+    ledger.begin()
+    keys = [trajectory_id(1, member) for member in range(6)]
+    written = 0
+    with pytest.raises(StorageFull, match="free space"):
+        for key in keys:
+            ledger.append([sampled(key, [key, key], 0)], [1])
+            written += 1
+    assert 0 < written < len(keys)
+    ledger.defer(Kind.TURN, [keys[0], "said"], 1)
+    with pytest.raises(StorageFull):
+        ledger.append([sampled(keys[written], [7], 0)], [1])
+    assert [record.kind for record in read(tmp_path)] == [Kind.TOKENS] * written
+    host.disk_bytes = -1
+    ledger.append([sampled(keys[written], [7], 0)], [1])
+    last = [record.kind for record in read(tmp_path)][written:]
+    assert last == [Kind.TURN, Kind.TOKENS], "what was deferred is written before what followed it"
+
+
+def test_the_text_of_a_long_turn_takes_half_its_bytes() -> None:
+    text = " ".join(f"Then {n} and {n * n % 97} make {n + n * n % 97}," for n in range(60))
+    assert len(frame(Kind.TURN, [1, text])) < 0.5 * len(text)

@@ -1,0 +1,143 @@
+"""The actor that the runtime's tests talk to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from common.errors import Refused
+from common.runtime.actor import Actor, call, cast, stream
+from common.runtime.interface import Call, Cast, Interface, Stream
+from common.runtime.mesh import Mesh
+from common.telemetry.tracing import trace_id
+from common.wire.frames import Array, message
+
+Join = Callable[..., Awaitable[Mesh]]  # what the fixture `join` gives
+
+
+@message
+class Text:
+    text: str
+
+
+@message
+class Number:
+    value: int
+
+
+@message
+class Block:
+    block: Array
+
+
+class Talk(Interface):
+    echo = Call(Text, Text)
+    block = Call(Block, Block)
+    count = Call(Number, Number)
+    count_idempotent = Call(Number, Number, idempotent=True)
+    sleep = Call(Number, Text)
+    fail = Call(Text, Text)
+    trace = Call(Text, Text)
+    relay = Call(Text, Text)
+    numbers = Stream(Number, Number, credits=8, idle_s=5.0)
+    silent = Stream(Number, Number, idle_s=0.2)
+    tell = Cast(Text)
+
+
+async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    """Returns when `condition()` is true."""
+    async with asyncio.timeout(within_s):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+
+
+class Talker(Actor):
+    interface = Talk
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self.mesh: Mesh | None = None
+        self.start_s = start_s
+        self.counted: list[int] = []
+        self.told: list[str] = []
+        self.sleeping = self.most_sleeping = 0
+        self.produced = 0
+        self.closed = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.awake = asyncio.Event()
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.start_s)
+
+    @call(Talk.echo)
+    def echo(self, m: Text) -> Text:
+        return m
+
+    @call(Talk.block)
+    def block(self, m: Block) -> Block:
+        return m
+
+    @call(Talk.count)
+    def count(self, m: Number) -> Number:
+        self.counted.append(m.value)
+        return Number(len(self.counted))
+
+    @call(Talk.count_idempotent)
+    def count_again(self, m: Number) -> Number:
+        return self.count(m)
+
+    @call(Talk.sleep)
+    async def sleep(self, m: Number) -> Text:
+        self.sleeping += 1
+        self.most_sleeping = max(self.most_sleeping, self.sleeping)
+        try:
+            async with asyncio.timeout(m.value):
+                await self.awake.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        finally:
+            self.sleeping -= 1
+        return Text("slept")
+
+    @call(Talk.fail)
+    async def fail(self, m: Text) -> Text:
+        if m.text == "refuse":
+            raise Refused("not today", fix="come again")
+        if m.text == "lie":
+            return Number(1)  # type: ignore[return-value]
+        raise ValueError(m.text)
+
+    @call(Talk.trace)
+    def trace(self, m: Text) -> Text:
+        return Text(trace_id())
+
+    @call(Talk.relay)
+    async def relay(self, m: Text) -> Text:
+        assert self.mesh is not None
+        if m.text == "trace":
+            inner = await self.mesh.ref("inner").call(Talk.trace, m)
+            return Text(f"{trace_id()} {inner.text}")
+        return await self.mesh.ref("inner").call(Talk.sleep, Number(30))
+
+    @stream(Talk.numbers)
+    async def numbers(self, m: Number) -> AsyncIterator[Number]:
+        try:
+            for value in range(m.value):
+                self.produced = value + 1
+                yield Number(value)
+        finally:
+            self.closed.set()
+
+    @stream(Talk.silent)
+    async def silent(self, m: Number) -> AsyncIterator[Number]:
+        try:
+            await asyncio.sleep(30)
+            yield m
+        finally:
+            self.closed.set()
+
+    @cast(Talk.tell)
+    def tell(self, m: Text) -> None:
+        self.told.append(m.text)

@@ -1,0 +1,155 @@
+"""What a real process answers a monitor, also while its loop stands still."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.errors import ConfigError
+from common.process.host import SystemHost
+from common.settings import metrics_ports
+from common.telemetry.endpoint import Endpoint, health
+from common.transport.zmq import ZmqTransport
+
+ROOT = Path(__file__).parents[4]
+LABELS = {"service": "monitored/0", "kind": "monitored", "job": "j"}
+
+
+class Monitored:
+    def __init__(self, where: str) -> None:
+        self.program = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("monitored.py")), where],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert self.program.stdout is not None
+        said = self.program.stdout.readline()
+        self.address: str = json.loads(said)["address"]
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.address + path, timeout=2.0) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def until(self, path: str, status: int) -> str:
+        end = time.monotonic() + 10.0
+        while (answer := self.get(path))[0] != status:
+            assert time.monotonic() < end, answer
+            time.sleep(0.05)
+        return answer[1]
+
+    def metrics(self) -> dict[str, float]:
+        """By name, and `name of` for tables."""
+        found = {}
+        for family in text_string_to_metric_families(self.get("/metrics")[1]):
+            for sample in family.samples:
+                assert LABELS.items() <= sample.labels.items(), sample
+                found[f"{sample.name} {sample.labels.get('of', '')}".strip()] = sample.value
+        return found
+
+
+@pytest.fixture(scope="module")
+def monitored() -> Iterator[Monitored]:
+    service = Monitored("127.0.0.1:*")
+    yield service
+    service.program.terminate()
+    assert service.program.wait(15.0) == 0
+
+
+def test_metrics_are_the_kernels_the_services_and_the_runtimes(monitored: Monitored) -> None:
+    found = monitored.metrics()
+    assert found["process_cpu_seconds_total"] > 0.1
+    assert found["process_resident_memory_bytes"] > 1e7
+    assert found["meshrl_busy_s"] == 2.5
+    assert found["meshrl_core"] == 1.0
+    assert found["meshrl_requests rollout/0"] == 4.0
+    assert found["meshrl_answers_total"] == 3.0
+    assert "meshrl_path" not in found and "meshrl_answers" not in found
+    assert found["meshrl_loop_lag_seconds"] < 1.0
+
+
+def test_it_answers_while_the_loop_stands_still_and_says_so(monitored: Monitored) -> None:
+    assert monitored.get("/livez") == (200, "ok\n")
+    monitored.program.send_signal(signal.SIGUSR1)
+    reason = monitored.until("/livez", 503)
+    assert "the event loop has not run for" in reason
+    assert monitored.metrics()["meshrl_loop_lag_seconds"] > 0.4
+    assert monitored.metrics()["meshrl_live"] == 0.0
+    assert monitored.until("/livez", 200) == "ok\n"  # it runs again
+
+
+def test_ready_is_what_the_service_says(monitored: Monitored) -> None:
+    monitored.until("/livez", 200)
+    assert monitored.until("/readyz", 503) == "the service is not ready for work\n"
+    monitored.program.send_signal(signal.SIGUSR2)
+    assert monitored.until("/readyz", 200) == "ok\n"
+
+
+def test_an_unknown_path_says_which_there_are(monitored: Monitored) -> None:
+    assert monitored.get("/health") == (404, "there is /metrics /livez /readyz\n")
+
+
+def test_a_client_that_says_nothing_holds_nobody_up(monitored: Monitored) -> None:
+    host, _, port = monitored.address.removeprefix("http://").partition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(8)]
+    assert monitored.get("/livez")[0] == 200
+    for connection in silent:
+        connection.close()
+
+
+def test_processes_of_a_host_share_a_range_of_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        low = taken.getsockname()[1]
+        one = Endpoint(f"127.0.0.1:{low}-{low + 20}", "", SystemHost(), {"/": health(str)})
+        assert low < int(one.address.rpartition(":")[2]) <= low + 20
+        one.close()
+        with pytest.raises(ConfigError, match=r"no port .* wider range"):
+            Endpoint(f"127.0.0.1:{low}", "", SystemHost(), {})
+
+
+@pytest.mark.parametrize("advertise", ["tcp://worker-7:*", "tcp://worker-7", "worker-7:7000"])
+def test_others_are_told_the_advertised_host(advertise: str) -> None:
+    one = Endpoint("0.0.0.0:*", advertise, SystemHost(), {})
+    assert re.fullmatch(r"http://worker-7:\d+", one.address)
+    one.close()
+
+
+def test_pages_for_this_host_alone_are_where_they_are_whatever_is_advertised() -> None:
+    one = Endpoint("127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {"/": health(str)})
+    with urllib.request.urlopen(one.address + "/", timeout=5.0) as answer:
+        assert answer.read() == b"ok\n"
+    one.close()
+
+
+@pytest.mark.parametrize("advertise", ["127.0.0.1", "tcp://127.0.0.1", "tcp://127.0.0.1:*"])
+async def test_a_host_is_advertised_with_the_port_that_was_bound(advertise: str) -> None:
+    transport = ZmqTransport("tcp://127.0.0.1:*", advertise)
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", transport.address)
+    await transport.close()
+
+
+async def test_a_whole_endpoint_is_advertised_as_it_is() -> None:
+    transport = ZmqTransport("tcp://127.0.0.1:*", "tcp://[fe80::7]:7000")
+    assert transport.address == "tcp://[fe80::7]:7000"
+    await transport.close()
+
+
+@pytest.mark.parametrize("where", ["9400", "here:", "here:a-b", "here:9-8", "here:70000"])
+def test_a_place_that_is_none_is_refused(where: str) -> None:
+    with pytest.raises(ConfigError, match="no place to serve metrics"):
+        metrics_ports(where)

@@ -1,0 +1,148 @@
+"""Chunks by digest: durable, checked on both ends, over TCP and from the file."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import BadMessage, DeadlineExceeded, NotFound, PeerLost, Refused, StorageFull
+from common.process.host import SystemHost
+from common.state.registry import Entry
+from common.wire.bulk import BulkClient, BulkServer, ChunkStore
+from common.wire.chunks import digest_of
+from tests.unit.common.runtime.talking import Join
+
+CONTENT = os.urandom(3_000_000)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[BulkServer]:
+    made = BulkServer(ChunkStore(tmp_path / "chunks"), SystemHost(), "tcp://127.0.0.1:*")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def client(join: Join) -> BulkClient:
+    return BulkClient(await join("client"))
+
+
+def entry(server: BulkServer, host: str) -> Entry:
+    return Entry("store", "test", bulk=server.address, host=host)
+
+
+@pytest.mark.parametrize("host", ["", "another host"])
+async def test_what_was_put_is_got(server: BulkServer, client: BulkClient, host: str) -> None:
+    for content in (CONTENT, b"", b"x"):
+        digest = await client.put(entry(server, host), content)
+        assert digest == digest_of(content)
+        assert await client.put(entry(server, host), content) == digest
+        assert await client.get(entry(server, host), digest) == content
+
+
+@pytest.mark.parametrize("host", ["", "another host"])
+async def test_what_is_not_there_or_was_changed_is_an_error(
+    server: BulkServer, client: BulkClient, host: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NotFound, match="no chunk"):
+        await client.get(entry(server, host), "0" * 32)
+    digest = await client.put(entry(server, host), CONTENT)
+    path = ChunkStore(tmp_path / "chunks").path(digest)
+    path.write_bytes(CONTENT[:-1] + b"?")
+    with pytest.raises(BadMessage):
+        await client.get(entry(server, host), digest)
+
+
+@pytest.mark.parametrize("host", ["", "another host"])
+async def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
+    server: BulkServer, client: BulkClient, host: str, tmp_path: Path
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        with pytest.raises(StorageFull):
+            await client.put(entry(server, host), CONTENT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [p for p in (tmp_path / "chunks").rglob("*") if p.is_file()] == []
+    digest = await client.put(entry(server, host), CONTENT)
+    assert await client.get(entry(server, host), digest) == CONTENT
+
+
+@pytest.mark.parametrize("host", ["", "another host"])
+async def test_what_is_too_large_is_refused_at_once(join: Join, tmp_path: Path, host: str) -> None:
+    chunks = ChunkStore(tmp_path / "chunks")
+    server = BulkServer(chunks, SystemHost(), "tcp://127.0.0.1:*", largest_bytes=1000)
+    client = BulkClient(await join("client"), largest_bytes=1000)
+    with pytest.raises(Refused, match="1001 bytes; the bulk port takes 1000") as refused:
+        await client.put(entry(server, host), bytes(1001))
+    assert not refused.value.retryable and "in pieces" in refused.value.fix
+    digest = await client.put(entry(server, host), bytes(1000))
+    assert await client.get(entry(server, host), digest) == bytes(1000)
+    server.close()
+
+
+async def test_garbage_and_idle_clients_do_not_hold_up_others(
+    server: BulkServer, client: BulkClient
+) -> None:
+    where = server.address.partition("#")[0].removeprefix("tcp://").split(":")
+    strangers = [socket.create_connection((where[0], int(where[1]))) for _ in range(3)]
+    strangers[0].sendall(os.urandom(1000))
+    strangers[1].sendall(b"MRB1P" + bytes(16) + (1 << 20).to_bytes(8, "little") + b"half")
+    digest = await client.put(entry(server, "far"), CONTENT)
+    assert await client.get(entry(server, "far"), digest) == CONTENT
+    for stranger in strangers:
+        stranger.close()
+
+
+async def test_no_server_is_a_lost_peer_and_silence_a_deadline(client: BulkClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(DeadlineExceeded):
+            there = Entry("s", "test", bulk=f"tcp://127.0.0.1:{port}", host="far")
+            await client.get(there, "0" * 32, deadline_s=0.2)
+    for bulk in (f"tcp://127.0.0.1:{port}", "#/nowhere"):
+        with pytest.raises(PeerLost):
+            await client.get(Entry("s", "test", bulk=bulk, host="far"), "0" * 32)
+
+
+def test_a_chunk_that_is_written_again_is_not_deleted(tmp_path: Path) -> None:
+    chunks = ChunkStore(tmp_path)
+    old, again = chunks.write(b"old"), chunks.write(b"again")
+    for digest in (old, again):
+        os.utime(chunks.path(digest), (1000, 1000))
+    found = chunks.older_than(60, 5000)
+    assert found == chunks.written([old, again, "0" * 32]) and len(found) == 2
+    assert chunks.older_than(60, 1050) == {}
+    chunks.write(b"again")
+    chunks.delete(found)
+    assert not chunks.has(old) and chunks.read(again) == b"again"
+
+
+def test_a_chunk_that_is_written_again_while_it_is_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, rename = ChunkStore(tmp_path), os.rename
+    digest = chunks.write(b"content")
+    os.utime(chunks.path(digest), (1000, 1000))
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        assert chunks.write(b"content") == digest
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    chunks.delete(chunks.written([digest]))
+    assert os.rename is rename and chunks.read(digest) == b"content"
+    assert [path.name for path in tmp_path.glob("??/*")] == [digest]
+
+
+def test_a_name_that_is_no_digest_never_becomes_a_path(tmp_path: Path) -> None:
+    for name in ("../../etc/passwd", "0" * 31, "Z" * 32, ""):
+        with pytest.raises(BadMessage):
+            ChunkStore(tmp_path).path(name)

@@ -1,0 +1,349 @@
+"""Sessions between engine processes, over a network that cuts off, under virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from common.api.engine import (
+    Attach,
+    CacheFrame,
+    CachePart,
+    Engine,
+    Move,
+    Moved,
+    Sampling,
+    Submit,
+    Tokens,
+)
+from common.errors import BadMessage, PeerLost
+from common.generation.contract import SessionCache
+from common.random import Random
+from common.runtime.mesh import Mesh
+from services.engine.cache_moves import MOVE_S, Moves, _Came, _parts
+from services.engine.service import EngineService
+from services.engine.simulated import SimulatedEngine
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
+from tests.unit.common.generation.engines_under_test import StandingClock, built_in, decoder
+from tests.unit.common.generation.test_torch_engine import words
+
+SHARD = "rollout/0"
+SESSION = 7
+SLOTS = 4
+STEP_S = 0.01
+Story = Callable[["Bench"], Coroutine[Any, Any, None]]
+
+
+class Bench:
+    """A shard that asks two engines, both at version 0 of one manifest."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        self.clock, self.random = clock, random
+        self.network = MemoryNetwork(clock, random.child("network"))
+        self.state = simulated_state(clock)
+        self.shard = self._mesh(SHARD)
+        self.engines = {name: built_in("eager", SLOTS, 700) for name in ("engine/a", "engine/b")}
+        self.services = {name: self._service(name) for name in self.engines}
+        self.turns = 0
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._flushes: dict[int, list[Tokens]] = {}
+        self._over: dict[int, asyncio.Future[None]] = {}
+
+    def _mesh(self, name: str) -> Mesh:
+        return Mesh(
+            name=name,
+            kind=name.partition("/")[0],
+            state=self.state,
+            transport=MemoryTransport(self.network, f"mem://{name}"),
+            clock=self.clock,
+            random=self.random.child(name),
+            host=SimulatedHost(self.clock, self.random.child("host " + name)),
+        )
+
+    def _service(self, name: str) -> EngineService:
+        service = EngineService(
+            self._mesh(name), self.engines[name], SLOTS, lambda action: action()
+        )
+        service.moves.part_bytes, service.moves.frame_bytes = 20_000, 3_000
+        return service
+
+    async def start(self) -> None:
+        await self.shard.join(None)
+        for name, service in self.services.items():
+            await service.mesh.join(service)
+            self._begin(self._drive(service))
+            self._begin(self._listen(name))
+            await service.swap(decoder().state_dict(), 0, "manifest")
+        await self.clock.sleep(0.1)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    async def _drive(self, service: EngineService) -> None:
+        while True:
+            service.turn()
+            await self.clock.sleep(STEP_S)
+
+    async def _listen(self, name: str) -> None:
+        attach = Attach(SHARD, self.shard.incarnation)
+        with suppress(PeerLost):
+            async for flush in self.shard.ref(name).stream(Engine.attach, attach):
+                for request, finish in zip(flush.ids.tolist(), flush.finish.tolist(), strict=True):
+                    self._flushes[request].append(flush)
+                    if finish:
+                        self._over[request].set_result(None)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def turn(self, name: str, context: list[int]) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities of the session's next turn on an engine."""
+        self.turns += 1
+        request = self.turns
+        self._flushes[request] = []
+        self._over[request] = asyncio.get_running_loop().create_future()
+        one = {k: np.array([v]) for k, v in (("ids", request), ("sessions", SESSION))}
+        await self.shard.ref(name).call(
+            Engine.submit,
+            Submit(
+                owner=SHARD,
+                incarnation=self.shard.incarnation,
+                lengths=np.array([len(context)], np.int32),
+                tokens=np.array(context, np.int32),
+                begins=np.array([len(context)], np.int32),
+                max_new=np.array([5], np.int32),
+                temperature=np.array([1.0], np.float32),
+                seeds=np.array([3]),
+                sampling=Sampling([], []),
+                ended=np.zeros(0, np.int64),
+                **one,
+            ),
+        )
+        await self._over[request]
+        flushes = self._flushes[request]
+        tokens = np.concatenate([flush.tokens for flush in flushes])
+        return tokens.tolist(), np.concatenate([flush.logprobs for flush in flushes]).tolist()
+
+    async def move(self, **more: Any) -> Moved:
+        move = Move(**{"owner": SHARD, "session": SESSION, "source": "engine/a", **more})
+        return await self.shard.ref("engine/b").call(Engine.move, move)
+
+
+def on_bench(story: Story) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Bench(clock, random)
+        await bench.start()
+        try:
+            await story(bench)
+        finally:
+            await bench.stop()
+
+    run_virtual(main, limit_s=600.0)
+
+
+async def begun(bench: Bench) -> list[int]:
+    """A first turn at engine a; the session's context afterwards."""
+    context = words(1, 500)
+    tokens, _ = await bench.turn("engine/a", context)
+    return [*context, *tokens, 9]
+
+
+def computed(bench: Bench, name: str) -> int:
+    return bench.engines[name].tokens_computed
+
+
+async def recomputes(bench: Bench, context: list[int], at_least: int) -> None:
+    """The session's next turn goes well at engine b, which computes so many tokens for it."""
+    before = computed(bench, "engine/b")
+    there = await bench.turn("engine/b", context)
+    assert computed(bench, "engine/b") - before >= at_least
+    here = await bench.turn("engine/a", context)
+    assert there[0] == here[0]
+    np.testing.assert_allclose(there[1], here[1], atol=2e-4)
+
+
+def test_a_session_goes_on_elsewhere_as_if_it_had_stayed() -> None:
+    async def story(bench: Bench) -> None:
+        context = await begun(bench)
+        moved = await bench.move()
+        assert (moved.tokens, moved.adopted) == (504, True)
+        assert moved.bytes == 504 * bench.engines["engine/a"].cache_bytes_per_token
+        assert 0 < moved.seconds < 10.0
+        before = computed(bench, "engine/b")
+        there = await bench.turn("engine/b", context)
+        assert computed(bench, "engine/b") - before == len(context) - 504 + 4
+        assert there == await bench.turn("engine/a", context), "the source kept its copy"
+
+    on_bench(story)
+
+
+def test_what_the_source_does_not_have_is_computed() -> None:
+    async def story(bench: Bench) -> None:
+        context = await begun(bench)
+        for nothing in (
+            await bench.move(session=SESSION + 1),
+            await bench.move(owner="rollout/9"),
+        ):
+            assert (nothing.tokens, nothing.bytes, nothing.adopted) == (0, 0, False)
+        bench.services["engine/b"].draining = True
+        assert not (await bench.move()).adopted
+        bench.services["engine/b"].draining = False
+        await recomputes(bench, context, 500)
+
+    on_bench(story)
+
+
+def test_an_engine_without_a_cache_gives_nothing() -> None:
+    async def story(bench: Bench) -> None:
+        simulated = SimulatedEngine(bench.clock, SLOTS, 100.0)
+        service = EngineService(bench._mesh("engine/s"), simulated, SLOTS, lambda action: action())
+        await service.mesh.join(service)
+        bench._begin(bench._drive(service))
+        assert (await bench.move(source="engine/s")).tokens == 0
+
+    on_bench(story)
+
+
+def test_equal_numbers_of_two_lineages_are_other_weights() -> None:
+    async def story(bench: Bench) -> None:
+        context = await begun(bench)
+        await bench.services["engine/b"].swap(decoder(1).state_dict(), 0, "another lineage")
+        assert (await bench.move()).tokens == 0
+        await bench.services["engine/b"].swap(decoder().state_dict(), 0, "manifest")
+        await recomputes(bench, context, 500)
+
+    on_bench(story)
+
+
+def test_a_source_that_is_unknown_costs_seconds_and_no_error() -> None:
+    async def story(bench: Bench) -> None:
+        began = bench.clock.monotonic()
+        assert (await bench.move(source="engine/gone")).tokens == 0
+        assert bench.clock.monotonic() - began < 10.0
+
+    on_bench(story)
+
+
+def test_a_source_that_dies_half_way_leaves_what_came() -> None:
+    async def story(bench: Bench) -> None:
+        context = await begun(bench)
+        expected = await bench.turn("engine/a", context)
+        later = asyncio.create_task(bench.move())
+        while not copied(bench):
+            await bench.clock.sleep(STEP_S)
+        await bench.services["engine/a"].mesh.transport.close()
+        moved = await later
+        assert 0 < moved.tokens < 504 and not moved.adopted
+        before = computed(bench, "engine/b")
+        there = await bench.turn("engine/b", context)
+        assert computed(bench, "engine/b") - before == len(context) - moved.tokens + 4
+        np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
+        assert there[0] == expected[0]
+
+    on_bench(story)
+
+
+def copied(bench: Bench) -> bool:
+    """Whether some of the session is at engine b."""
+    return bench.engines["engine/b"].export(SESSION) is not None
+
+
+def test_a_silent_source_is_given_up_on() -> None:
+    async def story(bench: Bench) -> None:
+        context = await begun(bench)
+        later = asyncio.create_task(bench.move())
+        while not copied(bench):
+            await bench.clock.sleep(STEP_S)
+        bench.network.partition("mem://engine/a", "mem://engine/b")
+        began = bench.clock.monotonic()
+        moved = await later
+        assert bench.clock.monotonic() - began < MOVE_S
+        assert 0 < moved.tokens < 504 and not moved.adopted
+        await recomputes(bench, context, 505 - moved.tokens)
+
+    on_bench(story)
+
+
+def test_a_move_that_nobody_waits_for_ends_at_both_engines() -> None:
+    async def story(bench: Bench) -> None:
+        context = await begun(bench)
+        later = asyncio.create_task(bench.move())
+        while not copied(bench):
+            await bench.clock.sleep(STEP_S)
+        later.cancel()
+        await bench.clock.sleep(0.5)
+        cache = bench.engines["engine/b"].export(SESSION)
+        assert cache is not None and len(cache.tokens) < 504
+        assert bench.services["engine/a"].mesh._server.running == 1, "the shard's own stream"
+        await recomputes(bench, context, 505 - len(cache.tokens))
+
+    on_bench(story)
+
+
+def test_many_sessions_move_at_once_and_requests_go_on() -> None:
+    async def story(bench: Bench) -> None:
+        context = await begun(bench)
+        moves = asyncio.gather(*(bench.move() for _ in range(9)))
+        aside = await bench.turn("engine/b", context)
+        assert (await bench.turn("engine/a", context))[0] == aside[0]
+        assert all(moved.bytes or not moved.adopted for moved in await moves)
+
+    on_bench(story)
+
+
+def test_frames_that_belong_to_no_part_are_refused() -> None:
+    part = CachePart(np.zeros(16, np.int32), 0, 16, "layout", 0, 16, 0, "", 10)
+    ten = np.zeros(10, np.uint8)
+    for wrong in (
+        [CacheFrame(None, ten)],
+        [CacheFrame(part, np.zeros(11, np.uint8))],
+        [CacheFrame(part, ten), CacheFrame(None, ten)],
+        [CacheFrame(part, ten.astype(np.int32)[:2])],
+        [CacheFrame(CachePart(np.zeros(16), 0, 16, "", 0, 16, 0, "", 10), ten)],
+        [CacheFrame(CachePart(np.zeros(16, np.int32), 0, 16, "", 0, 16, 0, "", 1 << 40), ten)],
+    ):
+        assert asyncio.run(refused(wrong))
+
+
+async def refused(frames: list[CacheFrame]) -> bool:
+    async def come():  # type: ignore[no-untyped-def]
+        for frame in frames:
+            yield frame
+
+    try:
+        async for _ in _parts(come(), _Came()):
+            pass
+    except BadMessage:
+        return True
+    return False
+
+
+class Slow:
+    """An engine that copies 500 MB a second, of a session that never ends."""
+
+    def __init__(self) -> None:
+        self.clock = StandingClock()
+
+    def export(self, session: int, start: int, most_bytes: int) -> SessionCache:
+        self.clock.pass_(most_bytes / 5e8)
+        none = np.zeros(0, np.int32)
+        return SessionCache(none, np.zeros(most_bytes, np.uint8), start, start + 1, "", 0, 0, 0)
+
+
+def test_parts_are_as_large_as_the_pause_that_they_may_cost() -> None:
+    slow = Slow()
+    moves = Moves(slow, slow, None, lambda: "")  # type: ignore[arg-type]
+    for first in (1 << 20, 64 << 20):
+        moves.part_bytes = first
+        for _ in range(6):
+            moves._copy(SESSION, 0)
+        assert abs(moves.part_bytes - 5_000_000) <= 1

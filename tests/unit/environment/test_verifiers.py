@@ -1,0 +1,182 @@
+"""Environments of the `verifiers` package: their loop in its interpreter, turns by token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import ToolFailed
+from common.job.config import DatasetConfig, EnvironmentConfig, JobConfig
+from common.job.job_data import JobData
+from common.model.tokenizer import Tokenizer
+from common.process.host import SystemHost
+from common.random import Random
+from common.runtime.mesh import Mesh
+from meshrl.job import tasksets
+from services.rollout.environments.pool import EnvironmentPool
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
+from tests.unit.common.model.chatting import qwen3_tokenizer
+
+pytestmark = [pytest.mark.needs("verifiers"), pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[3]
+CALL = '<tool_call>\n{"name": "adding_add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+
+
+def configured(tmp_path: Path) -> JobData:
+    (tmp_path / "modules").mkdir()
+    shutil.copyfile(ROOT / "tests/verifiers/doubts.py", tmp_path / "modules/doubts.py")
+    qwen3_tokenizer(tmp_path)
+    environment = EnvironmentConfig(
+        verifiers="doubts",
+        chat="qwen3",
+        python=str(ROOT / ".venvs/verifiers/bin/python"),
+        step_deadline_s=20.0,
+    )
+    return JobData("job", JobConfig(environment=environment), tmp_path, tmp_path)
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
+    clock = SystemClock()
+    mesh = Mesh(
+        name="rollout/0",
+        kind="rollout",
+        state=simulated_state(clock),
+        transport=MemoryTransport(MemoryNetwork(clock, Random(1)), "mem://rollout"),
+        clock=clock,
+        random=Random(1),
+        host=SystemHost(),
+    )
+    pool = EnvironmentPool(mesh, configured(tmp_path), tmp_path)
+    yield pool
+    await pool.close()
+    await mesh.leave()
+
+
+class Trajectory:
+    """What a shard does with one, over ids alone."""
+
+    def __init__(self, pool: EnvironmentPool, tokenizer: Tokenizer, key: int, row: Any) -> None:
+        self.pool, self.tokenizer, self.key, self.row = pool, tokenizer, key, row
+        self.ids: list[int] = []
+        self.told: list[Any] = []
+
+    async def begin(self) -> str:
+        self.ids = list(await self.pool.begin(self.key, self.row))
+        return self.tokenizer.decode(self.ids)
+
+    async def step(self, said: str | list[int]) -> tuple[str, Any]:
+        """(append, its text) or (done, score)."""
+        ids = self.tokenizer.encode(said) if isinstance(said, str) else said
+        before, told = list(self.ids), list(self.told)
+        _, action, value = await self.pool.step(self.key, ids, lambda: [self.row, told, before])
+        self.told.append(["step", ids])
+        self.ids += ids
+        if action == "append":
+            self.ids += value
+            return action, self.tokenizer.decode(value)
+        return action, value
+
+    async def cut(self, ids: list[int]) -> float | None:
+        replayed = [self.row, self.told, self.ids]
+        return (await self.pool.cut(self.key, ids, lambda: replayed))[1]
+
+
+def row(answer: int, mood: str = "patient") -> dict[str, Any]:
+    return {"prompt": "how much?", "answer": answer, "mood": mood}
+
+
+def trajectories(pool: EnvironmentPool, tmp_path: Path, rows: list[Any]) -> list[Trajectory]:
+    tokenizer = Tokenizer.load(tmp_path)
+    return [Trajectory(pool, tokenizer, key, r) for key, r in enumerate(rows, 1)]
+
+
+async def test_a_rollout_of_the_package_is_a_trajectory_of_ours(
+    pool: EnvironmentPool, tmp_path: Path
+) -> None:
+    """Tools, a user's second turn, the rubric's score, cuts and failures, many at once."""
+    ts = trajectories(
+        pool,
+        tmp_path,
+        [
+            *(row(3, "doubtful"), row(4), row(3), row(3), row(1, "broken"), row(1, "forgetful")),
+            row(1, "undecided") | {"timeout": {"scoring": 0.2}},
+            row(1, "infinite"),
+            row(1, "garbled"),
+        ],
+    )
+    doubtful, wrong, cut_in_turn, cut_before, broken, forgetful = ts[:6]
+    undecided, infinite, garbled = ts[6:]
+    openings = await asyncio.gather(*(t.begin() for t in ts))
+    assert '"name": "adding_add"' in openings[0]
+    assert openings[0].endswith("user\nhow much?<|im_end|>\n<|im_start|>assistant\n")
+
+    action, said = await doubtful.step("<think>\nhm\n</think>\n\n" + CALL)
+    assert action == "append" and "<tool_response>\n3\n</tool_response>" in said
+    action, said = await doubtful.step("3<|im_end|>")
+    assert action == "append" and "user\nAre you sure?<|im_end|>" in said
+    # A turn that says "3" among ids that no text encodes to: half a character, marks, no end.
+    half = doubtful.tokenizer.encode("é")[:1]
+    odd = [*doubtful.tokenizer.encode("<tool_response>3"), *half, *half]
+    assert await doubtful.step(odd) == ("done", 1.0)
+
+    assert await wrong.step("3<|im_end|>") == ("done", 0.0)
+    assert await cut_in_turn.cut(cut_in_turn.tokenizer.encode("it is 3")) == 1.0
+    await cut_before.step(CALL)
+    assert await cut_before.cut([]) == 0.0
+    with pytest.raises(ToolFailed, match="no idea what is right"):
+        await broken.step("1<|im_end|>")
+    with pytest.raises(ToolFailed, match="does not begin with what was said"):
+        await forgetful.step("1<|im_end|>")
+    with pytest.raises(ToolFailed, match="timed out"):
+        await undecided.step("1<|im_end|>")
+    with pytest.raises(ToolFailed, match=r"half a pair: \?"):
+        await garbled.step("1<|im_end|>")
+    with pytest.raises(ToolFailed, match="must be finite"):
+        await infinite.step("1<|im_end|>")
+
+
+async def test_a_slow_environment_holds_nobody_up(pool: EnvironmentPool, tmp_path: Path) -> None:
+    slow, quick = trajectories(pool, tmp_path, [row(3, "slow"), row(3)])
+    await quick.begin()  # the process is up
+    opening = asyncio.create_task(slow.begin())
+    assert await quick.step("3<|im_end|>") == ("done", 1.0)
+    assert not opening.done()
+    await opening
+
+
+async def test_a_killed_process_is_rebuilt_from_logged_turns(
+    pool: EnvironmentPool, tmp_path: Path
+) -> None:
+    one, two = trajectories(pool, tmp_path, [row(3, "doubtful"), row(3)])
+    await asyncio.gather(one.begin(), two.begin())
+    await one.step(CALL)
+    (pid,) = pool.pids.values()
+    os.kill(pid, signal.SIGKILL)
+    (_, said), (_, score) = await asyncio.gather(one.step("3<|im_end|>"), two.step("3<|im_end|>"))
+    assert "Are you sure?" in said and score == 1.0
+    assert await one.step("3<|im_end|>") == ("done", 1.0)
+    one.row = row(3)  # it would now ask something else than was logged
+    one.key = 9
+    with pytest.raises(ToolFailed, match=r"does not repeat itself|did not ask"):
+        await one.step("3<|im_end|>")
+
+
+def test_tasks_of_a_taskset_become_rows(tmp_path: Path) -> None:
+    job = configured(tmp_path)
+    config = JobConfig(
+        environment=job.config.environment, dataset=DatasetConfig(tasks=4, held_out_tasks=2)
+    )
+    held_out, train = tasksets.tasks(config, job.modules)
+    assert len(held_out) == 2 and len(train) == 4
+    assert '"prompt": "0+0?"' in held_out[0] and '"answer": 4' in train[0]

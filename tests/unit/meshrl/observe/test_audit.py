@@ -1,0 +1,61 @@
+"""Counting what is in flight when a run ended without the chance to say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.state.events import Event
+from meshrl.observe.audit import without_fate
+
+LATE_MS = 60_000
+
+
+def story(*told: tuple[int, str, dict[str, Any]]) -> list[Event]:
+    return [
+        Event(f"{n}-0", ms, kind, {"job": "j"} | fields)
+        for n, (ms, kind, fields) in enumerate(told)
+    ]
+
+
+def opened(ms: int, *groups: int) -> tuple[int, str, dict[str, Any]]:
+    return ms, "opened", {"groups": list(groups), "samples": 4}
+
+
+def step(number: int, *groups: int) -> tuple[int, str, dict[str, Any]]:
+    return LATE_MS, "step", {"step": number, "groups": [{"group": g} for g in groups]}
+
+
+def test_finished_groups_that_no_step_took_are_in_flight() -> None:
+    told = story(
+        opened(0, 1, 2), (1, "ready", {"group": 1}), (2, "ready", {"group": 2}), step(1, 1)
+    )
+    assert without_fate(told, "j", set()) == {2: 4}
+
+
+def test_groups_of_the_ledger_are_in_flight_until_their_fate_is_told() -> None:
+    told = story(opened(0, 1, 2, 3), (LATE_MS, "dropped", {"group": 3}))
+    assert without_fate(told, "j", {1, 2, 3}) == {1: 4, 2: 4}
+
+
+def test_a_group_that_neither_the_ledger_nor_an_event_knows_is_lost_unless_it_is_brand_new() -> (
+    None
+):
+    told = story(opened(0, 1), opened(LATE_MS - 10, 2), step(1))
+    assert without_fate(told, "j", set()) == {2: 4}
+
+
+def test_groups_of_an_abandoned_step_are_in_flight_again() -> None:
+    told = story(
+        opened(0, 1, 2),
+        (1, "ready", {"group": 1}),
+        (1, "ready", {"group": 2}),
+        step(1, 1),
+        step(2, 2),
+        (LATE_MS, "lineage", {"version": 1}),
+    )
+    assert without_fate(told, "j", set()) == {2: 4}
+
+
+def test_a_restored_job_begins_without_groups() -> None:
+    told = story(opened(LATE_MS, 1), (LATE_MS, "restored", {"counts": {}}))
+    assert without_fate(told, "j", {1}) == {}

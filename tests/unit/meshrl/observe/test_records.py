@@ -1,0 +1,152 @@
+"""The records of several jobs: what is wrong with one's costs the others nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.job.config import JobConfig, TrackingConfig
+from common.state import events, jobs
+from common.state.registry import Entry, register
+from meshrl.launch.launcher import Launcher, Shape
+from meshrl.launch.places import MeshPlace, read_json, write_json
+from meshrl.observe.recorder import read_events
+from meshrl.observe.records import record_all
+from sim.state import simulated_state
+
+PATIENCE_S = 40.0
+HANGING = """
+import os, time
+open(os.environ["HUNG"], "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+class Recorded:
+    """A launcher without processes, and what is recorded of the jobs that its mesh has."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.launcher = Launcher(MeshPlace(directory), Shape())
+        self.launcher.state = simulated_state(self.launcher.clock)
+        self.stop = asyncio.Event()
+        self.recording = asyncio.create_task(record_all(self.launcher, self.stop))
+
+    async def submit(self, job: str, config: JobConfig | None = None) -> Path:
+        run_dir = self.directory / job
+        document = replace(config or JobConfig(), name=job).document()
+        write_json(run_dir / "job.json", {"job": job, "document": document})
+        await jobs.submit(self.launcher.state, job, document, str(run_dir), job)
+        return run_dir
+
+    async def note(self, job: str, text: str) -> None:
+        await events.append(self.launcher.state, "note", {"job": job, "text": text})
+
+    async def until(self, look: Callable[[], bool], what: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not look():
+                assert not self.recording.done(), self.recording.exception()
+                await asyncio.sleep(0.05)
+
+    async def noted(self, run_dir: Path, text: str) -> None:
+        """Waits until the event is in the record of the run."""
+
+        def look() -> bool:
+            return any(e.fields.get("text") == text for e in read_events(run_dir))
+
+        await self.until(look, text)
+
+    async def unrecorded(self, job: str) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(
+                e.kind == "unrecorded" and e.fields["job"] == job
+                for e in await events.read_all(self.launcher.state)
+            ):
+                assert not self.recording.done(), self.recording.exception()
+                await asyncio.sleep(0.05)
+
+    async def end(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await self.recording
+
+
+@pytest.fixture
+async def recorded(tmp_path: Path) -> AsyncIterator[Recorded]:
+    made = Recorded(tmp_path)
+    yield made
+    if not made.recording.done():
+        made.recording.cancel()
+        await asyncio.wait([made.recording])
+    await made.launcher.state.close()
+
+
+async def test_a_run_directory_that_is_deleted_costs_the_other_jobs_nothing(
+    recorded: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = await recorded.submit("one"), await recorded.submit("other")
+    await recorded.note("one", "first")
+    await recorded.noted(one, "first")
+    shutil.rmtree(one)
+    one.touch()  # nothing can be written there
+    await recorded.unrecorded("one")
+    await recorded.note("other", "second")
+    await recorded.noted(other, "second")
+    one.unlink()
+    write_json(one / "job.json", read_json(other / "job.json"))
+    await recorded.noted(one, "first")
+    await recorded.end()
+    assert read_json(one / "summary.json") and read_json(other / "summary.json")
+    assert capsys.readouterr().err.count("one is not recorded") == 1
+
+
+@pytest.mark.parametrize("damage", ["{}", "no JSON", '{"job": "one"}'])
+async def test_a_damaged_job_file_costs_the_other_jobs_nothing(
+    recorded: Recorded, damage: str
+) -> None:
+    one = recorded.directory / "one"
+    one.mkdir()
+    (one / "job.json").write_text(damage)
+    document = JobConfig(name="one").document()
+    await jobs.submit(recorded.launcher.state, "one", document, str(one), "one")
+    other = await recorded.submit("other")
+    await recorded.note("other", "first")
+    await recorded.noted(other, "first")
+    await recorded.unrecorded("one")
+    await recorded.end()
+
+
+async def test_a_tracker_that_hangs_at_the_end_of_a_job_holds_up_no_other(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "wandb.py").write_text(HANGING)
+    hung = tmp_path / "hung"
+    monkeypatch.setenv("HUNG", str(hung))
+    root = Path(__file__).parents[4]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'packages'}{os.pathsep}{root}")
+    state = recorded.launcher.state
+    one = await recorded.submit("one", JobConfig(tracking=TrackingConfig(wandb="project")))
+    other = await recorded.submit("other")
+    evaluated = {"job": "one", "tag": "before", "step": 0, "sampled": 0.5}
+    await events.append(state, "evaluation", evaluated)
+    await recorded.until(lambda: hung.exists() and bool(hung.read_text()), "a hung tracker")
+    leader = Entry("planner/0", "planner", incarnation="1")
+    lease = await register(state, leader, ttl_ms=600_000)
+    await jobs.set_phase(state, "one", "failed", lease, "planner/0", error="enough")
+    await recorded.until((one / "in_flight.json").exists, "the last look at a job")
+    await recorded.note("other", "goes on")
+    await recorded.noted(other, "goes on")
+    assert not (one / "summary.json").exists()
+    os.kill(int(hung.read_text()), signal.SIGKILL)
+    await recorded.until((one / "summary.json").exists, "the report")
+    assert json.loads((one / "tracking.json").read_text())["wandb"]["dropped"] == 1
+    await recorded.end()

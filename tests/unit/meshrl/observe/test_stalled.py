@@ -1,0 +1,137 @@
+"""A stall is traced from who waits to the process that does not move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.state.gangs import Gang
+from common.state.registry import LEASE_MS, Entry
+from meshrl.observe.stalled import Stall, diagnose, redis_silent
+
+NOW = 1_000_000
+
+
+def entry(
+    name: str, *waits: tuple[str, float], renewed_s: float = 1.0, left: bool = False
+) -> Entry:
+    """A process that renewed `renewed_s` ago and waits for (name, seconds)."""
+    renewed_ms = NOW - int(renewed_s * 1000)
+    expires_ms = renewed_ms + (100 if left else LEASE_MS)
+    listed: list[dict[str, Any]] = [
+        {"on": on, "what": "ask", "since_ms": NOW - int(s * 1000)} for on, s in waits
+    ]
+    return Entry(
+        name=name,
+        kind=name.partition("/")[0],
+        waits=listed,
+        renewed_ms=renewed_ms,
+        expires_ms=expires_ms,
+        alive=expires_ms > NOW,
+    )
+
+
+def gang(state: str, epoch: int, actual_epoch: int, age_s: float) -> Gang:
+    return Gang(
+        id="g1",
+        workers=["worker/g1"],
+        accelerator="cpu:1",
+        desired_role="rollout",
+        desired_job="job",
+        desired_core=False,
+        epoch=epoch,
+        actual_role="rollout",
+        actual_state=state,
+        actual_epoch=actual_epoch,
+        changed_ms=NOW - int(age_s * 1000),
+        pinned=False,
+    )
+
+
+def pairs(stalls: list[Stall]) -> set[tuple[str, str]]:
+    return {(stall.waiter, stall.culprit) for stall in stalls}
+
+
+def test_a_mesh_in_which_all_renew_and_nobody_waits_long_is_not_stalled() -> None:
+    entries = [entry("trainer/job", ("rollout/0", 2.0)), entry("rollout/0")]
+    assert diagnose(entries, [gang("ready", 3, 3, 500)], NOW) == []
+
+
+def test_a_process_that_stopped_renewing_is_named_with_who_waits_for_it() -> None:
+    entries = [entry("rollout/0", ("engine/g1", 4.2)), entry("engine/g1", renewed_s=4.0)]
+    (stall,) = diagnose(entries, [], NOW)
+    assert (stall.waiter, stall.culprit, stall.what) == ("rollout/0", "engine/g1", "ask")
+    assert stall.since_s == 4.2
+    assert "has not renewed its lease for 4.0 s" in stall.reason
+
+
+def test_a_chain_of_waits_leads_to_its_end() -> None:
+    entries = [
+        entry("trainer/job", ("rollout/0", 6.0)),
+        entry("rollout/0", ("engine/g0", 1.0), ("engine/g1", 5.0)),
+        entry("engine/g0"),
+        entry("engine/g1", renewed_s=5.0),
+    ]
+    stalls = diagnose(entries, [], NOW)
+    assert pairs(stalls) == {("trainer/job", "engine/g1"), ("rollout/0", "engine/g1")}
+    through = next(s for s in stalls if s.waiter == "trainer/job")
+    assert "through rollout/0" in through.reason
+
+
+def test_a_process_whose_lease_has_lapsed_stays_the_culprit() -> None:
+    entries = [entry("rollout/0", ("weights", 9.0)), entry("weights", renewed_s=8.0)]
+    (stall,) = diagnose(entries, [], NOW)
+    assert stall.culprit == "weights"
+    assert "lost its lease" in stall.reason
+
+
+def test_an_overdue_process_that_nobody_waits_for_is_listed_last() -> None:
+    entries = [
+        entry("planner/1", renewed_s=5.0),
+        entry("rollout/0", ("engine/g1", 4.0)),
+        entry("engine/g1", renewed_s=4.0),
+    ]
+    stalls = diagnose(entries, [], NOW)
+    assert pairs(stalls) == {("rollout/0", "engine/g1"), ("", "planner/1")}
+    assert stalls[-1].culprit == "planner/1"
+    assert "overdue, nobody waits" in stalls[-1].reason
+
+
+def test_a_process_that_left_is_no_news_unless_someone_waits_for_it() -> None:
+    gone = entry("engine/g1", renewed_s=20.0, left=True)
+    assert diagnose([gone], [], NOW) == []
+    (stall,) = diagnose([gone, entry("rollout/0", ("engine/g1", 3.0))], [], NOW)
+    assert "ended" in stall.reason
+
+
+def test_a_long_wait_on_a_live_process_is_followed_to_its_end() -> None:
+    entries = [
+        entry("trainer/job", ("rollout/0", 15.0)),
+        entry("rollout/0", ("sandbox/0", 14.0)),
+        entry("sandbox/0"),
+    ]
+    stalls = diagnose(entries, [], NOW)
+    assert pairs(stalls) == {("trainer/job", "sandbox/0"), ("rollout/0", "sandbox/0")}
+    assert all("renews but does not answer" in stall.reason for stall in stalls)
+
+
+def test_a_long_wait_for_something_that_is_no_process_names_it() -> None:
+    (stall,) = diagnose([entry("rollout/0", ("environment:0", 12.0))], [], NOW)
+    assert stall.culprit == "environment:0"
+    assert "has not come" in stall.reason
+
+
+def test_a_circle_of_waits_is_called_one() -> None:
+    entries = [entry("a", ("b", 12.0)), entry("b", ("c", 12.0)), entry("c", ("b", 12.0))]
+    stalls = diagnose(entries, [], NOW)
+    assert all("circle" in stall.reason for stall in stalls)
+
+
+def test_a_gang_that_does_not_reach_its_role_is_a_stall_of_the_planner() -> None:
+    (stall,) = diagnose([], [gang("starting", 3, 3, 45)], NOW)
+    assert (stall.waiter, stall.culprit) == ("planner", "worker/g1")
+    assert diagnose([], [gang("starting", 3, 3, 10)], NOW) == []
+
+
+def test_a_silent_redis_holds_up_everyone() -> None:
+    (stall,) = redis_silent(3.0)
+    assert (stall.waiter, stall.culprit) == ("everyone", "redis")

@@ -1,0 +1,197 @@
+"""Snapshots: what a reading of Redis says about a run, and how it is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from common.job.config import JobConfig
+from common.state.events import Event
+from common.state.gangs import Gang
+from common.state.jobs import JobRow
+from common.state.registry import Entry
+from meshrl.observe.view import Lines, clock, screen, sparkline
+from meshrl.observe.watch import History, Reading, snapshot, time_to_go, told
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "reward": 0.1 * step,
+        "tokens_trained": 1000,
+        "wall": 100.0 + 2 * step,
+        "staleness": 0.5,
+        "logprob_gap": None,
+        "length_mean": 40.0,
+        "length_max": 200,
+        "train_s": 0.5,
+        "wait_s": 0.2,
+        **more,
+    }
+
+
+def job(phase: str, steps_done: int) -> JobRow:
+    counts = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+    return JobRow(
+        id="tiny",
+        phase=phase,
+        document=JobConfig().document(),
+        run_dir="/run",
+        lineage=0,
+        version=steps_done,
+        manifest="",
+        checkpoint="",
+        steps_done=steps_done,
+        cursor=0,
+        admitted=0,
+        submitted_ms=0,
+        phase_ms=0,
+        error="",
+        **dict.fromkeys(counts, 0),
+    )
+
+
+GANG = Gang(
+    id="g1",
+    workers=["worker/g1"],
+    accelerator="cpu:1",
+    desired_role="training",
+    desired_job="tiny",
+    desired_core=False,
+    epoch=2,
+    actual_role="rollout",
+    actual_state="draining",
+    actual_epoch=1,
+    changed_ms=0,
+    pinned=False,
+)
+
+EVALUATIONS = [
+    {"tag": "before", "step": 0, "sampled": 0.25, "greedy": 0.01},
+    {"tag": "step-10", "step": 10, "sampled": 0.6},
+]
+
+
+def reading(at: float, tokens: float, *events: Event) -> Reading:
+    rollout = Entry(
+        name="rollout/0",
+        kind="rollout",
+        alive=True,
+        stats={"tokens": tokens, "in_flight": 7, "bounds": [64, 128], "histogram": [5, 1, 1]},
+    )
+    engine = Entry(name="engine/g1", kind="engine", alive=True, stats={"running": 31, "version": 9})
+    return Reading(
+        at=at,
+        job=job("training", 3),
+        rows=[row(1), row(2), row(3)],
+        entries=[rollout, engine],
+        gangs=[GANG],
+        evaluations=EVALUATIONS,
+        events=events,
+    )
+
+
+def test_a_snapshot_says_where_the_run_stands() -> None:
+    shot = snapshot(reading(10.0, 0), History())
+    assert (shot.step, shot.steps, shot.phase) == (3, JobConfig().budget.steps, "training")
+    assert shot.rewards == pytest.approx((0.1, 0.2, 0.3))
+    assert shot.trained_s == pytest.approx(500.0)
+    assert shot.eta_s == 2.0 * (JobConfig().budget.steps - 3)
+    assert [e.greedy for e in shot.evaluations] == [0.01, None]
+    assert (shot.in_flight, shot.histogram, shot.bounds) == (7, (5, 1, 1), (64, 128))
+
+
+def test_a_worker_on_the_way_shows_both_roles() -> None:
+    (worker,) = snapshot(reading(10.0, 0), History()).workers
+    assert (worker.role, worker.wanted, worker.state) == ("rollout", "training", "draining")
+    assert worker.doing == "31 running, version 9"
+
+
+def test_the_rate_is_over_the_last_seconds_and_survives_a_restart() -> None:
+    history = History()
+    for second in range(20):
+        shot = snapshot(reading(float(second), second * 100.0), history)
+    assert shot.rolled_out_s == pytest.approx(100.0)
+    assert snapshot(reading(20.0, 5.0), history).rolled_out_s == 0.0
+    assert snapshot(reading(21.0, 105.0), history).rolled_out_s == pytest.approx(100.0)
+
+
+def test_no_time_to_go_before_three_steps() -> None:
+    assert time_to_go([row(1), row(2)], 10) is None
+
+
+MOVE = Event(
+    "1-0",
+    1,
+    "move",
+    {
+        "gang": "g1",
+        "from": "rollout",
+        "to": "training",
+        "policy": "stage_time",
+        "rollout_s": 0.8,
+        "train_s": 1.3,
+    },
+)
+
+
+def test_events_become_news_for_people() -> None:
+    assert told(MOVE) == (
+        "g1 moved from rollout to training: rollout 0.80 s, training 1.30 s a step"
+    )
+    killed = Event("2-0", 2, "process_ended", {"name": "weights", "why": "signal 9", "code": -9})
+    asked = Event("3-0", 3, "process_ended", {"name": "weights", "why": "stopped", "code": 0})
+    assert "weights ended (signal 9)" in told(killed)
+    assert told(asked) == ""
+    shot = snapshot(reading(1.0, 0, killed, asked), History())
+    assert shot.lost_processes == 1
+
+
+def test_the_live_view_holds_everything_that_was_asked_for() -> None:
+    console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    shot = snapshot(reading(65.0, 0, MOVE), History())
+    console.print(screen(shot, Path("runs/tiny")))
+    text = console.export_text()
+    for wanted in (
+        "step 3/48",
+        "1:05",
+        "about 1:30 to go",
+        "reward",
+        "0.250 (0.010 greedy)",
+        "10: 0.600",
+        "rolled out",
+        "trained",
+        "staleness 0.50 (at most 2)",
+        "log-probability gap",
+        "rollout -> training",
+        "7 trajectories",
+        "128",
+        "more",
+        "g1 moved",
+    ):
+        assert wanted in text, wanted
+
+
+def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines()
+    first = reading(10.0, 0)
+    shot = snapshot(first, History())
+    lines.show(shot, [row(1)])
+    lines.show(shot, [row(1), row(2)])
+    lines.show(shot, [row(1), row(2)])
+    printed = capsys.readouterr().out
+    assert printed.count("step 1/48") == 1
+    assert printed.count("step 2/48") == 1
+    assert printed.count("held-out after step 10: 0.600 sampled") == 1
+
+
+def test_a_sparkline_shows_small_values_as_something() -> None:
+    assert sparkline([0, 1, 100]) == " ▁█"
+    assert sparkline([]) == ""
+
+
+def test_durations_are_written_as_clocks() -> None:
+    assert [clock(5), clock(65), clock(3665)] == ["0:05", "1:05", "1:01:05"]

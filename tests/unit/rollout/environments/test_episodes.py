@@ -1,0 +1,167 @@
+"""Processes that answer out of order: the late fail alone, the blocked are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import ToolFailed
+from common.process.host import SystemHost
+from common.random import Random
+from common.runtime.mesh import Mesh
+from services.rollout.environments.episodes import EpisodeProcess
+from services.rollout.environments.process import EnvironmentHung, EnvironmentLost
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
+
+ROOT = Path(__file__).parents[4]
+# Answers "text" at once, "later" with the next frame, "never" not at all; "block" stops everything.
+PROGRAM = """\
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import msgpack
+from common.process.child import Channel
+
+channel, kept = Channel.from_env(), []
+while (block := channel.recv()) is not None:
+    answers, kept = kept, []
+    for number, key, operation, argument in msgpack.unpackb(block, raw=False):
+        if operation == "block":
+            time.sleep(60)
+        elif operation == "garbage":
+            channel.send(msgpack.packb([number]))
+        elif operation != "never":
+            (kept if operation == "later" else answers).append([number, "ok", argument])
+    if answers:
+        channel.send(msgpack.packb(answers))
+open(sys.argv[2], "w").write("ended")
+"""
+
+
+@pytest.fixture
+async def process(tmp_path: Path) -> AsyncIterator[EpisodeProcess]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    clock = SystemClock()
+    mesh = Mesh(
+        name="rollout/0",
+        kind="rollout",
+        state=simulated_state(clock),
+        transport=MemoryTransport(MemoryNetwork(clock, Random(1)), "mem://rollout"),
+        clock=clock,
+        random=Random(1),
+        host=SystemHost(),
+    )
+    argv = [sys.executable, str(tmp_path / "program.py"), str(ROOT), str(tmp_path / "mark")]
+    process = EpisodeProcess(mesh, argv, "episodes", tmp_path / "log", deadline_s=2.0)
+    yield process
+    await process.close()
+    await mesh.leave()
+
+
+async def test_answers_come_in_any_order(process: EpisodeProcess) -> None:
+    later = process.put((1, "later", "b"))
+    assert await process.put((2, "text", "a")) == "a" and not later.done()
+    assert await process.put((3, "text", "c")) == "c"
+    assert await later == "b"
+
+
+async def test_what_is_late_fails_alone(process: EpisodeProcess) -> None:
+    await process.put((1, "text", ""))
+    pid = process.pid
+    late = process.put((2, "never", ""))
+    with pytest.raises(EnvironmentHung, match="no answer in 2 s"):
+        await late
+    assert await process.put((1, "text", "a")) == "a" and process.pid == pid
+
+
+async def test_a_blocked_process_is_replaced(process: EpisodeProcess) -> None:
+    await process.put((1, "text", ""))
+    pid = process.pid
+    with pytest.raises(EnvironmentHung):
+        await process.put((2, "block", ""))
+    assert await process.put((1, "text", "a")) == "a" and process.pid != pid
+
+
+async def test_a_stopped_process_is_lost_and_nobody_is_to_blame(process: EpisodeProcess) -> None:
+    await process.put((1, "text", ""))
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(EnvironmentLost) as lost:
+        await process.put((2, "text", ""))
+    assert lost.type is EnvironmentLost
+    assert await process.put((1, "text", "a")) == "a"
+
+
+async def test_closing_what_was_never_opened_starts_no_process(process: EpisodeProcess) -> None:
+    assert await process.put((1, "close", None)) is None
+    assert process.pid == 0
+
+
+async def test_a_process_that_does_not_start_fails_what_waits_and_is_tried_again(
+    process: EpisodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EAGAIN, "no process left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SystemHost, "spawn", full)
+        futures = [process.put((key, "text", "a")) for key in (1, 2)]
+        for future in futures:
+            with pytest.raises(EnvironmentLost, match="no process left"):
+                await asyncio.wait_for(future, 5.0)
+    assert await process.put((1, "text", "a")) == "a"
+
+
+async def test_an_answer_that_is_none_costs_the_process_and_hangs_nobody(
+    process: EpisodeProcess,
+) -> None:
+    open_before = process.put((1, "never", ""))
+    await process.put((1, "text", ""))
+    pid = process.pid
+    garbage = process.put((2, "garbage", ""))
+    for future in (open_before, garbage):
+        with pytest.raises(EnvironmentLost):
+            await asyncio.wait_for(future, 1.5)
+    assert await process.put((1, "text", "a")) == "a" and process.pid != pid
+
+
+async def test_what_cannot_travel_fails_alone(process: EpisodeProcess) -> None:
+    good = process.put((1, "text", "a"))
+    bad = [process.put((2, "text", v)) for v in (1 << 64, "\ud800", bytes(64 << 20))]
+    for future in bad:
+        with pytest.raises(ToolFailed, match="cannot travel"):
+            await future
+    assert await good == "a"
+
+
+async def test_frames_past_the_limit_go_as_several(process: EpisodeProcess) -> None:
+    large = [bytes([i]) * (24 << 20) for i in range(3)]
+    futures = [process.put((i, "never", value)) for i, value in enumerate(large)]
+    pid = process.pid
+    assert await process.put((9, "text", "a")) == "a" and pid in (0, process.pid)
+    assert not any(future.done() for future in futures)
+
+
+async def test_a_process_that_takes_no_frame_is_replaced(process: EpisodeProcess) -> None:
+    await process.put((1, "text", ""))
+    pid = process.pid
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EnvironmentLost):
+        await asyncio.wait_for(process.put((2, "text", bytes(8 << 20))), 20.0)
+    assert await process.put((1, "text", "a")) == "a" and process.pid != pid
+
+
+async def test_the_end_lets_the_process_end_by_itself(
+    process: EpisodeProcess, tmp_path: Path
+) -> None:
+    await process.put((1, "text", ""))
+    await process.close()
+    assert (tmp_path / "mark").read_text() == "ended"

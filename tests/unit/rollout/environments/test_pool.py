@@ -1,0 +1,156 @@
+"""Environment processes: one that is killed or stopped costs nothing, code that hangs fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import ToolFailed
+from common.job.config import EnvironmentConfig, JobConfig
+from common.job.job_data import JobData
+from common.model.tokenizer import Tokenizer
+from common.process.host import SystemHost
+from common.random import Random
+from common.runtime.mesh import Mesh
+from services.rollout.environments.pool import EnvironmentPool
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
+
+ROOT = Path(__file__).parents[4]
+TOKENIZER = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))
+DEADLINE_S = 1.0
+MODULE = """\
+import time
+
+class Counting:
+    def open(self, row):
+        self.seen = 0
+        self.mark = row.get("mark")
+        return "?1+1="
+
+    def step(self, text):
+        self.seen += 1
+        if "9" in text:
+            time.sleep(60)
+        if "5" in text:
+            time.sleep(0.4)
+        return {"append": str(self.seen)}
+
+    def close(self):
+        if self.mark:
+            open(self.mark, "w").write(str(self.seen))
+"""
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/counting.py").write_text(MODULE)
+    shutil.copyfile(ROOT / "examples/calculator/tokenizer.json", tmp_path / "tokenizer.json")
+    environment = EnvironmentConfig(use="counting:Counting", step_deadline_s=DEADLINE_S)
+    job = JobData("job", JobConfig(environment=environment), tmp_path, tmp_path)
+    clock = SystemClock()
+    mesh = Mesh(
+        name="rollout/0",
+        kind="rollout",
+        state=simulated_state(clock),
+        transport=MemoryTransport(MemoryNetwork(clock, Random(1)), "mem://rollout"),
+        clock=clock,
+        random=Random(1),
+        host=SystemHost(),
+    )
+    pool = EnvironmentPool(mesh, job, tmp_path)
+    yield pool
+    await pool.close()
+    await mesh.leave()
+
+
+async def encoded(pool: EnvironmentPool, digit: int) -> list[int]:
+    """The token of a digit, once the process is up."""
+    await pool.begin(1 << 20, {})
+    return TOKENIZER.encode(str(digit))
+
+
+async def test_a_killed_process_is_replaced_and_its_environments_are_rebuilt(
+    pool: EnvironmentPool,
+) -> None:
+    two = await encoded(pool, 2)
+    assert (await pool.step(1, two, lambda: [{}, []]))[1] == "append"
+    for _ in range(3):
+        (pid,) = pool.pids.values()
+        os.kill(pid, signal.SIGKILL)
+        text, action, said = await pool.step(1, two, lambda: [{}, [["step", two]]])
+        assert (text, action) == ("2", "append")
+        assert said == two, "the second step of an environment that was told of the first"
+
+
+async def test_a_stopped_process_costs_no_trajectory(pool: EnvironmentPool) -> None:
+    two = await encoded(pool, 2)
+    for _ in range(3):
+        (pid,) = pool.pids.values()
+        os.kill(pid, signal.SIGSTOP)
+        _, action, _ = await pool.step(1, two, lambda: [{}, []])
+        assert action == "append"
+
+
+async def test_code_that_hangs_fails_by_type_and_takes_no_neighbour_with_it(
+    pool: EnvironmentPool,
+) -> None:
+    two, nine = await encoded(pool, 2), await encoded(pool, 9)
+    keys = range(1, 5)
+    for key in keys:
+        await pool.begin(key, {})
+    answers = await asyncio.gather(
+        *(pool.step(key, nine if key == 3 else two, lambda: [{}, []]) for key in keys),
+        return_exceptions=True,
+    )
+    failed = {key: a for key, a in zip(keys, answers, strict=True) if isinstance(a, Exception)}
+    assert failed.keys() == {3}
+    assert isinstance(failed[3], ToolFailed) and "hung: step()" in str(failed[3])
+
+
+async def test_a_restore_may_take_as_long_as_the_steps_that_it_repeats(
+    pool: EnvironmentPool,
+) -> None:
+    five, two = await encoded(pool, 5), await encoded(pool, 2)
+    (pid,) = pool.pids.values()
+    os.kill(pid, signal.SIGKILL)
+    await pool.begin(2, {})  # started again: the longer deadline of a start is over
+    pids = pool.pids
+    answer = await pool.step(1, two, lambda: [{}, [["step", five]] * 4])  # 1.6 s, a step 0.4 s
+    assert answer == ("2", "append", five) and pool.pids == pids
+
+
+async def test_what_cannot_travel_fails_alone_and_costs_no_process(pool: EnvironmentPool) -> None:
+    two = await encoded(pool, 2)
+    pids = pool.pids
+    keys = range(1, 5)
+    await asyncio.gather(*(pool.begin(key, {}) for key in keys))
+    bad = {2: {"n": 1 << 64}, 3: {"text": "\ud800"}, 4: {"text": "x" * (64 << 20)}}
+    answers = await asyncio.gather(
+        pool.step(1, two, lambda: [{}, []]),
+        *(pool.begin(key, row) for key, row in bad.items()),
+        return_exceptions=True,
+    )
+    assert answers[0] == ("2", "append", TOKENIZER.encode("1"))
+    for answer, says in zip(answers[1:], ("OverflowError", "surrogates", "limit"), strict=True):
+        assert isinstance(answer, ToolFailed) and says in str(answer)
+    assert pool.pids == pids
+
+
+async def test_the_end_of_the_pool_closes_open_environments(
+    pool: EnvironmentPool, tmp_path: Path
+) -> None:
+    two = await encoded(pool, 2)
+    mark = tmp_path / "mark"
+    await pool.begin(1, {"mark": str(mark)})
+    await pool.step(1, two, lambda: [{}, []])
+    await pool.close()
+    assert mark.read_text() == "1"

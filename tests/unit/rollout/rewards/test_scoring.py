@@ -1,0 +1,337 @@
+"""What frozen models make of trajectories, asked of the one process that hosts them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from common.api.role import Drain
+from common.generation.builtin.build import TorchEngine
+from common.job.config import FrozenModelConfig, JobConfig, JudgeConfig, ModelsConfig, RewardConfig
+from common.job.job_data import JobData
+from common.model.tokenizer import Tokenizer, character_tokenizer
+from common.random import Random
+from common.runtime.mesh import Mesh
+from services.rollout.rewards.scoring import Scorer, ScoringFailed, beside
+from services.rollout.trajectory import Trajectory
+from services.scoring.frozen import COMPUTE_S, FrozenModel, FrozenModels
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
+from tests.unit.common.generation.engines_under_test import built_in
+
+T = TypeVar("T")
+
+ROOM = 32  # tokens of the models' slots
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .?!"
+
+
+BATCH_S = 10.0  # that a batch computes
+BAD = 17  # a token that `Spoilt` has trouble with
+
+
+class Threads(SimulatedHost):
+    """What computes takes a while, and goes on when nobody waits for it any more."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        super().__init__(clock, random)
+        self.clock = clock
+        self.running = self.most = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        if deadline_s < COMPUTE_S:  # a lease is renewed
+            return await super().run_blocking(fn, *args, deadline_s=deadline_s)
+        task = asyncio.create_task(self._thread(fn, *args))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        async with self.clock.timeout(deadline_s, "work in a thread"):
+            return await asyncio.shield(task)
+
+    async def _thread(self, fn: Callable[..., T], *args: Any) -> T:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await self.clock.sleep(BATCH_S)
+            return fn(*args)
+        finally:
+            self.running -= 1
+
+
+class Spoilt:
+    """A model that stumbles over one token: raises, or answers with something that is no number."""
+
+    path = "spoilt"
+
+    def __init__(self, inner: TorchEngine, answer: float | Exception) -> None:
+        self._inner, self._answer = inner, answer
+
+    def score(self, given: np.ndarray) -> np.ndarray:
+        if BAD not in given:
+            return self._inner.score(given)
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return np.full(len(given) - 1, self._answer, np.float32)
+
+
+class Bench:
+    """A shard's scorer and the process of the frozen models, which a story lets come and go."""
+
+    def __init__(self, clock: VirtualClock, random: Random, tokenizer: Tokenizer) -> None:
+        self.clock, self.random = clock, random
+        self.network = MemoryNetwork(clock, random.child("network"))
+        self.state = simulated_state(clock)
+        self.engines = {role: eager(seed) for seed, role in enumerate(("reference", "teacher"))}
+        self.tokenizer = tokenizer
+        given = FrozenModelConfig(path="given")
+        config = JobConfig(
+            models=ModelsConfig(given, given, given),
+            reward=RewardConfig(judge=JudgeConfig(use="model", yes="y", no="no")),
+        )
+        self.shard = self._mesh("rollout/0", "shard")
+        self.job = JobData("calc", config, Path(), Path())
+        self.scorer = Scorer(self.shard, self.job)
+        self.threads = Threads(clock, random.child("threads"))
+        self.starts = 0
+
+    def _mesh(self, name: str, address: str, host: SimulatedHost | None = None) -> Mesh:
+        return Mesh(
+            name=name,
+            kind=name.partition("/")[0],
+            state=self.state,
+            transport=MemoryTransport(self.network, f"mem://{address}"),
+            clock=self.clock,
+            random=self.random.child(address),
+            host=host or SimulatedHost(self.clock, self.random.child("host " + address)),
+        )
+
+    async def models(self, *, loaded: bool = True) -> FrozenModels:
+        """The process, started once more."""
+        mesh = self._mesh("scoring/calc", f"scoring-{self.starts}", self.threads)
+        self.starts += 1
+        served = FrozenModels(mesh)
+        await mesh.join(served)
+        if loaded:
+            self.load(served)
+        return served
+
+    def load(self, served: FrozenModels) -> None:
+        models = {role: FrozenModel(engine) for role, engine in self.engines.items()}
+        served.serve({"reward": FrozenModel(eager(5), self.tokenizer)} | models)
+
+    async def keep_up(self) -> None:
+        """Starts the process, and again whenever it is broken, as its worker does."""
+        while True:
+            served = await self.models()
+            await served.broken()
+            await served.mesh.leave()
+
+
+def eager(seed: int) -> TorchEngine:
+    return built_in("eager", 1, ROOM, seed)
+
+
+@pytest.fixture
+def on_bench(tmp_path: Path) -> Callable[[Callable[[Bench], Awaitable[None]]], None]:
+    tokenizer = character_tokenizer(CHARACTERS, tmp_path / "tokenizer.json")
+
+    def run(story: Callable[[Bench], Awaitable[None]]) -> None:
+        async def main(clock: VirtualClock, random: Random) -> None:
+            bench = Bench(clock, random, tokenizer)
+            await bench.shard.join(None)
+            await story(bench)
+
+        run_virtual(main, limit_s=7200.0)
+
+    return run
+
+
+Run = Callable[[Callable[[Bench], Awaitable[None]]], None]
+
+
+def tokens(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def test_each_sequence_of_a_batch_is_scored_by_each_model(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        await bench.models()
+        sequences = [tokens(1, 2, 3), tokens(*range(ROOM)), tokens(7, 7)]
+        found = await asyncio.gather(*(bench.scorer.score(s) for s in sequences))
+        for sequence, scores in zip(sequences, found, strict=True):
+            assert set(scores) == {"reference", "teacher"}
+            for role, logprobs in scores.items():
+                assert logprobs[0] == 0 and len(logprobs) == len(sequence)
+                np.testing.assert_array_equal(logprobs[1:], bench.engines[role].score(sequence))
+            assert (scores["reference"][1:] != scores["teacher"][1:]).any()
+
+    on_bench(story)
+
+
+def test_what_a_model_cannot_read_fails_alone_and_by_type(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        await bench.models()
+        sequences = [tokens(1, 2), tokens(*([1] * (ROOM + 1))), tokens(3, 99), tokens(3, 4)]
+        found = await asyncio.gather(
+            *(bench.scorer.score(s) for s in sequences), return_exceptions=True
+        )
+        assert [isinstance(one, ScoringFailed) for one in found] == [False, True, True, False]
+        assert "reference: " in str(found[1]) and "teacher: " in str(found[1])
+
+    on_bench(story)
+
+
+def test_models_that_are_away_are_waited_for_by_name(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+        await bench.clock.sleep(300.0)
+        assert not asked.done()
+        waits = bench.shard.waits.published([])
+        assert ("scoring/calc", "score by frozen models") in [(w["on"], w["what"]) for w in waits]
+        await bench.models()
+        assert set(await asked) == {"reference", "teacher"}
+        assert bench.shard.waits.published([]) == []
+
+    on_bench(story)
+
+
+def test_a_successor_answers_what_its_predecessor_was_asked(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        first = await bench.models(loaded=False)
+        asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+        await bench.clock.sleep(45.0)  # longer than one call waits for models that are loaded
+        assert not asked.done()
+        await first.mesh.leave()
+        await bench.models()
+        found = await asked
+        np.testing.assert_array_equal(
+            found["teacher"][1:], bench.engines["teacher"].score(tokens(1, 2, 3))
+        )
+
+    on_bench(story)
+
+
+def test_a_draining_process_sends_those_who_ask_to_its_successor(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        first = await bench.models()
+        first.drain(Drain("moved"))
+        asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+        await bench.clock.sleep(5.0)
+        await first.mesh.leave()
+        await bench.models()
+        assert set(await asked) == {"reference", "teacher"}
+
+    on_bench(story)
+
+
+def test_a_batch_that_nobody_waits_for_is_over_before_the_next_begins(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        await bench.models()
+        left = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+        await bench.clock.sleep(BATCH_S / 2)
+        assert bench.threads.running == 1
+        await bench.scorer.close()  # as a shard that is killed leaves its calls
+        left.cancel()
+        scorer = Scorer(bench.shard, bench.job)
+        found = await asyncio.gather(*(scorer.score(tokens(1, n)) for n in range(2, 5)))
+        assert bench.threads.most == 1
+        expected = [bench.engines["teacher"].score(tokens(1, n)) for n in range(2, 5)]
+        np.testing.assert_array_equal([one["teacher"][1:] for one in found], expected)
+
+    on_bench(story)
+
+
+def test_what_breaks_the_process_fails_alone_and_the_process_starts_again(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        bench.engines["teacher"] = Spoilt(eager(1), RuntimeError("CUDA error: out of memory"))
+        keeping = asyncio.create_task(bench.keep_up())
+        sequences = [tokens(1, 2), tokens(3, BAD), tokens(3, 4)]
+        found = await asyncio.gather(
+            *(bench.scorer.score(s) for s in sequences), return_exceptions=True
+        )
+        assert [isinstance(one, ScoringFailed) for one in found] == [False, True, False]
+        assert "RuntimeError: CUDA error: out of memory" in str(found[1])
+        await bench.scorer.score(tokens(5, 6))
+        assert bench.starts == 3, "by the batch with it, and by it alone"
+        assert not keeping.done()
+
+    on_bench(story)
+
+
+@pytest.mark.parametrize("answer", [np.nan, -np.inf])
+def test_what_is_no_number_is_no_score(on_bench: Run, answer: float) -> None:
+    async def story(bench: Bench) -> None:
+        bench.engines["reference"] = Spoilt(eager(1), answer)
+        await bench.models()
+        good, bad = await asyncio.gather(
+            *(bench.scorer.score(tokens(1, n)) for n in (2, BAD)), return_exceptions=True
+        )
+        assert isinstance(good, dict)
+        assert isinstance(bad, ScoringFailed) and "reference: " in str(bad)
+
+    on_bench(story)
+
+
+def test_a_verdict_that_is_no_number_fails_by_type(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        served = await bench.models(loaded=False)
+        judge = FrozenModel(Spoilt(eager(5), np.nan), bench.tokenizer)
+        served.serve({"reward": judge})
+        with pytest.raises(ScoringFailed, match="nan"):
+            await bench.scorer.verdict(CHARACTERS[BAD])
+        assert 0 < await bench.scorer.verdict("a") < 1
+
+    on_bench(story)
+
+
+def test_models_that_never_come_fail_the_trajectory_by_type(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        with pytest.raises(ScoringFailed, match="scoring/calc"):
+            await bench.scorer.score(tokens(1, 2, 3))
+
+    on_bench(story)
+
+
+def test_a_verdict_is_the_probability_of_yes_against_no(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        await bench.models()
+        engine = eager(5)
+
+        def likelihood(text: str, ending: str) -> float:
+            ids = bench.tokenizer.encode(text + ending)
+            return float(engine.score(np.array(ids, np.int32))[-len(ending) :].sum())
+
+        texts = ["is 1 a number?", "why?"]
+        found = await asyncio.gather(*(bench.scorer.verdict(text) for text in texts))
+        for text, verdict in zip(texts, found, strict=True):
+            yes, no = (np.exp(likelihood(text, ending)) for ending in ("y", "no"))
+            assert verdict == pytest.approx(yes / (yes + no), rel=1e-4)
+            assert 0 < verdict < 1
+
+    on_bench(story)
+
+
+def test_a_question_that_the_judge_cannot_read_fails_by_type(on_bench: Run) -> None:
+    async def story(bench: Bench) -> None:
+        await bench.models()
+        texts = ["fine?", "Ω", "long" * ROOM]
+        found = await asyncio.gather(
+            *(bench.scorer.verdict(text) for text in texts), return_exceptions=True
+        )
+        assert [isinstance(one, ScoringFailed) for one in found] == [False, True, True]
+
+    on_bench(story)
+
+
+def test_members_that_nobody_read_are_zeros_beside_the_others() -> None:
+    members = [Trajectory(0, i, 0, 0, 0) for i in range(2)]
+    for t in members:
+        t.begin([1, 2, 3])
+    members[0].scores = {"teacher": np.array([0, -1, -2], np.float32)}
+    assert beside(members, "teacher").tolist() == [0, -1, -2, 0, 0, 0]

@@ -1,0 +1,47 @@
+"""Past lengths survive the shard that saw them."""
+
+from pathlib import Path
+
+from common.process.host import SystemHost
+from services.rollout.routing.length_history import NAME, History
+from services.rollout.routing.lengths import Past
+
+STATE = ("run", "small", "failure")
+
+
+def pasts(count: int) -> list[Past]:
+    return [Past(n % 3, ((STATE, n), (STATE, 2 * n)), 3 * n) for n in range(count)]
+
+
+def kept(directory: Path, limit: int) -> list[Past]:
+    history = History(SystemHost(), directory, limit)
+    try:
+        return history.latest
+    finally:
+        history.close()
+
+
+def test_a_successor_finds_what_its_predecessor_saw(tmp_path: Path) -> None:
+    history = History(SystemHost(), tmp_path, limit=50)
+    for past in pasts(20):
+        history.append(past)
+    assert kept(tmp_path, 50) == pasts(20)  # the predecessor was killed: nothing was closed
+
+
+def test_only_the_latest_are_kept_and_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
+    history = History(SystemHost(), tmp_path, limit=10)
+    for past in pasts(95):
+        history.append(past)
+    history.close()
+    assert kept(tmp_path, 10) == pasts(95)[-10:]
+    assert len((tmp_path / NAME).read_bytes().splitlines()) <= 20
+
+
+def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
+    history = History(SystemHost(), tmp_path, limit=10)
+    for past in pasts(5):
+        history.append(past)
+    history.close()
+    whole = (tmp_path / NAME).read_bytes()
+    (tmp_path / NAME).write_bytes(whole[:-7])
+    assert kept(tmp_path, 10) == pasts(4)

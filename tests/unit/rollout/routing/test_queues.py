@@ -1,0 +1,171 @@
+"""Where trajectories go."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.rollout.routing.lengths import Estimate
+from services.rollout.routing.queues import (
+    Bucket,
+    EngineLoad,
+    Waiting,
+    assign,
+    bucket_of,
+    choose,
+    decide,
+    next_up,
+)
+
+loads = st.lists(
+    st.builds(
+        EngineLoad,
+        name=st.sampled_from([f"engine/g{i}" for i in range(6)]),
+        bound=st.integers(1, 8),
+        running=st.integers(0, 10),
+        version=st.integers(0, 4),
+        bucket=st.integers(0, 2),
+        seats=st.integers(1, 10),
+        held=st.integers(0, 10),
+        others=st.integers(0, 4),
+    ),
+    unique_by=lambda e: e.name,
+)
+plans = st.lists(
+    st.builds(Bucket, st.integers(1, 1000), st.integers(1, 64), st.floats(0.1, 1.0)),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda b: b.max_tokens,
+).map(lambda buckets: sorted(buckets, key=lambda b: b.max_tokens))
+
+
+@given(loads, st.integers(0, 4), st.integers(0, 2))
+def test_the_least_loaded_engine_with_room_is_chosen_in_the_bucket_before_elsewhere(
+    engines: list[EngineLoad], floor: int, bucket: int
+) -> None:
+    name = choose(engines, Waiting(floor, bucket=bucket))
+    fit = {
+        e.name: e
+        for e in engines
+        if e.version >= floor and e.running < e.bound and e.held < e.seats
+    }
+    if name is None:
+        assert not fit
+        return
+    inside = [e for e in fit.values() if e.bucket == bucket]
+    among = inside or list(fit.values())
+    assert fit[name] in among
+    load = (fit[name].running + fit[name].others) / fit[name].bound
+    assert load == min((e.running + e.others) / e.bound for e in among)
+
+
+@given(loads, st.integers(0, 4))
+def test_a_trajectory_stays_where_its_keys_and_values_are_while_that_engine_may_serve(
+    engines: list[EngineLoad], floor: int
+) -> None:
+    for engine in engines:
+        chosen = choose(engines, Waiting(floor, engine.name, engine.bucket))
+        if engine.version >= floor and engine.running < engine.bound:
+            assert chosen == engine.name
+        else:
+            assert chosen != engine.name
+
+
+requests = st.lists(
+    st.builds(
+        Waiting,
+        floor=st.integers(0, 4),
+        home=st.sampled_from(["", *(f"engine/g{i}" for i in range(6))]),
+        bucket=st.integers(0, 2),
+    ),
+    max_size=8,
+)
+
+
+@given(loads, requests)
+def test_room_is_given_while_anybody_waits_who_may_have_it(
+    engines: list[EngineLoad], queue: list[Waiting]
+) -> None:
+    found = next_up(queue, engines)
+    if found is None:
+        assert all(choose(engines, request) is None for request in queue)
+        return
+    index, name = found
+    engine = next(e for e in engines if e.name == name)
+    request = queue[index]
+    assert engine.version >= request.floor
+    assert engine.running < engine.bound
+    assert engine.held < engine.seats or name == request.home
+
+
+@given(loads, requests)
+def test_nobody_is_overtaken_by_one_who_belongs_no_better(
+    engines: list[EngineLoad], queue: list[Waiting]
+) -> None:
+    """The first goes that finds room where it belongs; if none does, the first that finds any."""
+
+    def belongs(request: Waiting, engine: EngineLoad) -> bool:
+        if engine.version < request.floor or engine.running >= engine.bound:
+            return False
+        homes = [e for e in engines if e.name == request.home and e.version >= request.floor]
+        if homes:
+            return engine.name == request.home
+        return engine.bucket == request.bucket and engine.held < engine.seats
+
+    found = next_up(queue, engines)
+    well = [i for i, request in enumerate(queue) if any(belongs(request, e) for e in engines)]
+    somewhere = [i for i, request in enumerate(queue) if choose(engines, request) is not None]
+    if well:
+        assert found is not None and found[0] == well[0]
+        assert belongs(queue[well[0]], next(e for e in engines if e.name == found[1]))
+    elif somewhere:
+        assert found is not None and found[0] == somewhere[0]
+    else:
+        assert found is None
+
+
+@given(st.dictionaries(st.text("abcdef", min_size=1), st.sampled_from([1, 2, 4, 8])), plans)
+def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
+    engines: dict[str, int], plan: list[Bucket]
+) -> None:
+    places = assign(engines, plan)
+    assert places.keys() == engines.keys()
+    order = sorted(engines, key=lambda name: (engines[name], name))
+    buckets = [places[name] for name in order]
+    assert buckets == sorted(buckets)
+    if len(engines) >= len(plan):
+        assert set(buckets) == set(range(len(plan)))
+    if len(engines) > 1:
+        assert buckets[-1] == len(plan) - 1
+
+
+def test_shares_are_met_as_closely_as_whole_engines_allow() -> None:
+    engines = {f"engine/g{i}": 1 for i in range(8)}
+    places = assign(engines, [Bucket(100, 8, 0.6), Bucket(1000, 8, 0.4)])
+    assert list(places.values()).count(0) == 5
+
+
+PLAN = [Bucket(100, 32), Bucket(1000, 8), Bucket(10_000, 4)]
+
+
+def estimate(mean: float, p90: float) -> Estimate:
+    return Estimate(mean, p90, visits=9, depth=2, tree="prompt")
+
+
+def test_mean_and_tail_must_agree_before_anything_moves() -> None:
+    assert decide(None, 1, PLAN).outcome == "tree_node_not_found"
+    assert decide(estimate(90, 120), 0, PLAN).outcome == "mean_p90_disagree"
+    assert decide(estimate(20, 80), 0, PLAN).outcome == "already_in_target"
+    moved = decide(estimate(300, 900), 0, PLAN)
+    assert (moved.outcome, moved.bucket) == ("causal_signal_agree", 1)
+    assert "9 trajectories went on for 300 tokens on average" in moved.reason
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 2))
+def test_a_decision_is_what_both_signals_say_or_nothing(
+    mean: float, p90: float, current: int
+) -> None:
+    decision = decide(estimate(mean, p90), current, PLAN)
+    if decision.bucket != current:
+        assert bucket_of(mean, PLAN) == bucket_of(p90, PLAN) == decision.bucket
+    for tokens, bucket in ((mean, bucket_of(mean, PLAN)), (p90, bucket_of(p90, PLAN))):
+        fits = [i for i, b in enumerate(PLAN) if tokens <= b.max_tokens]
+        assert bucket == (fits[0] if fits else 2)

@@ -1,0 +1,379 @@
+"""Turns on engines that refuse, fail, come and go: what waits, what moves, what fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from common.api.engine import Finish, Sampling
+from common.errors import ToolFailed
+from common.generation.contract import Engine
+from common.random import Random
+from common.records.token_record import TokenRows
+from common.runtime.mesh import Mesh
+from services.engine.service import EngineService
+from services.engine.simulated import SimulatedEngine
+from services.rollout.record.group_commit import GroupCommit
+from services.rollout.routing.cmlfq import Scheduler
+from services.rollout.routing.lengths import Lengths, Past
+from services.rollout.routing.queues import Bucket
+from services.rollout.routing.router import Router
+from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
+from services.rollout.trajectory import Round, Trajectory
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
+from tests.unit.common.generation.engines_under_test import built_in
+
+SLOTS = 4
+NEW = 20  # tokens of a turn
+LOOK_S = 0.5
+
+
+class Forgetful:
+    """A token sink for what needs no ledger."""
+
+    async def tokens(self, rows: TokenRows) -> None:
+        return None
+
+
+class Bench:
+    """A router and simulated engines, one of them in service, under virtual time."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        self.clock, self.random = clock, random
+        self.computes = False  # engines are the built-in one, not simulated
+        self.buckets = [Bucket(1 << 30, SLOTS)]
+        self.past: list[Past] = []
+        self.network = MemoryNetwork(clock, random.child("network"))
+        self.state = simulated_state(clock)
+        self.routers: list[Router] = []
+        self.router = self.shard("rollout/0")
+        self.engine = self._engine("engine/g0")
+        self.engines = {"engine/g0": self.engine}
+        self.plateau = 0  # that engines publish
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def shard(self, name: str) -> Router:
+        """The router of another rollout shard."""
+        self.rollout = self._mesh(name)
+        self.routers.append(self._router())
+        return self.routers[-1]
+
+    def _router(self) -> Router:
+        commits = GroupCommit(self.rollout, Forgetful())
+        scheduler = Scheduler(self.buckets, 1, Lengths(self.past))
+        return Router(self.rollout, commits, Sampling([], []), SLOTS, scheduler)
+
+    def _engine(self, name: str) -> EngineService:
+        engine: Engine = SimulatedEngine(self.clock, SLOTS, 100.0)
+        if self.computes:
+            engine = built_in("eager", SLOTS, 128, clock=self.clock)
+        return EngineService(self._mesh(name), engine, SLOTS, lambda action: action())
+
+    def _mesh(self, name: str) -> Mesh:
+        return Mesh(
+            name=name,
+            kind=name.partition("/")[0],
+            state=self.state,
+            transport=MemoryTransport(self.network, f"mem://{name}"),
+            clock=self.clock,
+            random=self.random.child(name),
+            host=SimulatedHost(self.clock, self.random.child("host " + name)),
+        )
+
+    async def start(self) -> None:
+        await self.engine.mesh.join(self.engine)
+        await self.rollout.join(None)
+        self.tasks.append(asyncio.create_task(self._drive(self.engine)))
+        self.tasks.append(asyncio.create_task(self._look()))
+
+    async def add(self, name: str) -> EngineService:
+        """Another engine comes into service."""
+        engine = self._engine(name)
+        await engine.mesh.join(engine)
+        self.tasks.append(asyncio.create_task(self._drive(engine)))
+        self.engines[name] = engine
+        return engine
+
+    async def _drive(self, engine: EngineService) -> None:
+        while True:
+            engine.turn()
+            await self.clock.sleep(0.02)
+
+    async def _look(self) -> None:
+        while True:
+            alive = {
+                name: {
+                    "requests": service.requests,
+                    "plateau": self.plateau,
+                    "cache_bytes_per_token": service.engine.cache_bytes_per_token,
+                }
+                for name, service in self.engines.items()
+            }
+            for router in self.routers:
+                router.observe(alive)
+            await self.clock.sleep(LOOK_S)
+
+    def begin(self, member: int) -> asyncio.Task[Trajectory]:
+        return asyncio.create_task(self.generate(member))
+
+    async def generate(
+        self,
+        member: int,
+        prompt: tuple[int, ...] = (1, 2, 3),
+        new: int = NEW,
+        router: Router | None = None,
+    ) -> Trajectory:
+        router = router or self.router
+        t = Trajectory(0, member, 0, 0, seed=member)
+        t.begin(list(prompt))
+        async with router.stay(t) as stay:
+            finish = await stay.generate(3 + new)
+        assert (finish, t.length) == (Finish.LENGTH, 3 + new)
+        return t
+
+
+def on_bench(story: Callable[[Bench], object]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Bench(clock, random)
+        await bench.start()
+        await story(bench)  # type: ignore[misc]
+
+    run_virtual(main, limit_s=3600.0)
+
+
+def test_an_engine_that_refuses_for_a_while_costs_no_trajectory() -> None:
+    async def story(bench: Bench) -> None:
+        await bench.generate(0)
+        bench.engine.draining = True
+        later = asyncio.gather(*(bench.generate(member) for member in range(1, 9)))
+        await bench.clock.sleep(PATIENCE_S / 2)
+        assert not later.done()
+        bench.engine.draining = False
+        await later
+
+    on_bench(story)
+
+
+def test_a_trajectory_that_no_engine_ever_serves_fails_by_type() -> None:
+    async def story(bench: Bench) -> None:
+        await bench.generate(0)
+        bench.engine.draining = True
+        began = bench.clock.monotonic()
+        with pytest.raises(ToolFailed, match="engines have refused trajectory"):
+            await bench.generate(1)
+        assert bench.clock.monotonic() - began > PATIENCE_S
+
+    on_bench(story)
+
+
+def test_a_request_that_five_engines_in_a_row_fail_fails_by_type_and_no_later() -> None:
+    async def story(bench: Bench) -> None:
+        began = bench.clock.monotonic()
+        with pytest.raises(ToolFailed, match=f"{ATTEMPTS} engines in a row failed trajectory"):
+            await bench.generate(0, prompt=(1, 9999, 3))  # outside of the vocabulary
+        assert bench.clock.monotonic() - began < PATIENCE_S
+        assert bench.router.continued == ATTEMPTS
+
+    on_bench(story)
+
+
+LONG = 400  # tokens of a turn that outlasts a few looks
+
+
+def test_what_waits_at_a_busy_engine_moves_to_one_that_is_free() -> None:
+    async def story(bench: Bench) -> None:
+        other = bench.shard("rollout/1")
+        await bench.rollout.join(None)
+        await bench.generate(0)
+        await bench.generate(0, router=other)
+        before = bench.engine.engine.tokens_generated
+        first = [bench.generate(member, new=LONG) for member in range(SLOTS)]
+        second = [bench.generate(member, new=LONG, router=other) for member in range(SLOTS)]
+        everything = asyncio.gather(*first, *second)
+        await bench.clock.sleep(0.3)
+        assert bench.engine.engine.waiting == SLOTS
+        added = await bench.add("engine/g1")
+        await everything
+        assert bench.router.moved + other.moved == SLOTS
+        generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
+        assert generated - before == 2 * SLOTS * LONG  # none was generated again
+
+    on_bench(story)
+
+
+def test_an_idle_engine_takes_what_runs_above_the_plateau_and_no_token_is_lost() -> None:
+    async def story(bench: Bench) -> None:
+        bench.plateau = 1
+        everything = asyncio.gather(*(bench.generate(m, new=LONG) for m in range(SLOTS)))
+        await bench.clock.sleep(0.3)
+        added = await bench.add("engine/g1")
+        await everything
+        assert bench.router.moved == SLOTS // 2
+        assert bench.router.continued == 0
+        generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
+        assert generated == SLOTS * LONG
+
+    on_bench(story)
+
+
+class TwoBuckets(Bench):
+    """Built-in engines, one for what is short and one for what follows a failure."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        super().__init__(clock, random)
+        self.computes = True
+        self.buckets = [Bucket(20, SLOTS), Bucket(1 << 30, SLOTS)]
+        failure = ("run", "small", "failure")
+        self.past = [Past(0, ((failure, 5),), 100)] * 5
+        self.routers = []
+        self.router = self.shard("rollout/0")
+        self.engine = self._engine("engine/g0")
+        self.engines = {"engine/g0": self.engine}
+
+    async def two_turns(self, router: Router) -> Trajectory:
+        t = Trajectory(0, 1, 0, 0, seed=1)
+        t.begin([1, 2, 3])
+        async with router.stay(t) as stay:
+            await stay.generate(33)
+            t.open_round = Round("", 30, "run", None, "error: no", answered=True)
+            router.returned(stay)
+            t.appended([4, 5])
+            await stay.generate(55)
+        return t
+
+
+def test_a_trajectory_that_turns_out_long_changes_engine_and_takes_its_cache_along() -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = TwoBuckets(clock, random)
+        await bench.start()
+        stayed = await bench.two_turns(bench.router)  # there is one engine
+        other = await bench.add("engine/g1")
+        await clock.sleep(2 * LOOK_S)
+        moved = await bench.two_turns(bench.router)
+        assert bench.router.caches == {"move": 1}
+        assert other.engine.tokens_generated == 20
+        assert other.engine.tokens_computed < 25  # the first 32 came with it
+        assert moved.tokens.tolist() == stayed.tokens.tolist()
+        assert moved.logprobs.tolist() == stayed.logprobs.tolist()
+
+    run_virtual(main, limit_s=3600.0)
+
+
+def test_time_without_any_engine_is_no_refusal() -> None:
+    async def story(bench: Bench) -> None:
+        await bench.generate(0)
+        bench.engine.draining = True
+        waits = [bench.begin(member) for member in range(1, 4)]
+        await bench.clock.sleep(2 * LOOK_S)  # they were refused
+        del bench.engines["engine/g0"]
+        await bench.clock.sleep(2 * PATIENCE_S)
+        late = await bench.add("engine/g1")
+        late.draining = True
+        await bench.clock.sleep(2 * LOOK_S)
+        late.draining = False
+        for wait in waits:
+            await wait
+
+    on_bench(story)
+
+
+def test_a_new_lineage_is_served_by_engines_that_have_its_weights_alone() -> None:
+    async def story(bench: Bench) -> None:
+        engine = bench.engine
+        await engine.swap({}, 15, "m0.15", lineage=0)
+        assert (await bench.generate(0)).versions[-1] == 15
+        bench.router.enter(1)  # it begins at version 8
+        waits = bench.begin(1)
+        await bench.clock.sleep(20.0)
+        assert not waits.done(), "15 is a version of the abandoned lineage"
+        later = await bench.add("engine/g1")
+        await later.swap({}, 8, "m0.8", lineage=1)
+        assert (await waits).versions[-1] == 8
+        await engine.swap({}, 8, "m0.8", lineage=1)
+        await bench.clock.sleep(2 * LOOK_S)
+        assert bench.router.links["engine/g0"].version == 8
+
+    on_bench(story)
+
+
+def test_a_lineage_that_begins_with_the_weights_that_are_loaded_is_served_by_them() -> None:
+    async def story(bench: Bench) -> None:
+        await bench.engine.swap({}, 8, "m0.8", lineage=0)
+        bench.router.enter(1)
+        waits = bench.begin(0)
+        await bench.clock.sleep(2.0)
+        assert not waits.done()
+        bench.engine.enter(1)
+        assert (await waits).versions[-1] == 8
+
+    on_bench(story)
+
+
+def waits(bench: Bench) -> list[tuple[str, str]]:
+    return [
+        (w["on"], w["what"]) for w in bench.rollout.waits.published([]) if w["what"] != "tokens"
+    ]
+
+
+def test_a_version_that_no_engine_has_is_waited_for_by_name_until_one_has_it() -> None:
+    async def story(bench: Bench) -> None:
+        await bench.generate(0)
+        t = Trajectory(0, 1, 0, version=5, seed=1)
+        t.begin([1, 2, 3])
+        ahead = asyncio.create_task(bench.router.stay(t).generate(3 + NEW))
+        await bench.clock.sleep(30.0)
+        assert waits(bench) == [("engine/g0", "an engine at version 5")]
+        del bench.engines["engine/g0"]
+        await bench.clock.sleep(2 * LOOK_S)
+        assert waits(bench) == [("an engine", "an engine at version 5")]
+        late = await bench.add("engine/g1")
+        await late.swap({}, 5, "fifth")
+        assert await ahead == Finish.LENGTH
+        await bench.clock.sleep(2 * LOOK_S)
+        assert waits(bench) == []
+
+    on_bench(story)
+
+
+def test_to_wait_for_room_is_no_news() -> None:
+    async def story(bench: Bench) -> None:
+        everything = asyncio.gather(*(bench.generate(m, new=10 * LONG) for m in range(3 * SLOTS)))
+        await bench.clock.sleep(30.0)
+        assert bench.router.waiting == 2 * SLOTS and waits(bench) == []
+        await everything
+
+    on_bench(story)
+
+
+def test_two_shards_divide_what_moves_and_it_comes_to_rest() -> None:
+    async def story(bench: Bench) -> None:
+        other = bench.shard("rollout/1")
+        await bench.rollout.join(None)
+        bench.plateau = 2
+        mine = [bench.generate(member, new=10 * LONG) for member in range(SLOTS // 2)]
+        theirs = [bench.generate(m, new=10 * LONG, router=other) for m in range(SLOTS // 2)]
+        everything = asyncio.gather(*mine, *theirs)
+        await bench.clock.sleep(0.3)
+        await bench.add("engine/g1")
+        await bench.clock.sleep(20.0)
+        assert bench.router.moved + other.moved == SLOTS // 2
+        await everything
+
+    on_bench(story)
+
+
+def test_who_belongs_to_a_bucket_without_an_engine_is_not_last_for_ever() -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = TwoBuckets(clock, random)  # one engine: the long bucket has none
+        await bench.start()
+        t = await bench.two_turns(bench.router)
+        assert t.length == 55
+        assert bench.router.caches == {}  # it had no reason to leave
+        assert bench.engine.engine.tokens_computed < 55 + 20
+
+    run_virtual(main, limit_s=3600.0)

@@ -1,0 +1,320 @@
+"""Rewards of texts, the calculator, what the answer is, and sums of rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.clock import SystemClock
+from services.sandbox.answer import Answer
+from services.sandbox.grading.answers import answer_of, code_of
+from services.sandbox.grading.calculator import calculator
+from services.sandbox.grading.code import Grading
+from services.sandbox.grading.texts import choice, exact, regex
+from services.sandbox.isolation.jail_launcher import Launcher
+from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.slots import Slots
+from services.sandbox.jobs import summed
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    return [{"role": "model", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "score"),
+    [
+        ("Paris", {}, 1.0),
+        (" Paris\n", {}, 1.0),
+        ("paris", {}, 0.0),
+        ("paris", {"ignore_case": True}, 1.0),
+        ("P a r i s", {"ignore_space": True}, 1.0),
+        ("Paris<|end|>", {"strip": ["<|end|>"]}, 1.0),
+        ("Paris!", {}, 0.0),
+        ("", {}, 0.0),
+    ],
+)
+def test_exact(text: str, options: dict[str, Any], score: float) -> None:
+    assert exact({"answer": "Paris"}, said(text), options) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "score"),
+    [
+        ("so #42$", r"#\d+", 1.0),
+        ("so 42", r"#\d+", 0.0),
+        ("#41 #42", r"#(?P<answer>\d+)", 1.0),
+        ("#42 #41", r"#(?P<answer>\d+)", 0.0),
+        ("none", r"#(?P<answer>\d+)", 0.0),
+    ],
+)
+def test_regex(text: str, pattern: str, score: float) -> None:
+    assert regex({"answer": 42}, said(text), {"pattern": pattern}) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("B", 1.0),
+        ("b.", 1.0),
+        ("(B)", 1.0),
+        ("The answer is B.", 1.0),
+        ("Answer: **B**", 1.0),
+        (r"\boxed{B}", 1.0),
+        (r"\boxed{\text{(B)}}", 1.0),
+        ("Not (A); the answer is (B).", 1.0),
+        ("Not (B); the answer is (A).", 0.0),
+        ("I do not know", 0.0),
+        ("A B C D", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_choice(text: str, score: float) -> None:
+    assert choice({"answer": "(b)"}, said(text), {}) == score
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("2 + 3 * 4", "14"),
+        ("2^10", "1024"),
+        ("(1 + 2) / 4", "0.75"),
+        ("-7 // 2", "-4"),
+        ("sqrt(2) * sqrt(2)", "2"),
+        ("max(3, 7, 5)", "7"),
+        ("pi", "3.14159265359"),
+        ("1/0", "error: division by zero"),
+        ("9**9**9", "error: a number of over 4000 digits"),
+        ("__import__('os')", "error: "),
+        ("(lambda: 1)()", "error: "),
+        ("'a' * 9", "error: "),
+        ("open('x')", "error: no function open"),
+        ("1 +", "error: "),
+        ("(-1) ** 0.5", "error: not a real number"),
+        ("(" * 600 + "1" + ")" * 600, "error: "),
+        ("1 " * 600, "error: an expression is a text of at most"),
+    ],
+)
+def test_calculator(expression: str, value: str) -> None:
+    assert calculator(expression).startswith(value)
+
+
+@given(st.text(alphabet="0123456789+-*/%^(). episqrt", max_size=40))
+def test_the_calculator_always_answers_with_text(expression: str) -> None:
+    assert isinstance(calculator(expression), str)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("So:\n```python\nx = 1\n```\n", "x = 1\n"),
+        ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
+        ("```python\na\n```\nand ```open", "a\n"),
+        ("`x`", "`x`"),
+    ],
+)
+def test_code_is_the_last_block(text: str, code: str) -> None:
+    assert code_of(text) == code
+
+
+def test_an_answer_is_the_last_turn_of_the_model() -> None:
+    turns = [*said("first"), {"role": "tool", "value": 1}, *said("last$$")]
+    assert answer_of(turns, {"strip": "$"}) == "last"
+    assert answer_of(turns[:2], {}) == ""
+    assert answer_of([], {}) == ""
+
+
+def test_a_sum_is_a_score_only_if_every_part_is() -> None:
+    whole = [Answer("ok", 1.0, ""), Answer("ok", 0.5, "")]
+    assert summed([1.0, -0.5], whole) == Answer("ok", 0.75, "")
+    failed = Answer("timeout", None, "late")
+    assert summed([1.0, 0.0], [whole[0], failed]) is failed
+
+
+@pytest.mark.needs("bwrap")
+async def test_broken_tests_are_an_error_and_no_score(launcher: Launcher) -> None:
+    async def graded(tests: Any, text: str = "def f(x):\n    return x") -> Answer:
+        grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
+        return await grading.reward({"tests": tests}, said(text))
+
+    for tests in (
+        "def test_f(:",
+        "import missing_module\ndef test_f(): pass",
+        "x = 1",
+        [],
+        {"function": "f"},
+        {"function": "f", "cases": []},
+        [{"input": "x"}],
+        None,
+    ):
+        answer = await graded(tests)
+        assert answer.status in ("bad_value", "raised") and answer.value is None, (tests, answer)
+    assert (await graded("from solution import g\ndef test_g(): pass")).value == 0.0
+    assert (
+        await graded("from solution import f\ndef test_f():\n    assert f(2) == 2")
+    ).value == 1.0
+
+
+@pytest.mark.needs("bwrap")
+async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: Launcher) -> None:
+    source = "def f(x):\n    if x == 2:\n        while True: pass\n    if x == 3:\n"
+    source += "        import os; os._exit(0)\n    return x"
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 0.5})
+    cases = [{"args": [x], "output": x} for x in range(5)]
+    answer = await grading.reward({"tests": {"function": "f", "cases": cases}}, said(source))
+    assert answer == Answer("ok", 0.6, "")
+    python = "from solution import f\n"
+    python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(5))
+    assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 0.6, "")
+
+
+@pytest.mark.needs("bwrap")
+async def test_limits_are_of_each_case(launcher: Launcher) -> None:
+    source = "import time\ndef f(x):\n    end = time.process_time() + 0.6\n"
+    source += "    while time.process_time() < end: pass\n    return x"
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 1.0})
+    cases = [{"args": [x], "output": x} for x in range(5)]
+    tests = {"function": "f", "cases": cases}
+    assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 1.0, "")
+    python = "from solution import f\n"
+    python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(5))
+    assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 1.0, "")
+
+
+@pytest.mark.needs("bwrap")
+async def test_all_or_nothing(launcher: Launcher) -> None:
+    options = {"partial": False, "prefix": "def f(x): "}
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), options)
+    cases = [{"args": [x], "output": x * 2} for x in (0, 1, 2)]
+    tests = {"tests": {"function": "f", "cases": cases}}
+    assert (await grading.reward(tests, said("return x + x"))).value == 1.0
+    assert (await grading.reward(tests, said("return x * x"))).value == 0.0
+
+
+@pytest.mark.needs("bwrap")
+async def test_a_program_that_ends_itself_between_cases_gains_nothing_by_it(
+    launcher: Launcher,
+) -> None:
+    source = "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()\n"
+    source += "def f(x):\n    import time\n    time.sleep(0.2)\n    return x"
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 1.0})
+    cases = [{"args": [x], "output": x} for x in range(4)]
+    tests = {"function": "f", "cases": cases}
+    assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 0.0, "")
+    python = "from solution import f\n"
+    python += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(4))
+    assert await grading.reward({"tests": python}, said(source)) == Answer("ok", 0.0, "")
+
+
+FORGED = """
+import pytest
+from solution import GCD, Maths, Vector
+
+def test_attribute(): assert Maths.gcd(12, 8) == 4
+def test_call(): assert GCD(12, 8) == 4
+def test_order(): assert 3 < GCD(12, 8) < 5
+def test_close(): assert abs(GCD(12, 8) - 4) < 1e-6
+def test_product(): assert Vector(1, 2) * Vector(3, 4) == 11
+def test_equal(): assert Vector(1, 2) + Vector(3, 4) == Vector(4, 6)
+def test_raises():
+    with pytest.raises(TypeError):
+        Vector(1)
+"""
+VECTORS = """
+class Vector:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def __add__(self, other): return Vector(self.x + other.x, self.y + other.y)
+    def __mul__(self, other): return self.x * other.x + self.y * other.y
+    def __eq__(self, other): return (self.x, self.y) == (other.x, other.y)
+class Maths:
+    @staticmethod
+    def gcd(a, b): return a if not b else Maths.gcd(b, a % b)
+GCD = Maths.gcd
+"""
+YES = """
+class Yes:
+    def __init__(self, *a): pass
+    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = lambda *a: True
+    __add__ = __mul__ = lambda self, *a: self
+    __sub__ = __abs__ = lambda self, *a: 0
+class Maths:
+    gcd = staticmethod(Yes)
+GCD = Vector = Yes
+"""
+
+
+@pytest.mark.needs("bwrap")
+async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: Launcher) -> None:
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
+    assert (await grading.reward({"tests": FORGED}, said(VECTORS))).value == 1.0
+    # Of the two that remain, one compares objects of the class with each other.
+    assert (await grading.reward({"tests": FORGED}, said(YES))).value == pytest.approx(1 / 7)
+
+
+@pytest.mark.needs("bwrap")
+@pytest.mark.parametrize(
+    ("tests", "source"),
+    [
+        ({"function": "f", "cases": [{"args": [], "output": 1.5}]}, "def f(): return 10**400"),
+        ({"function": "f", "cases": [{"args": [], "output": 1}]}, "def f(): return [[]] * 10**7"),
+        (
+            "from solution import make\nCFG = make()\nX = CFG['a']\ndef test_x(): assert X == 1",
+            "def make(): return None",
+        ),
+        (
+            "import pytest\nfrom solution import pairs\n"
+            "@pytest.mark.parametrize('x', pairs())\ndef test_x(x): assert x",
+            "def pairs(): return []",
+        ),
+        (
+            "from solution import f\ndef test_f(): assert f() == 1",
+            "import os, sys\nframes = sys.modules['jail.frames']\n"
+            "frames.send = lambda fd, value: os.write(fd, b'\\xa0\\x0f\\0\\0' + b'[' * 4000)\n"
+            "def f(): return 1",
+        ),
+        (
+            "from solution import f\ndef test_f(): assert f() == 1",
+            "import sys\nframes = sys.modules['jail.frames']\nsend = frames.send\n"
+            "frames.send = lambda fd, value: send(fd, ['do'])\ndef f(): return 1",
+        ),
+        (
+            {"function": "f", "cases": [{"args": [], "output": 1}]},
+            "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff\\xfe')\n"
+            "def f(): time.sleep(60)",
+        ),
+    ],
+    ids=["huge", "wide", "module", "parameters", "deep frame", "odd frame", "odd name"],
+)
+async def test_a_wrong_answer_never_becomes_an_error_that_spares_it_the_zero(
+    launcher: Launcher, tests: Any, source: str
+) -> None:
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 1.0})
+    assert await grading.reward({"tests": tests}, said(source)) == Answer("ok", 0.0, "")
+
+
+@pytest.mark.needs("bwrap")
+async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: Launcher) -> None:
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
+    source = "class Solution:\n    def __init__(self): self.seen = set()\n"
+    source += "    def f(self, x):\n        self.seen |= {x, 10}\n        return self.seen"
+    cases = [{"args": [2], "output": [2, 10]}, {"args": [3], "output": [3, 10]}]
+    row = {"tests": {"function": "Solution.f", "cases": cases}}
+    assert (await grading.reward(row, said(source))).value == 1.0
+    source = (
+        "import sys\ninput = sys.stdin.buffer.readline\nprint(sum(1 for _ in iter(input, b'')))"
+    )
+    row = {"tests": [{"input": "line of words\n" * 100_000, "output": "100000"}]}
+    assert (await grading.reward(row, said(source))).value == 1.0
+
+
+@pytest.mark.needs("bwrap")
+async def test_an_answer_that_hangs_in_every_case_is_given_up(launcher: Launcher) -> None:
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", JailLimits(), {"case_s": 0.2})
+    cases = [{"input": "", "output": str(x)} for x in range(200)]
+    hung = await grading.reward({"tests": cases}, said("while True: pass"))
+    assert hung == Answer("ok", 0.0, "")
+    assert launcher.started <= 8

@@ -1,0 +1,128 @@
+"""Answers whose worth is known are graded right: maths pairs, and programs with their tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock
+from services.sandbox.grading.code import Grading, same
+from services.sandbox.grading.maths import equal
+from services.sandbox.isolation.jail_launcher import Launcher
+from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.slots import Slots
+
+KNOWN = Path(__file__).parents[3] / "known"
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (KNOWN / name).read_text().splitlines()]
+
+
+MATHS = rows("maths.jsonl")
+CODING = rows("coding.jsonl")
+
+
+@pytest.mark.parametrize("family", sorted({row["family"] for row in MATHS}))
+def test_maths_pairs_are_graded_right(family: str) -> None:
+    pairs = [row for row in MATHS if row["family"] == family]
+    assert len(pairs) >= 15
+    wrong = [row for row in pairs if equal(row["gold"], row["answer"]) != row["right"]]
+    assert wrong == []
+
+
+def test_there_are_pairs_of_both_kinds() -> None:
+    assert len(MATHS) >= 200
+    assert 0.3 < sum(row["right"] for row in MATHS) / len(MATHS) < 0.7
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ENDLESS := [
+        r"\boxed{1000000!}",
+        r"\boxed{10^{10^9}}",
+        r"\boxed{\binom{10^9}{10^8}}",
+        r"\boxed{\prod_{k=1}^{10^8} k}",
+        r"\boxed{" + "(" * 400 + "7" + ")" * 400 + "}",
+        r"\boxed{" + "{" * 5000 + "}" * 5000 + "}",
+        r"\boxed{__import__('os').system('echo gone')}",
+        r"\boxed{" * 4000,
+        "9" * 200_000,
+        "7 " * 40_000,
+        r"\boxed{\int_0^{\infty} \frac{x^{99}}{e^x-1} \sin(x^x) dx}",
+    ],
+    ids=[answer[:20] for answer in ENDLESS],
+)
+def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(answer: str) -> None:
+    source = "import sys; from services.sandbox.grading.maths import equal; "
+    source += "print(equal('8', sys.stdin.read()))"
+    root = Path(__file__).parents[4]
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        input=answer,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
+
+
+@pytest.mark.needs("bwrap")
+@pytest.mark.parametrize("style", ["stdin", "calls", "pytest"])
+async def test_programs_are_graded_right(launcher: Launcher, style: str) -> None:
+    grading = Grading(launcher, Slots(SystemClock(), 4), "j", JailLimits(), {})
+
+    async def graded(row: dict[str, Any], source: str) -> Any:
+        text = f"I think so:\n```python\n{source}\n```\nThat is it."
+        turns = [{"role": "model", "text": text}]
+        answer = await grading.reward({"tests": row["tests"]}, turns)
+        assert answer.status == "ok", (row["name"], answer)
+        return answer.value
+
+    problems = [row for row in CODING if row["style"] == style]
+    assert len(problems) >= 16
+    right = await asyncio.gather(*(graded(row, row["right"]) for row in problems))
+    scores = dict(zip((row["name"] for row in problems), right, strict=True))
+    assert scores == dict.fromkeys(scores, 1.0)
+    subtly = [(row, source) for row in problems for source in row["wrong"]]
+    assert len(subtly) == 2 * len(problems)
+    partly = await asyncio.gather(*(graded(row, source) for row, source in subtly))
+    unjust = [
+        (row["name"], score)
+        for (row, _), score in zip(subtly, partly, strict=True)
+        if not 0 < score < 1
+    ]
+    assert unjust == []
+
+
+def test_there_are_fifty_coding_problems() -> None:
+    assert len(CODING) >= 50
+    assert len(Counter(row["name"] for row in CODING)) == len(CODING)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "equal"),
+    [
+        (2, 2.0, True),
+        (0.1 + 0.2, 0.3, True),
+        (1, True, False),
+        (False, 0, False),
+        ([1, 2.0], [1.0, 2], True),
+        ([1], [1, 2], False),
+        ({"a": [1]}, {"a": [1.0]}, True),
+        ({"a": 1}, {"b": 1}, False),
+        ("1", 1, False),
+        (None, None, True),
+        (None, 0, False),
+    ],
+)
+def test_values_are_compared_as_json(found: Any, wanted: Any, equal: bool) -> None:
+    assert same(found, wanted) is equal

@@ -1,0 +1,244 @@
+"""A jail runs a program, bounds it, and says by type how it ended; nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.clock import SystemClock
+from common.errors import BadMessage
+from common.process.host import SystemHost
+from services.sandbox.grading.code import Grading
+from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jails import JailFailed, Ran
+from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.slots import Slots
+
+pytestmark = pytest.mark.needs("bwrap")
+LIMITS = JailLimits(wall_s=4.0, cpu_s=2.0, memory_bytes=128 * MIB, output_bytes=4096)
+
+
+async def ran(
+    launcher: Launcher, source: str, stdin: bytes = b"", limits: JailLimits = LIMITS
+) -> Ran:
+    return await launcher.run({"mode": "program", "source": source}, limits, stdin)
+
+
+async def test_a_program_reads_its_input_and_what_it_prints_comes_back(launcher: Launcher) -> None:
+    source = "import sys\nprint(sys.stdin.read().upper())\nprint('oh', file=sys.stderr)"
+    found = await ran(launcher, source, b"hello")
+    assert (found.status, found.exit, found.stdout, found.stderr) == ("ok", 0, b"HELLO\n", b"oh\n")
+    assert 0 <= found.cpu_s < 2 and found.wall_s > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "exit"),
+    [
+        ("raise ValueError('x')", "ok", 1),
+        ("import sys\nsys.exit(3)", "ok", 3),
+        ("import sys\nsys.exit('why')", "ok", 1),
+        ("def f(:\n", "ok", 1),
+        ("bytearray(1 << 30)", "out_of_memory", 72),
+        ("while True: pass", "timeout", -9),
+        ("import time\ntime.sleep(60)", "timeout", -9),
+        ("print('x' * 10_000)", "output_limit", None),
+        ("import socket\nsocket.socket()", "refused", 77),
+        ("open('/usr/x', 'w')", "refused", 77),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", "crashed", -11),
+    ],
+)
+async def test_every_end_has_its_type(
+    launcher: Launcher, source: str, status: str, exit: int | None
+) -> None:
+    limits = JailLimits(wall_s=1.0, cpu_s=0.5, memory_bytes=128 * MIB, output_bytes=4096)
+    found = await ran(launcher, source, limits=limits)
+    assert found.status == status
+    assert exit is None or found.exit == exit
+    assert len(found.stdout) + len(found.stderr) <= 4096
+    assert (found.error == "") == (status == "ok")
+
+
+async def test_a_traceback_shows_the_program_and_nothing_of_ours(launcher: Launcher) -> None:
+    found = await ran(launcher, "def f():\n    return 1 / 0\nf()")
+    text = found.stderr.decode()
+    assert 'File "main.py", line 2, in f' in text and "return 1 / 0" in text
+    assert "guest" not in text and "/run/meshrl" not in text
+
+
+async def test_a_program_is_a_main_module_with_threads_and_exit_handlers(
+    launcher: Launcher,
+) -> None:
+    source = """
+import atexit, threading, dataclasses, multiprocessing, subprocess, sys
+@dataclasses.dataclass
+class Point:
+    x: int
+atexit.register(print, "last")
+threading.Thread(target=lambda: print("thread")).start()
+if __name__ == "__main__":
+    with multiprocessing.Pool(2) as pool:
+        print(pool.map(abs, [-1, -2]))
+    print(subprocess.run([sys.executable, "-c", "print(5)"], capture_output=True).stdout)
+    print(Point(3))
+"""
+    found = await ran(launcher, source)
+    assert found.stderr == b"" and found.status == "ok"
+    lines = found.stdout.decode().split("\n")
+    assert sorted(lines[:4]) == sorted(["thread", "[1, 2]", "b'5\\n'", "Point(x=3)"])
+    assert lines[4:] == ["last", ""]
+
+
+async def test_a_shell_has_pipes_and_a_scratch_directory(launcher: Launcher) -> None:
+    program = {"mode": "shell", "source": "cd; seq 5 | tail -2 > f; cat f <(echo $((3 * 4)))"}
+    found = await launcher.run(program, LIMITS)
+    assert (found.status, found.stdout) == ("ok", b"4\n5\n12\n")
+
+
+async def test_each_call_starts_afresh(launcher: Launcher) -> None:
+    source = """
+import builtins, os, random
+print(os.listdir("."), hasattr(builtins, "mark"), os.getpid())
+open("left", "w").close()
+builtins.mark = True
+print(random.random())
+"""
+    found = await asyncio.gather(*(ran(launcher, source) for _ in range(6)))
+    first = {each.stdout.splitlines()[0] for each in found}
+    assert first == {b"[] False 2"}
+    assert len({each.stdout.splitlines()[1] for each in found}) == 6
+
+
+async def test_nothing_stays_open_after_many_calls(launcher: Launcher) -> None:
+    bad = "import os\nif os.fork() == 0:\n    os.setsid()\nwhile True: print(1)"
+    await asyncio.gather(*(ran(launcher, bad) for _ in range(4)))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        await asyncio.gather(*(ran(launcher, "print(1)") for _ in range(3)), ran(launcher, bad))
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_when_the_zygote_is_killed_another_takes_its_place(launcher: Launcher) -> None:
+    assert (await ran(launcher, "print(1)")).status == "ok"
+    before = launcher.pid
+    os.kill(before, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(JailFailed):  # of a call that the dying one still took
+                found = await ran(launcher, "print(2)")
+                if launcher.pid != before:
+                    break
+    assert (found.status, found.stdout) == ("ok", b"2\n")
+
+
+async def test_a_call_that_is_given_up_leaves_no_process(launcher: Launcher) -> None:
+    call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
+    await asyncio.sleep(0.5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    outer = psutil.Process(launcher.pid)
+    for _ in range(200):
+        inner = [p for p in outer.children(recursive=True) if p.name().startswith("python")]
+        if len(inner) <= 1:  # the zygote
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"left: {inner}")
+
+
+async def test_a_guest_that_cannot_be_set_up_is_ours_to_answer_for(launcher: Launcher) -> None:
+    limits = JailLimits(open_files=1 << 30)
+    with pytest.raises(JailFailed, match="could not be set up"):
+        await ran(launcher, "print(1)", limits=limits)
+
+
+async def test_a_report_with_another_nonce_is_no_report(launcher: Launcher) -> None:
+    jail = await launcher.open({"mode": "program", "source": "print(1)"}, LIMITS)
+    jail.nonce = "0" * 32
+    with pytest.raises(BadMessage, match="nonce"):
+        await jail.report(10)
+    jail.close()
+
+
+async def test_a_busy_host_makes_no_program_late(launcher: Launcher) -> None:
+    """Eight at once on few cores take far longer than their limit by the clock."""
+    limits = JailLimits(wall_s=0.6, cpu_s=5.0, memory_bytes=128 * MIB)
+    source = "import time\nwhile time.process_time() < 0.3: pass\nprint('done')"
+    found = await asyncio.gather(*(ran(launcher, source, limits=limits) for _ in range(8)))
+    assert [(each.status, each.stdout) for each in found] == [("ok", b"done\n")] * 8
+
+
+async def test_a_lagging_event_loop_turns_no_right_answer_into_a_late_one(
+    launcher: Launcher,
+) -> None:
+    limits = JailLimits(wall_s=0.5, cpu_s=0.5, memory_bytes=128 * MIB)
+    call = asyncio.create_task(ran(launcher, "print('in time')", limits=limits))
+    await asyncio.sleep(0.05)
+    time.sleep(1.5)  # noqa: ASYNC251  what is tested: the loop does nothing for three limits
+    found = await call
+    assert (found.status, found.stdout) == ("ok", b"in time\n")
+
+
+async def test_another_interpreter_brings_its_packages(tmp_path: Path) -> None:
+    base = Interpreter.own()
+    real = Path(base.python).resolve()  # noqa: ASYNC240
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = tmp_path / "venv" / "lib" / version / "site-packages"
+    site.mkdir(parents=True)
+    (site / "brought.py").write_text("VALUE = 17\n")
+    (tmp_path / "venv" / "pyvenv.cfg").write_text(f"home = {real.parent}\n")
+    (tmp_path / "venv" / "bin").mkdir()
+    python = tmp_path / "venv" / "bin" / "python"
+    python.symlink_to(real)
+    places = (*base.places, str(tmp_path / "venv"))
+    interpreter = Interpreter(str(python), False, places, ("brought",))
+    launcher = Launcher(SystemHost(), SystemClock(), "bwrap", interpreter, None, tmp_path / "log")
+    try:
+        found = await ran(launcher, "import brought\nprint(brought.VALUE)")
+    finally:
+        await launcher.stop()
+    assert (found.status, found.stdout) == ("ok", b"17\n"), found.stderr
+
+
+async def test_a_program_is_handed_nothing_but_its_three_streams(launcher: Launcher) -> None:
+    found = await ran(launcher, "import os\nprint(sorted(map(int, os.listdir('/proc/self/fd'))))")
+    assert found.stdout == b"[0, 1, 2, 3]\n"  # the last is of the listing itself
+
+
+async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: Launcher) -> None:
+    call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
+    await asyncio.sleep(0.5)
+    os.kill(launcher.pid, signal.SIGKILL)
+    with pytest.raises(JailFailed, match="without a report"):
+        await call
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"function": "f", "cases": [{"args": [1], "output": 1}]},
+        "from solution import f\ndef test_f():\n    assert f(1) == 1",
+        [{"input": "", "output": "1"}],
+    ],
+    ids=["calls", "python", "stdin"],
+)
+async def test_a_killed_zygote_makes_no_right_answer_wrong(
+    launcher: Launcher, tests: object
+) -> None:
+    limits = JailLimits(wall_s=20.0, cpu_s=20.0, memory_bytes=128 * MIB)
+    grading = Grading(launcher, Slots(SystemClock(), 2), "j", limits, {"case_s": 20.0})
+    source = "import time\ntime.sleep(2)\nprint(1)\ndef f(x): return x"
+    row, turns = {"tests": tests}, [{"role": "model", "text": source}]
+    graded = asyncio.create_task(grading.reward(row, turns))
+    await asyncio.sleep(1.0)
+    os.kill(launcher.pid, signal.SIGKILL)
+    answer = await graded
+    assert (answer.status, answer.value) == ("crashed", None)
+    assert (await grading.reward(row, turns)).value == 1.0

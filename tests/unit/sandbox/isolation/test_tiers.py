@@ -1,0 +1,116 @@
+"""Tiers are ordered, named with their fix, and control groups bound a jail as a whole."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.job import isolation
+from common.process.host import SystemHost
+from services.sandbox.isolation import cgroups, tiers
+from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.limits import MIB, JailLimits
+
+
+def test_a_better_tier_suffices_and_a_worse_one_does_not() -> None:
+    for place, found in enumerate(isolation.ORDER):
+        for other, demanded in enumerate(isolation.ORDER):
+            assert isolation.suffices(found, demanded) == (place >= other)
+    assert set(isolation.MEANING) == set(isolation.ORDER)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "fix"),
+    [
+        ("APPARMOR", "1\n", "kernel.apparmor_restrict_unprivileged_userns=0"),
+        ("DEBIAN", "0\n", "kernel.unprivileged_userns_clone=1"),
+        ("USERNS", "0\n", "user.max_user_namespaces"),
+    ],
+)
+@pytest.mark.needs("bwrap")
+def test_what_keeps_bubblewrap_from_working_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, fix: str
+) -> None:
+    for name in ("APPARMOR", "DEBIAN", "USERNS"):
+        monkeypatch.setattr(tiers, name, tmp_path / name)
+    (tmp_path / setting).write_text(value)
+    assert fix in tiers.no_bwrap("it failed")
+
+
+@pytest.mark.needs("bwrap")
+async def test_what_is_found_was_tried(tmp_path: Path) -> None:
+    found = await tiers.find(SystemHost(), SystemClock(), tmp_path / "log")
+    assert found.tier == ("cgroup" if cgroups.find() is not None else "bwrap")
+
+
+@pytest.fixture
+def failing_bwrap() -> Iterator[Path]:
+    """A folder, which everybody may enter, with a bubblewrap that the host does not let work."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        folder.chmod(0o755)
+        fake = folder / "bwrap"
+        fake.write_text("#!/bin/sh\necho no namespaces here >&2\nexit 1\n")
+        fake.chmod(0o755)
+        yield folder
+
+
+async def test_a_tier_that_does_not_work_says_why(
+    tmp_path: Path, failing_bwrap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{failing_bwrap}:/usr/bin:/bin")
+    problem = await tiers.tried("bwrap", SystemHost(), SystemClock(), tmp_path / "log")
+    assert "ended at its start" in problem
+
+
+@pytest.mark.needs("cgroups")
+class TestGroups:
+    @pytest.mark.needs("bwrap")
+    async def test_memory_of_all_processes_of_a_jail_counts_together(self, tmp_path: Path) -> None:
+        homes = cgroups.find()
+        assert homes is not None
+        interpreter = Interpreter.own()
+        launcher = Launcher(
+            SystemHost(), SystemClock(), "bwrap", interpreter, homes, tmp_path / "log"
+        )
+        source = """
+import os
+reading, writing = os.pipe()
+for _ in range(4):
+    if os.fork() == 0:
+        block = bytearray(60 << 20)  # four of them are too much, each alone is not
+        for place in range(0, len(block), 4096):
+            block[place] = 1
+        os.write(writing, b"x")
+        os.read(os.pipe()[0], 1)
+os.close(writing)
+got = 0
+while got < 4:
+    got += len(os.read(reading, 1))
+print("all four")
+"""
+        limits = JailLimits(wall_s=3.0, cpu_s=3.0, memory_bytes=128 * MIB)
+        try:
+            ran = await launcher.run({"mode": "program", "source": source}, limits)
+        finally:
+            await launcher.stop()
+        assert ran.stdout == b"" and ran.status != "ok"
+        for home in homes.places:
+            assert not list(home.glob(f"{cgroups.PREFIX}{os.getpid()}-*"))
+
+    def test_groups_of_sandboxes_that_are_gone_are_swept(self) -> None:
+        homes = cgroups.find()
+        assert homes is not None
+        gone, here = f"{cgroups.PREFIX}999999999-0", f"{cgroups.PREFIX}{os.getpid()}-sweep"
+        for name in (gone, here):
+            for home in homes.places:
+                (home / name).mkdir()
+        cgroups.sweep(homes)
+        for home in homes.places:
+            assert not (home / gone).exists()
+            (home / here).rmdir()

@@ -1,0 +1,81 @@
+"""Tools of an MCP server: listed for the model, called from a worker, killed with it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock
+from common.environment import mcp_client
+from common.errors import ToolFailed
+from common.process.host import SystemHost
+from services.environment.environments import offered
+from services.environment.tools import BadCall
+from services.sandbox.workers.pool import Limits, Pool, Work
+from services.sandbox.workers.worker import TOOL
+
+SERVER = Path(__file__).parents[1] / "servers" / "weather.py"
+COMMAND = [sys.executable, "weather.py"]
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    shutil.copy(SERVER, tmp_path)
+    return str(tmp_path)
+
+
+def test_the_model_is_told_of_its_tools(folder: str) -> None:
+    uses = {"ahead": "mcp:weather/forecast", "run": "python", "count": "calculator"}
+    tools = offered(uses, {"weather": COMMAND}, folder)
+    spec = tools["ahead"].spec["function"]
+    assert spec["name"] == "ahead" and spec["description"] == "What the weather will be."
+    assert spec["parameters"]["required"] == ["city"]
+    assert tools["ahead"].input({"city": "Ulm"}) == {"city": "Ulm"}
+    with pytest.raises(BadCall, match="city is missing"):
+        tools["ahead"].input({"days": 2})
+    assert tools["run"].input({"code": "print(1)"}) == "print(1)"
+    assert tools["run"].spec["function"]["parameters"]["required"] == ["code"]
+    with pytest.raises(ValueError, match="has no tool 'sunset'"):
+        offered({"x": "mcp:weather/sunset"}, {"weather": COMMAND}, folder)
+
+
+async def made(folder: str, uses: dict[str, str]) -> Pool:
+    functions = {TOOL + name: use for name, use in uses.items()}
+    limits = Limits(warm=1, most=1, rlimits={})
+    place = ("j", folder, functions, Path(folder) / "log", limits, {"weather": COMMAND})
+    pool = Pool(SystemHost(), SystemClock(), *place)
+    await pool.start()
+    return pool
+
+
+async def test_its_tools_are_called_and_their_errors_are_for_the_model(folder: str) -> None:
+    names = ("forecast", "measured", "broken")
+    pool = await made(folder, {name: f"mcp:weather/{name}" for name in names})
+
+    async def called(name: str, arguments: Any) -> Any:
+        return (await pool.run([Work(TOOL + name, [arguments], 20.0)]))[0]
+
+    try:
+        assert (await called("forecast", {"city": "Ulm", "days": 3})).value == "Ulm: sun for 3 days"
+        measured = (await called("measured", {"city": "Ulm"})).value
+        assert "21.5" in str(measured)
+        broken = await called("broken", {"city": "Ulm"})
+        assert broken.status == "ok" and "broken" in broken.value["error"]
+        assert (await called("forecast", "Ulm")).status == "raised"
+    finally:
+        await pool.stop()
+
+
+async def test_a_server_without_the_tool_fails_the_load(folder: str) -> None:
+    with pytest.raises(ToolFailed, match="has no tool 'sunset'; it has forecast, measured"):
+        await made(folder, {"x": "mcp:weather/sunset"})
+
+
+def test_a_server_that_does_not_start_is_named(folder: str) -> None:
+    with pytest.raises(RuntimeError, match="raise SystemExit"):
+        mcp_client.listed([sys.executable, "-c", "raise SystemExit(3)"], folder)

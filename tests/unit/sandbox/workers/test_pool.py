@@ -1,0 +1,362 @@
+"""Whatever a job's code does, its call has a typed outcome and the pool serves the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import ToolFailed
+from common.process.handle import start_time
+from common.process.host import SystemHost
+from services.sandbox.answer import Answer
+from services.sandbox.jail import landlock
+from services.sandbox.workers.pool import Limits, Pool, Work
+from services.sandbox.workers.worker import REWARD, TOOL
+
+BEHAVIOURS = """
+    import os, re, sys, time, threading
+
+    LEAKED = []
+    FLAG = os.path.join(os.path.dirname(__file__), "flag")
+
+    def reward(row, turns):
+        return BEHAVIOURS[row["do"]](row)
+
+    def tool(value):
+        return BEHAVIOURS[value["do"]](value)
+
+    def good(row):
+        return row.get("value", 0.5)
+
+    def raises(row):
+        raise KeyError("answer")
+
+    def raises_oddly(row):
+        class Odd(Exception):
+            def __str__(self):
+                raise ValueError("no text")
+        raise Odd()
+
+    def spins(row):
+        while True:
+            pass
+
+    def spins_holding_the_gil(row):
+        re.match(r"(a+)+$", "a" * 60 + "b")
+
+    def sleeps(row):
+        time.sleep(600)
+
+    def prints(row):
+        print("\\x00\\xff garbage " * 1000)
+        print("and more", file=sys.stderr)
+        sys.stdout.buffer.write(bytes(range(256)))
+        return 1.0
+
+    def writes_to_descriptors(row):
+        for fd in range(0, 60):
+            try:
+                os.write(fd, b"\\xff" * 100)
+            except OSError:
+                pass
+        return 1.0
+
+    def closes_descriptors(row):
+        os.closerange(0, 250)
+        return 1.0
+
+    def returns(row):
+        return {
+            "nan": float("nan"), "inf": -float("inf"), "str": "1.0", "none": None, "huge": 10**400,
+            "complex": 1j, "list": [1.0],
+        }[row["what"]]
+
+    def odd_value(row):
+        loop = []
+        loop.append(loop)
+        return {
+            "object": object(), "int keys": {1: 2}, "big int": 2**70, "surrogate": "\\ud800",
+            "loop": loop, "set": {1}, "long": "x" * (2 << 20),
+        }[row["what"]]
+
+    def exits(row):
+        os._exit(0)
+
+    def exits_politely(row):
+        sys.exit("done")
+
+    def segfaults(row):
+        import ctypes
+        ctypes.string_at(0)
+
+    def forks(row):
+        if os.fork() == 0:
+            return 2.0
+        return 1.0
+
+    def leaks(row):
+        while True:
+            LEAKED.append(bytearray(1 << 20))
+
+    def leaks_a_little(row):
+        LEAKED.append(bytearray(60 << 20))
+        return 1.0
+
+    def exits_once(row):
+        if not os.path.exists(FLAG):
+            open(FLAG, "w").close()
+            os._exit(1)
+        return 0.75
+
+    def names_its_process(row):
+        return os.getpid()
+
+    def stops_itself_once(row):
+        if not os.path.exists(FLAG):
+            open(FLAG, "w").close()
+            os.kill(os.getpid(), 19)
+        return 0.75
+
+    def starts_a_daemon(row):
+        import subprocess
+        daemon = subprocess.Popen(["sleep", "600"])
+        open(FLAG, "w").write(str(daemon.pid))
+        time.sleep(600)
+
+    BEHAVIOURS = dict(globals())
+"""
+
+Make = Callable[..., Awaitable[Pool]]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    pools: list[Pool] = []
+    (tmp_path / "behaviours.py").write_text(textwrap.dedent(BEHAVIOURS))
+
+    async def build(
+        reward: str = "behaviours:reward", tool: str = "behaviours:tool", **limits: Any
+    ) -> Pool:
+        functions = {f"{TOOL}t": tool, f"{REWARD}0": reward}
+        log = tmp_path / "sandbox.log"
+        place = ("j", str(tmp_path), functions, log, Limits(**limits))
+        pools.append(Pool(SystemHost(), SystemClock(), *place))
+        await pools[-1].start()
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        await pool.stop()
+
+
+def score(do: str, **row: Any) -> Work:
+    arguments = [{"do": do, **row}, [{"role": "model", "text": "4"}]]
+    return Work(f"{REWARD}0", arguments, 0.3)
+
+
+def use(deadline_s: float, do: str, *, name: str = "t", once: bool = False, **value: Any) -> Work:
+    return Work(TOOL + name, [{"do": do, **value}], deadline_s, once)
+
+
+GOOD = Answer("ok", 0.5, "")
+
+
+async def with_neighbours(pool: Pool, do: str, **row: Any) -> Answer:
+    """The outcome of one call amid a batch that loses nothing else; nor does the next batch."""
+    good = score("good")
+    before, odd, *after = await pool.run([good, score(do, **row), good, good])
+    assert [before, *after] == [GOOD] * 3
+    assert await pool.run([good]) == [GOOD]
+    return odd
+
+
+@pytest.mark.parametrize(
+    ("do", "status", "error"),
+    [
+        ("raises", "raised", "KeyError: 'answer' (behaviours.py:"),
+        ("raises_oddly", "raised", "Odd"),
+        ("spins", "timeout", "reward took more than 0.3 s"),
+        ("spins_holding_the_gil", "timeout", "reward took more than 0.3 s"),
+        ("sleeps", "timeout", "reward took more than 0.3 s"),
+        ("prints", "ok", ""),
+        ("writes_to_descriptors", "ok", ""),
+        ("closes_descriptors", "crashed", "reward failed its process twice"),
+        ("exits", "crashed", "reward failed its process twice"),
+        ("exits_politely", "raised", "SystemExit: done"),
+        ("segfaults", "crashed", "reward failed its process twice"),
+        ("forks", "ok", ""),
+    ],
+)
+async def test_what_a_reward_does_is_an_outcome_of_its_own_call_only(
+    make: Make, do: str, status: str, error: str
+) -> None:
+    answer = await with_neighbours(await make(warm=1, most=1), do)
+    assert (answer.status, answer.error[: len(error)]) == (status, error)
+    assert (answer.value is None) == (status != "ok")
+
+
+@pytest.mark.parametrize("what", ["nan", "inf", "str", "none", "huge", "complex", "list"])
+async def test_a_reward_that_is_no_finite_number_is_a_bad_value(make: Make, what: str) -> None:
+    answer = await with_neighbours(await make(warm=1, most=1), "returns", what=what)
+    assert answer.status == "bad_value" and answer.value is None
+    assert answer.error.startswith("reward returned ") and "finite number" in answer.error
+
+
+@pytest.mark.parametrize(
+    "what", ["object", "int keys", "big int", "surrogate", "loop", "set", "long"]
+)
+async def test_a_tool_that_returns_what_no_wire_carries_is_a_bad_value(
+    make: Make, what: str
+) -> None:
+    pool = await make(warm=1, most=1)
+    odd, good = await pool.run([use(5.0, "odd_value", what=what), use(5.0, "good", value="4")])
+    assert odd.status == "bad_value" and odd.error.startswith("t returned ")
+    assert good == Answer("ok", "4", "")
+
+
+async def test_an_integer_reward_and_a_bool_are_floats(make: Make) -> None:
+    pool = await make(warm=1)
+    answers = await pool.run([score("good", value=1), score("good", value=True)])
+    assert [answer.value for answer in answers] == [1.0, 1.0]
+    assert all(type(answer.value) is float for answer in answers)
+
+
+async def test_a_tool_that_eats_all_memory_crashes_and_its_process_is_replaced(make: Make) -> None:
+    pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
+    eats, good = use(10.0, "leaks"), use(10.0, "good")
+    assert [a.status for a in await pool.run([good, eats, good])] == ["ok", "crashed", "ok"]
+    assert pool.replaced == 2
+
+
+async def test_a_leak_of_earlier_calls_does_not_fail_the_one_that_meets_the_limit(
+    make: Make,
+) -> None:
+    pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
+    answers = await pool.run([use(10.0, "leaks_a_little")] * 12)
+    assert [answer.status for answer in answers] == ["ok"] * 12
+    assert pool.replaced >= 2
+
+
+@pytest.mark.parametrize("do", ["exits_once", "stops_itself_once"])
+async def test_a_call_whose_process_was_ended_from_outside_is_run_again(
+    make: Make, do: str
+) -> None:
+    pool = await make(warm=1, most=1)
+    assert await with_neighbours(pool, do) == Answer("ok", 0.75, "")
+    assert pool.replaced == 1
+
+
+async def test_a_call_that_must_not_run_twice_comes_back_as_crashed(
+    make: Make, tmp_path: Path
+) -> None:
+    pool = await make(warm=1, most=1)
+    crashed, good = await pool.run([use(5.0, "exits_once", once=True), use(5.0, "good")])
+    assert crashed.status == "crashed" and "once" in crashed.error
+    assert good == GOOD
+    assert (await pool.run([use(5.0, "exits_once", once=True)]))[0].value == 0.75
+
+
+async def test_a_process_that_has_served_enough_calls_is_replaced_and_none_is_lost(
+    make: Make,
+) -> None:
+    pool = await make(warm=1, most=1, recycle=10)
+    answers = await pool.run([use(5.0, "names_its_process")] * 35)
+    assert [a.status for a in answers] == ["ok"] * 35
+    assert len({a.value for a in answers}) >= 2
+
+
+async def test_killing_idle_workers_loses_nothing(make: Make) -> None:
+    pool = await make(warm=2, most=2)
+    for _ in range(3):
+        pids = {a.value for a in await pool.run([use(5.0, "names_its_process")] * 8)}
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert await pool.run([score("good")] * 8) == [GOOD] * 8
+
+
+async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: Path) -> None:
+    pool = await make(warm=1, most=1)
+    assert (await pool.run([score("starts_a_daemon")]))[0].status == "timeout"
+    daemon = int((tmp_path / "flag").read_text())
+    for _ in range(200):
+        if not start_time(daemon):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the daemon runs on")
+
+
+async def test_long_calls_run_beside_each_other_as_the_pool_grows(make: Make) -> None:
+    pool = await make(warm=1, most=4)
+    slow = use(3.0, "sleeps")  # far longer than a busy host takes to start another worker
+    first = asyncio.create_task(pool.run([slow]))
+    await asyncio.sleep(0.1)
+    assert await pool.run([score("good")] * 3) == [GOOD] * 3
+    assert not first.done() and pool.size == 2
+    assert (await first)[0].status == "timeout"
+
+
+async def test_a_caller_that_leaves_takes_its_waiting_calls_along(make: Make) -> None:
+    pool = await make(warm=1, most=1)
+    gone = asyncio.create_task(pool.run([score("sleeps")] * 5))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    assert await pool.run([score("good")]) == [GOOD]
+    assert pool.replaced == 1
+
+
+async def test_an_unknown_tool_says_which_there_are(make: Make) -> None:
+    pool = await make()
+    answer = (await pool.run([use(1.0, "good", name="u")]))[0]
+    assert answer.status == "raised"
+    assert answer.error == "job j has no u; it has reward, t"
+
+
+@pytest.mark.parametrize(
+    ("reference", "says"),
+    [
+        ("behaviours:missing", "AttributeError: module 'behaviours' has no attribute 'missing'"),
+        ("nowhere:f", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("behaviours:FLAG", "is a str, not a function"),
+    ],
+)
+async def test_code_that_does_not_load_fails_with_its_reason(
+    make: Make, reference: str, says: str
+) -> None:
+    with pytest.raises(ToolFailed, match=says):
+        await make(reward=reference)
+
+
+async def test_what_reads_texts_of_the_model_has_no_files_programs_or_network(
+    tmp_path: Path,
+) -> None:
+    source = """
+        import os, socket, subprocess
+
+        def tool(what):
+            return {
+                "write": lambda: open("/tmp/planted", "w"),
+                "read": lambda: open("/etc/passwd").read(),
+                "connect": lambda: socket.socket(),
+                "see": lambda: os.listdir("/proc"),
+                "think": lambda: 6 * 7,
+            }[what]()
+    """
+    (tmp_path / "closed.py").write_text(textwrap.dedent(source))
+    place = ("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, tmp_path / "log", Limits(warm=1))
+    pool = Pool(SystemHost(), SystemClock(), *place, closed=True)
+    await pool.start()
+    calls = [Work(f"{TOOL}t", [what], 5.0) for what in ("think", "connect", "write", "read", "see")]
+    answers = await pool.run(calls)
+    await pool.stop()
+    assert answers[0] == Answer("ok", 42, "")
+    assert answers[1].error.startswith("PermissionError")
+    if landlock.abi() >= landlock.LEAST:
+        assert [a.error.partition(":")[0] for a in answers[2:]] == ["PermissionError"] * 3

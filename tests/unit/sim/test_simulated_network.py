@@ -1,0 +1,190 @@
+"""The same actors over a network that loses, repeats, reorders and parts, under virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from common.errors import DeadlineExceeded, MeshError, PeerLost
+from common.random import Random
+from common.runtime.mesh import Mesh
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from sim.network import Faults, MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
+from tests.unit.common.runtime.talking import Number, Talk, Talker, Text
+
+
+class World:
+    def __init__(self, clock: VirtualClock, random: Random, faults: Faults) -> None:
+        self.clock, self.random = clock, random
+        self.network = MemoryNetwork(clock, random.child("network"), faults)
+        self.state = simulated_state(clock)
+        self.lost: list[str] = []
+
+    async def join(self, name: str, actor: Talker | None = None) -> Mesh:
+        mesh = Mesh(
+            name=name,
+            kind="test",
+            state=self.state,
+            transport=MemoryTransport(self.network, f"mem:{name}:{self.random.token(2)}"),
+            clock=self.clock,
+            random=self.random.child(name + self.random.token()),
+            host=SimulatedHost(self.clock, self.random.child("host")),
+            on_lost=self.lost.append,
+        )
+        await mesh.join(actor)
+        return mesh
+
+
+def simulate(
+    story: Callable[[World], Awaitable[object]], *, seed: int = 0, faults: Faults | None = None
+) -> object:
+    async def main(clock: VirtualClock, random: Random) -> object:
+        return await story(World(clock, random, faults or Faults()))
+
+    return run_virtual(main, seed, limit_s=7200)
+
+
+async def outcome(call: Awaitable[object]) -> str:
+    try:
+        return repr(await call)
+    except MeshError as error:
+        return error.code
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_call_runs_at_most_once_whatever_the_network_does(seed: int) -> None:
+    async def story(world: World) -> tuple[list[int], list[str]]:
+        actor = Talker()
+        await world.join("a", actor)
+        ref = (await world.join("b")).ref("a")
+        calls = [outcome(ref.call(Talk.count, Number(i), deadline_s=2.0)) for i in range(300)]
+        outcomes = list(await asyncio.gather(*calls))
+        assert world.network.duplicated > 20 and world.network.lost > 20
+        return actor.counted, outcomes
+
+    faults = Faults(loss=0.1, duplication=0.2, reorder=0.2)
+    counted, outcomes = simulate(story, seed=seed, faults=faults)  # type: ignore[misc]
+    assert len(counted) == len(set(counted))
+    answered = [o for o in outcomes if o.startswith("Number")]
+    assert len(set(answered)) == len(answered) > 150  # each count was given once
+    assert set(outcomes) - set(answered) == {"deadline_exceeded"}
+    assert (counted, outcomes) == simulate(story, seed=seed, faults=faults)
+
+
+def test_a_stream_is_in_order_over_a_network_that_reorders_and_repeats() -> None:
+    async def story(world: World) -> list[int]:
+        await world.join("a", Talker())
+        items = (await world.join("b")).ref("a").stream(Talk.numbers, Number(300))
+        return [item.value async for item in items]
+
+    faults = Faults(duplication=0.3, reorder=0.3)
+    assert simulate(story, faults=faults) == list(range(300))
+
+
+def test_a_partition_is_a_deadline_and_heals() -> None:
+    async def story(world: World) -> None:
+        a, b = await world.join("a", Talker()), await world.join("b")
+        world.network.partition(a.transport.address, b.transport.address)
+        start = world.clock.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            await b.ref("a").call(Talk.echo, Text("anyone?"))
+        assert 10.0 <= world.clock.monotonic() - start < 10.1
+        world.network.heal(a.transport.address, b.transport.address)
+        assert await b.ref("a").call(Talk.echo, Text("again")) == Text("again")
+
+    simulate(story)
+
+
+def test_what_a_stopped_process_is_sent_waits_for_it() -> None:
+    async def story(world: World) -> None:
+        a, b = await world.join("a", Talker()), await world.join("b")
+        world.network.pause(a.transport.address)
+        call = asyncio.create_task(b.ref("a").call(Talk.echo, Text("wake up")))
+        await world.clock.sleep(5)
+        assert not call.done()
+        world.network.resume(a.transport.address)
+        assert await call == Text("wake up")
+
+    simulate(story)
+
+
+def test_an_idempotent_call_outlives_its_actor_and_another_does_not() -> None:
+    async def story(world: World) -> None:
+        a, b = await world.join("a", Talker()), await world.join("b")
+        ref = b.ref("a")
+        assert await ref.call(Talk.count, Number(0)) == Number(1)
+        world.network.pause(a.transport.address)  # the requests arrive, the answers never leave
+        once = asyncio.create_task(outcome(ref.call(Talk.count, Number(1))))
+        again = asyncio.create_task(outcome(ref.call(Talk.count_idempotent, Number(1))))
+        await world.clock.sleep(1)
+        await a.leave()
+        await world.join("a", Talker())
+        assert await once == PeerLost.code
+        assert await again == repr(Number(1))
+
+    simulate(story)
+
+
+def test_a_lease_is_kept_and_ends_when_it_is_taken_away() -> None:
+    async def story(world: World) -> float:
+        a = await world.join("a", Talker())
+        await world.clock.sleep(900)
+        assert not world.lost
+        key = await world.state.run("vacate", ["{mesh}"], _eviction(a))
+        assert key["vacated"]
+        await world.clock.sleep(3)
+        assert len(world.lost) == 1 and world.lost[0].startswith("a (")
+        return world.clock.monotonic()
+
+    assert simulate(story) == pytest.approx(903, abs=1)
+
+
+def test_a_stopped_process_is_a_lost_peer_once_its_lease_has_ended() -> None:
+    async def story(world: World) -> float:
+        a, b = await world.join("a", Talker()), await world.join("b")
+        world.network.pause(a.transport.address)
+        await world.state.run("vacate", ["{mesh}"], _eviction(a))
+        start = world.clock.monotonic()
+        with pytest.raises(PeerLost):
+            await b.ref("a").call(Talk.count, Number(1), deadline_s=300)
+        return world.clock.monotonic() - start
+
+    async def late(world: World) -> float:
+        a, b = await world.join("a", Talker()), await world.join("b")
+        ref = b.ref("a")
+        await ref.call(Talk.echo, Text("before"))
+        world.network.pause(a.transport.address)
+        call = asyncio.create_task(ref.call(Talk.count, Number(1), deadline_s=300))
+        await world.clock.sleep(1)
+        await world.state.run("vacate", ["{mesh}"], _eviction(a))
+        with pytest.raises(PeerLost, match="a has gone"):
+            await call
+        return world.clock.monotonic()
+
+    assert simulate(story) == pytest.approx(300, abs=1)  # it was never found
+    assert float(str(simulate(late))) < 10
+
+
+def _eviction(mesh: Mesh) -> dict[str, str]:
+    return {"name": mesh.name, "incarnation": mesh.incarnation, "why": "evicted"}
+
+
+def test_virtual_time_says_so_when_nothing_can_happen_any_more() -> None:
+    async def forever(clock: VirtualClock, random: Random) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(DeadlineExceeded, match="no timer"):
+        run_virtual(forever)
+
+    async def too_long(clock: VirtualClock, random: Random) -> None:
+        async with clock.timeout(50, "a nap"):
+            await clock.sleep(100)
+
+    with pytest.raises(DeadlineExceeded, match="a nap took longer than 50 s"):
+        run_virtual(too_long)
+    with pytest.raises(DeadlineExceeded, match="more than 20 s"):
+        run_virtual(too_long, limit_s=20)

@@ -1,0 +1,243 @@
+"""Advantages: of trajectories in a group, of tokens in a step, and what rewards lose before."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import ConfigError
+from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
+from services.trainer.algorithms import ALGORITHMS, algorithm
+from services.trainer.arithmetic.packing import Sequence
+from services.trainer.losses.aggregation import denominator, token_weight
+from services.trainer.losses.kl import sampled
+from services.trainer.losses.returns import discounted, gae
+from services.trainer.losses.shaping import overlong
+
+COMPARED = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")  # within a group
+rewards_of_a_group = st.lists(st.floats(-10, 10), min_size=2, max_size=20)
+
+
+def plain_advantages(name, rewards):
+    n = len(rewards)
+    mean = sum(rewards) / n
+    if name == "rloo":
+        return [r - (sum(rewards) - r) / (n - 1) for r in rewards]
+    if name == "dr_grpo":
+        return [r - mean for r in rewards]
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / n)
+    return [(r - mean) / (deviation + 1e-4) for r in rewards]
+
+
+def advantages(name, rewards):
+    config = AlgorithmConfig(name, filter_zero_variance=False)
+    return algorithm(name).advantages(np.array(rewards, np.float64), config)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+@given(rewards=rewards_of_a_group)
+def test_advantages_are_those_of_the_formula(name, rewards):
+    expected = plain_advantages(name, rewards)
+    assert advantages(name, rewards).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+@given(rewards=rewards_of_a_group, constant=st.floats(-5, 5))
+def test_a_constant_added_to_all_rewards_changes_nothing(name, rewards, constant):
+    moved = advantages(name, [r + constant for r in rewards])
+    assert moved.tolist() == pytest.approx(advantages(name, rewards).tolist(), abs=1e-7)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+@given(rewards=rewards_of_a_group, order=st.randoms())
+def test_the_order_of_members_does_not_matter(name, rewards, order):
+    places = list(range(len(rewards)))
+    order.shuffle(places)
+    moved = advantages(name, [rewards[i] for i in places])
+    expected = advantages(name, rewards)[places]
+    assert moved.tolist() == pytest.approx(expected.tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_group_of_equal_rewards_is_filtered_where_groups_are_compared(name):
+    hooks = ALGORITHMS[name]
+    assert hooks.advantages(np.full(8, 0.1), AlgorithmConfig(name)) is None
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - set(COMPARED)))
+def test_a_group_of_equal_rewards_still_teaches_where_they_are_not(name):
+    assert ALGORITHMS[name].advantages(np.full(8, 0.1), AlgorithmConfig(name)) is not None
+
+
+# -- of tokens -------------------------------------------------------------------------------------
+
+
+def sequence(seed, reward, values=False):
+    """A prompt, then turns of the model and of an environment."""
+    draw = np.random.default_rng(seed)
+    n = int(draw.integers(4, 14))
+    mask = draw.random(n) < 0.6
+    mask[0], mask[-1] = False, True
+    made = Sequence(
+        tokens=draw.integers(0, 9, n).astype(np.int32),
+        logprobs=np.where(mask, draw.uniform(-3, 0, n), 0).astype(np.float32),
+        mask=mask,
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.array(reward, np.float32),
+    )
+    made.extras["reference"] = draw.uniform(-3, 0, n).astype(np.float32)
+    if values:
+        made.extras["values"] = draw.normal(size=n).astype(np.float32)
+    return made
+
+
+def plain_rewards(one, config):
+    """[(place, reward)] of the model's own tokens."""
+    places = [i for i in range(1, len(one.tokens)) if one.mask[i]]
+    found = []
+    for i in places:
+        gone = float(one.logprobs[i]) - float(one.extras["reference"][i])
+        estimate = {"k1": gone, "k2": gone**2 / 2, "k3": math.exp(-gone) - 1 + gone}[config.kl]
+        paid = config.kl_coefficient * estimate if config.kl_in == "reward" else 0.0
+        found.append([i, -paid])
+    found[-1][1] += float(one.advantages)
+    return found
+
+
+def plain_normalised(lists):
+    every = [x for one in lists for x in one]
+    mean = sum(every) / len(every)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every))
+    return [[(x - mean) / deviation for x in one] for one in lists]
+
+
+def plain_returns(one, config):
+    rewards = [r for _, r in plain_rewards(one, config)]
+    return [
+        sum(config.discount ** (later - t) * rewards[later] for later in range(t, len(rewards)))
+        for t in range(len(rewards))
+    ]
+
+
+def plain_gae(one, config):
+    """The sum over later steps of (discount lambda)^l times their temporal differences."""
+    steps = plain_rewards(one, config)
+    values = [float(one.extras["values"][i]) for i, _ in steps] + [0.0]
+    deltas = [r + config.discount * values[t + 1] - values[t] for t, (_, r) in enumerate(steps)]
+    decay = config.discount * config.gae_lambda
+    return [
+        sum(decay ** (later - t) * deltas[later] for later in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["reinforce_pp", "ppo"])
+def test_advantages_of_tokens_are_those_of_the_formula(name, kl, seed):
+    config = AlgorithmConfig(
+        name, kl=kl, kl_in="reward", kl_coefficient=0.1, discount=0.95, gae_lambda=0.9
+    )
+    given_ = [sequence(10 * seed + i, reward, True) for i, reward in enumerate((1.0, 0.0, -0.5))]
+    plain = plain_gae if name == "ppo" else plain_returns
+    raw = [plain(one, config) for one in given_]
+    algorithm(name).prepare(given_, config)
+    for one, expected, plain_one in zip(given_, plain_normalised(raw), raw, strict=True):
+        own = np.flatnonzero(one.mask)
+        assert one.advantages[own].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert not one.advantages[~one.mask].any()
+        if name == "ppo":
+            targets = np.array(plain_one) + one.extras["values"][own]
+            assert one.extras["returns"][own] == pytest.approx(targets, rel=1e-4, abs=1e-5)
+
+
+def test_without_a_divergence_every_token_has_the_reward_that_ends_its_trajectory():
+    given_ = [sequence(i, reward) for i, reward in enumerate((1.0, 0.0, 3.0))]
+    algorithm("reinforce_pp").prepare(given_, AlgorithmConfig("reinforce_pp"))
+    worth = [one.advantages[one.mask] for one in given_]
+    assert all((own == own[0]).all() for own in worth)
+    assert worth[1][0] < worth[0][0] < worth[2][0]
+
+
+def test_a_step_of_equal_rewards_has_no_advantages():
+    given_ = [sequence(i, 1.0) for i in range(3)]
+    algorithm("reinforce_pp").prepare(given_, AlgorithmConfig("reinforce_pp"))
+    assert not any(one.advantages.any() for one in given_)
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(0, 1))
+def test_gae_spans_one_step_and_the_whole_trajectory(rewards, discount):
+    values = np.linspace(-1, 1, len(rewards))
+    rewards = np.array(rewards)
+    one_step = rewards + discount * np.append(values[1:], 0) - values
+    assert gae(rewards, values, discount, 0.0) == pytest.approx(one_step, abs=1e-9)
+    whole = discounted(rewards, discount) - values
+    assert gae(rewards, values, discount, 1.0) == pytest.approx(whole, abs=1e-9)
+
+
+def test_a_divergence_without_a_reference_names_the_table_to_declare():
+    one = sequence(0, 1.0)
+    one.extras.clear()
+    config = AlgorithmConfig("reinforce_pp", kl_in="reward", kl_coefficient=0.1)
+    with pytest.raises(ConfigError, match=r"models\.reference"):
+        algorithm("reinforce_pp").prepare([one], config)
+
+
+# -- rewards and sums ------------------------------------------------------------------------------
+
+
+def job(name, longest=100, **keys):
+    return JobConfig(
+        rollout=RolloutConfig(max_tokens=longest), algorithm=AlgorithmConfig(name=name, **keys)
+    )
+
+
+@given(st.lists(st.integers(2, 100), min_size=1, max_size=8), st.integers(1, 60))
+def test_length_is_punished_softly_in_the_last_tokens(lengths, buffer):
+    def plain(length):  # DAPO, equation 13
+        if length <= 100 - buffer:
+            return 0.0
+        return ((100 - buffer) - length) / buffer if length <= 100 else -1.0
+
+    config = job("grpo", overlong_buffer=buffer, overlong_penalty=0.5)
+    found = overlong(np.array(lengths), 0.0, config)
+    assert found.tolist() == pytest.approx([0.5 * plain(length) for length in lengths])
+
+
+def test_dapo_punishes_the_last_fifth_and_others_nothing():
+    lengths = np.array([80, 90, 100])
+    assert overlong(lengths, ALGORITHMS["dapo"].overlong_share, job("dapo")).tolist() == [
+        0.0,
+        -0.5,
+        -1.0,
+    ]
+    assert not overlong(lengths, ALGORITHMS["grpo"].overlong_share, job("grpo")).any()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_estimates_of_the_divergence_agree_with_its_exact_value(kind):
+    """k1 and k3 are unbiased; k2 is close while the policies are."""
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=6)
+    policy = np.exp(logits) / np.exp(logits).sum()
+    moved = logits + draw.normal(size=6) * 0.05
+    reference = np.exp(moved) / np.exp(moved).sum()
+    exact = float((policy * np.log(policy / reference)).sum())
+    mean = float((policy * sampled(kind, np.log(policy), np.log(reference))).sum())
+    assert mean == pytest.approx(exact, rel=0.05 if kind == "k2" else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "counts"), [("tokens", 1, 7), ("sequences", 1 / 4, 2), ("constant", 0.01, 2)]
+)
+def test_weights_and_counts_are_those_of_the_aggregation(kind, weight, counts):
+    config = job("grpo", aggregation=kind)
+    made = []
+    for n in (4, 3):
+        mask = np.array([False] + [True] * n)
+        nothing = np.zeros(n + 1, np.int32)
+        made.append(Sequence(nothing, nothing.astype(np.float32), mask, nothing))
+    assert token_weight(4, config) == pytest.approx(weight)
+    assert denominator(made, config) == counts

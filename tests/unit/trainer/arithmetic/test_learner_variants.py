@@ -1,0 +1,104 @@
+"""What a learner may be asked for beside plain float32: adapters, narrow passes, experts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
+from common.model.decoder import Decoder
+from common.model.lora import is_adapter
+from services.trainer.arithmetic.learner import Learner, add
+from services.trainer.arithmetic.packing import make_bins
+from tests.unit.trainer.arithmetic.test_learner import MODEL, sequences
+
+RATES = OptimizerConfig(muon_lr=0.0, adamw_lr=0.01)
+
+
+def learner(config=MODEL, **options):
+    model = Decoder(config)
+    model.initialise(torch.Generator().manual_seed(3))
+    return Learner(model, RATES, AlgorithmConfig(), **options)
+
+
+def good_bins(one, count=12):
+    made = sequences(count)
+    for sequence in made:
+        sequence.advantages = np.ones((), np.float32)
+    bins = make_bins(made, 2560)
+    for bin in bins:
+        bin.behaviour[:] = one.score(bin)
+    return bins
+
+
+def trained(one, steps=4):
+    """Sum of log-probabilities of good trajectories before and after some steps on them."""
+    bins = good_bins(one)
+    before = sum(float(one.score(bin).sum()) for bin in bins)
+    for _ in range(steps):
+        for bin in bins:
+            bin.behaviour[:] = one.score(bin)
+        gradient, stats = add(one.gradient(bin) for bin in bins)
+        assert gradient.dtype == torch.float32 and gradient.numel() == one.size
+        one.apply(gradient, stats.tokens, 1.0)
+    return before, sum(float(one.score(bin).sum()) for bin in bins)
+
+
+def test_adapters_learn_and_the_base_stands_still():
+    one = learner()
+    base = one.copied_weights()
+    one.adapt(LoraConfig(rank=4), seed=1)
+    assert one.size < sum(tensor.numel() for tensor in base.values()) / 2
+    before, after = trained(one)
+    assert after > before + 1
+    now = one.weights()
+    assert all(torch.equal(tensor, now[name]) for name, tensor in base.items())
+    assert any(
+        is_adapter(name) and name.endswith(".b") and bool(t.any()) for name, t in now.items()
+    )
+
+
+def test_adapters_go_on_where_their_state_was_taken(tmp_path):
+    from services.trainer.core.saved_state import save_state
+
+    first, second = learner(), learner()
+    for one in (first, second):
+        one.adapt(LoraConfig(rank=4), seed=1)
+    trained(first, steps=2)
+    save_state(tmp_path / "state", first.optimizer_state())
+    second.restore(tmp_path / "state", first.copied_weights())
+    assert trained(first, steps=1) == trained(second, steps=1)
+
+
+def test_bfloat16_passes_train_float32_masters():
+    wide, narrow = learner(), learner(dtype=torch.bfloat16)
+    for one in (wide, narrow):
+        before, after = trained(one)
+        assert after > before + 1
+    assert all(tensor.dtype == torch.float32 for tensor in narrow.weights().values())
+    bins = good_bins(narrow)
+    for name, tensor in narrow.weights().items():
+        assert torch.allclose(tensor, wide.weights()[name], atol=0.1), name
+    exact = learner()
+    exact.load_weights(narrow.copied_weights())
+    gap = max(float(np.abs(exact.score(bin) - narrow.score(bin)).max()) for bin in bins)
+    assert 0 < gap < 0.1
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_a_mixture_of_experts_is_balanced_by_its_own_loss(coefficient):
+    config = replace(
+        MODEL,
+        architecture="qwen3_moe",
+        qk_norm=True,
+        experts=4,
+        experts_per_token=2,
+        expert_ffn_size=16,
+        balance_coefficient=coefficient,
+    )
+    one = learner(config)
+    (bin,) = make_bins(sequences(), 2560)
+    bin.advantage[:] = 0.0  # nothing but the balance is left to learn
+    gradient, _ = one.gradient(bin)
+    assert bool(gradient.any()) == (coefficient > 0)

@@ -1,0 +1,124 @@
+"""The optimizer, held to torch's own where torch has one."""
+
+import pytest
+import torch
+from torch import nn
+
+from common.job.config import OptimizerConfig
+from services.trainer.arithmetic.optimizers import Optimizer, lr_factor, orthogonal
+
+CONFIG = OptimizerConfig(muon_lr=0.02, adamw_lr=0.003, weight_decay=0.1)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def parameter(*shape):
+            return nn.Parameter(torch.randn(*shape, generator=generator))
+
+        self.embedding = parameter(16, 8)
+        self.norm = parameter(8)
+        self.first, self.second = parameter(12, 8), parameter(12, 8)
+        self.wide = parameter(8, 24)
+
+
+def gradients(model, steps):
+    generator = torch.Generator().manual_seed(1)
+    size = sum(p.numel() for p in model.parameters())
+    return [torch.randn(size, generator=generator) for _ in range(steps)]
+
+
+def follow(model, flat):
+    """Sets the gradients of `model` to what the flat gradient says."""
+    sizes = [p.numel() for p in model.parameters()]
+    for parameter, piece in zip(model.parameters(), flat.split(sizes), strict=True):
+        parameter.grad = piece.view_as(parameter).clone()
+
+
+def test_vectors_and_embeddings_move_as_under_adamw():
+    ours, theirs = Model(), Model()
+    optimizer = Optimizer(ours, CONFIG)
+    adamw = torch.optim.AdamW(
+        [theirs.embedding, theirs.norm], lr=0.003, betas=(0.9, 0.95), weight_decay=0.1
+    )
+    for gradient in gradients(ours, 6):
+        optimizer.step(gradient, 1.0)
+        follow(theirs, gradient)
+        adamw.step()
+    assert torch.allclose(ours.embedding, theirs.embedding, atol=1e-6)
+    assert torch.allclose(ours.norm, theirs.norm, atol=1e-6)
+
+
+def test_without_muon_everything_moves_as_under_adamw():
+    ours, theirs = Model(), Model()
+    optimizer = Optimizer(ours, OptimizerConfig(muon_lr=0.0, adamw_lr=0.003))
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0)
+    for gradient in gradients(ours, 6):
+        optimizer.step(gradient, 1.0)
+        follow(theirs, gradient)
+        adamw.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_matrices_move_as_under_muon():
+    ours, theirs = Model(), Model()
+    optimizer = Optimizer(ours, CONFIG)
+    matrices = [theirs.first, theirs.second, theirs.wide]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)
+    for gradient in gradients(ours, 6):
+        optimizer.step(gradient, 1.0)
+        follow(theirs, gradient)
+        muon.step()
+    for name in ("first", "second", "wide"):
+        one, other, before = (getattr(m, name) for m in (ours, theirs, Model()))
+        moved = (other - before).norm()
+        assert (one - other).norm() < 0.02 * moved  # torch iterates in bfloat16
+
+
+def test_an_orthogonal_update_has_singular_values_near_one():
+    for shape in ((3, 12, 8), (8, 24), (8, 8)):
+        matrices = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+        values = torch.linalg.svdvals(orthogonal(matrices))
+        assert values.min() > 0.3 and values.max() < 1.3
+
+
+def test_matrices_of_one_shape_do_not_mix():
+    matrices = torch.randn(3, 12, 8, generator=torch.Generator().manual_seed(3))
+    alone = torch.stack([orthogonal(matrix) for matrix in matrices])
+    assert torch.allclose(orthogonal(matrices), alone, atol=1e-5)
+
+
+def test_an_optimizer_goes_on_where_its_state_was_taken():
+    first, second = Model(), Model()
+    optimizer = Optimizer(first, CONFIG)
+    early, late = gradients(first, 6)[:3], gradients(first, 6)[3:]
+    for gradient in early:
+        optimizer.step(gradient, 0.5)
+    second.load_state_dict(first.state_dict())
+    other = Optimizer(second, CONFIG)
+    other.load(optimizer.state())
+    for gradient in late:
+        optimizer.step(gradient, 0.5)
+        other.step(gradient, 0.5)
+    for one, two in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_state_is_a_copy():
+    model = Model()
+    optimizer = Optimizer(model, CONFIG)
+    state = optimizer.state()
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    optimizer.step(gradients(model, 1)[0], 1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.items())
+
+
+def test_the_learning_rate_rises_and_then_falls_to_what_is_left():
+    config = OptimizerConfig(warmup_steps=5, final_lr=0.1)
+    factors = [lr_factor(step, 50, config) for step in range(50)]
+    assert factors[0] == pytest.approx(0.2) and max(factors) == factors[4]
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert factors[-1] == pytest.approx(0.1 + 0.9 / 50)

@@ -1,0 +1,198 @@
+"""Groups of a step from a real weight store: what may not train gives its place to another."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.api.weights import Group
+from common.clock import SystemClock
+from common.job.config import JobConfig
+from common.process.host import SystemHost
+from common.random import Random
+from common.runtime.mesh import Mesh, MeshSettings
+from common.state import accounting, events, groups, jobs, steps
+from common.state.client import State
+from common.transport.zmq import ZmqTransport
+from common.wire.blob import pack
+from common.wire.bulk import BulkClient, BulkServer, ChunkStore
+from common.wire.weight_store import STORE, put
+from services.rollout.record.finished_groups import hand_in
+from services.trainer.core.batch import Refill, staleness
+from services.trainer.core.intake import Intake
+from services.weights.store import WeightStore
+from sim.state import simulated_state
+from tests.unit.trainer.core.groups_under_test import group, job
+
+JOB, SHARD = "job", "rollout/0"
+CONFIG = job("dapo", groups_per_step=2, group_size=2)
+
+
+class Rollout:
+    """A trainer's intake, and a shard that finishes the groups it is asked for."""
+
+    def __init__(self, mesh: Mesh, rolling: Mesh) -> None:
+        self.mesh, self.rolling, self.shard = mesh, rolling, rolling.token
+        self.bulk = BulkClient(mesh)
+        self.intake = Intake(mesh, self.bulk, JOB)
+
+    async def hand_in(self, made: Group) -> int:
+        """Opens a group and finishes it as a shard does; its id."""
+        (one,) = await groups.admit(self.mesh.state, JOB, SHARD, self.shard, 1, _operation())
+        await hand_in(self.rolling, self.bulk, JOB, replace(made, group=one.group))
+        return one.group
+
+    async def finish(self, *rewards: list[float], garbled: bool = False) -> list[int]:
+        """Opens and finishes a group for each list of rewards; their ids."""
+        state = self.mesh.state
+        opened = await groups.admit(state, JOB, SHARD, self.shard, len(rewards), _operation())
+        assert len(opened) == len(rewards)
+        for one, worth in zip(opened, rewards, strict=True):
+            content = pack(group(worth, number=one.group, version=0))
+            digest = await put(self.mesh, self.bulk, content[::-1] if garbled else content, "group")
+            await groups.group_ready(
+                state, JOB, SHARD, self.shard, one.group, digest, 1, 0, 0, 2, _operation()
+            )
+        return [one.group for one in opened]
+
+    async def taken(self, refill: Refill, *stale_ones: int) -> list[Group]:
+        def stale(group: Group) -> bool:
+            lag = staleness(group, 0)
+            return lag > CONFIG.algorithm.max_staleness or group.group in stale_ones
+
+        found = self.intake.groups(1, stale, refill.replaces)
+        return [group async for group in found]
+
+    async def account(self) -> dict[str, int]:
+        state = self.mesh.state
+        in_flight = (await groups.in_flight(state, JOB)).samples
+        return accounting.account(await events.read_all(state), in_flight)
+
+
+def _operation() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
+    clock, host = SystemClock(), SystemHost()
+    state = simulated_state(clock)
+
+    def mesh(name: str, where: str) -> Mesh:
+        return Mesh(
+            name=name,
+            kind="test",
+            state=state,
+            transport=ZmqTransport(),
+            clock=clock,
+            random=Random.system(),
+            host=host,
+            settings=MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where),
+        )
+
+    (tmp_path / "store").mkdir()
+    chunks = ChunkStore(tmp_path / "store")
+    serving, asking = mesh(STORE, "there"), mesh("trainer/job", "here")
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*")
+    await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
+    await asking.join(None)
+    rolling = mesh(SHARD, "here")
+    await rolling.join(None)
+    await _training(state, CONFIG, asking)
+    yield Rollout(asking, rolling)
+    await rolling.leave()
+    await asking.leave()
+    await serving.leave()
+    bulk.close()
+    await state.close()
+
+
+async def _training(state: State, config: JobConfig, trainer: Mesh) -> None:
+    await jobs.submit(state, JOB, config.document(), "/runs/job", _operation())
+    await steps.commit_initial(state, JOB, trainer.name, trainer.token, 0, "m0", "c0")
+    await jobs.set_phase(state, JOB, "training", trainer.token, trainer.name)
+
+
+async def test_groups_that_teach_nothing_are_replaced_until_the_step_is_full(
+    rollout: Rollout,
+) -> None:
+    silent, telling = await rollout.finish([1.0, 1.0], [1.0, 0.0])
+    refill = Refill(CONFIG)
+    taking = asyncio.ensure_future(rollout.taken(refill))
+    async with asyncio.timeout(20):
+        while refill.count < 1 or not (await rollout.account())["filtered"]:
+            await asyncio.sleep(0.01)
+        assert not taking.done()
+        (another,) = await rollout.finish([0.0, 0.0])
+        while refill.count < 2 or (await rollout.account())["filtered"] < 4:
+            await asyncio.sleep(0.01)
+        (last,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [telling, last]
+    account = await rollout.account()
+    assert (account["filtered"], account["in_flight"], account["lost"]) == (4, 4, 0)
+    assert {silent, another}.isdisjoint({telling, last})
+
+
+async def test_without_dynamic_sampling_the_step_takes_them(rollout: Rollout) -> None:
+    finished = await rollout.finish([1.0, 1.0], [1.0, 0.0])
+    refill = Refill(job("grpo", groups_per_step=2, group_size=2))
+    async with asyncio.timeout(20):
+        assert [one.group for one in await rollout.taken(refill)] == finished
+    assert refill.count == 0
+
+
+async def test_a_garbled_group_goes_back_to_the_cursor_and_another_comes(rollout: Rollout) -> None:
+    await rollout.finish([1.0, 0.0], garbled=True)
+    (good,) = await rollout.finish([1.0, 0.0])
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
+    async with asyncio.timeout(20):
+        while not (await rollout.account())["host_lost"]:
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [good, another]
+    assert (await rollout.account())["lost"] == 0
+
+
+async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: Rollout) -> None:
+    made = group([1.0, 0.0], version=0, reference=True)
+    await rollout.hand_in(replace(made, reference=made.reference[:-1]))
+    (good,) = await rollout.finish([1.0, 0.0])
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
+    async with asyncio.timeout(20):
+        while not (await rollout.account())["host_lost"]:
+            assert not taking.done()
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [good, another]
+    assert (await rollout.account())["lost"] == 0
+
+
+async def test_what_a_failed_member_sampled_makes_its_group_no_older(rollout: Rollout) -> None:
+    made = group([1.0, np.nan, 0.0], version=3)
+    made.versions[6:13] = [-1, -1, 0, 0, 0, 0, 0]
+    failed = group([np.nan, np.nan], version=2)
+    ids = [await rollout.hand_in(made), await rollout.hand_in(failed)]
+    mesh = rollout.mesh
+    leased = await groups.lease_groups(mesh.state, JOB, mesh.name, mesh.token, 1, ())
+    rows = {row.group: row for row in leased.groups}
+    assert [(rows[i].min_version, rows[i].max_version) for i in ids] == [(3, 3), (2, 2)]
+
+
+async def test_tokens_that_are_staler_than_their_row_says_go_back_as_stale(
+    rollout: Rollout,
+) -> None:
+    stale, good = await rollout.finish([1.0, 0.0], [1.0, 0.0])
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG), stale))
+    async with asyncio.timeout(20):
+        while not (await rollout.account())["stale_requeued"]:
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [good, another]
+    account = await rollout.account()
+    assert (account["stale_requeued"], account["host_lost"], account["lost"]) == (2, 0, 0)

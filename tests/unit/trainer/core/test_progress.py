@@ -1,0 +1,57 @@
+"""How far a core is, as its worker reads it while it begins."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+from common.clock import SystemClock
+from common.job.config import ModelConfigSection
+from common.job.job_data import JobData
+from common.process.host import SystemHost
+from common.random import Random
+from common.runtime.mesh import Mesh
+from services.trainer.core.beginning import fresh_learner
+from services.trainer.core.core import TrainerCore
+from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_state
+from tests.unit.trainer.core.groups_under_test import group, job
+
+DIGITS = Path(__file__).parents[3] / "mesh/jobs/digits.toml"
+
+
+def core(tmp_path: Path) -> TrainerCore:
+    described = tomllib.loads(DIGITS.read_text())["model"]["config"]
+    config = replace(job("grpo"), model=ModelConfigSection(config=described))
+    clock = SystemClock()
+    mesh = Mesh(
+        name="trainer/j",
+        kind="trainer",
+        state=simulated_state(clock),
+        transport=MemoryTransport(MemoryNetwork(clock, Random(0)), "mem://one"),
+        clock=clock,
+        random=Random(0),
+        host=SystemHost(),
+    )
+    data = JobData("j", config, tmp_path, tmp_path)
+    return TrainerCore(mesh, data, "g0", 1, fresh_learner(data))
+
+
+async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(tmp_path: Path) -> None:
+    made = core(tmp_path)
+    groups = [group([1.0, 0.0], number=number, version=0) for number in range(2)]
+
+    async def arrive():
+        for one in groups:
+            yield one
+
+    updates = (await made._make_step(1, "m0").run(arrive())).updates
+    seen = [made.stats()["progress"]]
+    for _ in range(2):
+        await made._make_step(1, "").replay(groups, updates)
+        seen.append(made.stats()["progress"])
+    made.warm_fraction = 0.5
+    seen.append(made.stats()["progress"])
+    assert all(before != after for before, after in pairwise(seen)), seen

@@ -1,0 +1,41 @@
+"""Kept gradients: one sum, in the order of rounds, whoever brings which first."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from common.errors import Refused
+from services.trainer.helpers.gradient_sum import KeptGradients
+
+
+def gradients(count):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(1000, generator=generator) * 10.0**i for i in range(count)]
+
+
+def test_the_sum_is_that_of_the_order_of_rounds_whatever_comes_first():
+    expected = sum(gradients(4)[1:], gradients(4)[0].clone())
+    for order in itertools.permutations(range(4)):
+        kept, made = KeptGradients(), gradients(4)
+        for index in order:
+            kept.keep(index, made[index])
+            kept.keep(index, torch.full((1000,), torch.inf))  # again, and late
+        assert torch.equal(kept.total(4), expected)
+
+
+def test_a_missing_round_is_refused():
+    kept = KeptGradients()
+    kept.keep(1, torch.ones(3))
+    with pytest.raises(Refused, match="0 of 2"):
+        kept.total(2)
+
+
+def test_threads_add_each_round_once():
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(50):
+            kept = KeptGradients()
+            ones = [(index, torch.ones(2000)) for index in range(16) for _ in range(2)]
+            list(threads.map(lambda pair, kept=kept: kept.keep(*pair), ones))
+            assert torch.equal(kept.total(16), torch.full((2000,), 16.0))

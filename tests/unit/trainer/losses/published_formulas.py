@@ -1,0 +1,224 @@
+"""A batch in plain lists, and the published formulas written out as loops over its tokens.
+
+Every loss is a function of the policy's log-probabilities `now`, as lists of sequences, and of
+`held`, the same ones where a formula stops the gradient.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+
+from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
+from services.trainer.losses.aggregation import aggregation
+from services.trainer.losses.objective import objective
+from services.trainer.losses.terms import Terms
+
+LONGEST = 40  # rollout.max_tokens
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Sequences of the model's own tokens: lists of lists."""
+
+    now: list[list[float]]
+    behaviour: list[list[float]]
+    proximal: list[list[float]]
+    reference: list[list[float]]
+    teacher: list[list[float]]
+    advantage: list[list[float]]
+
+    @property
+    def count(self) -> int:
+        return sum(len(one) for one in self.now)
+
+
+def batch(seed, spread=0.3, count=5, of_tokens=False):
+    """Sequences of 1 to 9 tokens; other policies differ by normal deviates of size `spread`."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 9) for _ in range(count)]
+
+    def policy(around, size):
+        return [[x + draw.gauss(0, size) for x in one] for one in around]
+
+    now = [[draw.uniform(-4, -0.1) for _ in range(n)] for n in lengths]
+    worth = [draw.gauss(0, 1) for _ in lengths]
+    return Tokens(
+        now=now,
+        behaviour=policy(now, spread),
+        proximal=policy(now, spread),
+        reference=policy(now, 0.5),
+        teacher=policy(now, 0.5),
+        advantage=[
+            [draw.gauss(0, 1) if of_tokens else one for _ in range(n)]
+            for one, n in zip(worth, lengths, strict=True)
+        ],
+    )
+
+
+def flat(lists):
+    return torch.tensor([x for one in lists for x in one], dtype=torch.float64)
+
+
+def terms(tokens):
+    """The same batch as one bin has it."""
+    sequence = [i for i, one in enumerate(tokens.now) for _ in one]
+    return Terms(
+        logprobs=flat(tokens.now),
+        behaviour=flat(tokens.behaviour),
+        proximal=flat(tokens.proximal),
+        advantage=flat(tokens.advantage),
+        sequence=torch.tensor(sequence),
+        sequences=len(tokens.now),
+        extras={"reference": flat(tokens.reference), "teacher": flat(tokens.teacher)},
+    )
+
+
+def job(name, **keys):
+    """A job of this algorithm."""
+    return JobConfig(
+        rollout=RolloutConfig(max_tokens=LONGEST), algorithm=AlgorithmConfig(name=name, **keys)
+    )
+
+
+def weights(tokens, config):
+    """[t] as a bin has them, from what is documented of aggregation."""
+    kind = aggregation(config)
+    constant = config.algorithm.loss_constant or LONGEST
+    each = {
+        "tokens": lambda n: 1.0,
+        "sequences": lambda n: 1 / n,
+        "constant": lambda n: 1 / constant,
+    }
+    return flat([[each[kind](len(one))] * len(one) for one in tokens.now])
+
+
+def ours(tokens, config):
+    """(loss, slope [t]) of a step that has this batch alone."""
+    found = objective(terms(tokens), weights(tokens, config), config.algorithm)
+    by_tokens = aggregation(config) == "tokens"
+    denominator = tokens.count if by_tokens else len(tokens.now)
+    return float(found.losses.sum()) / denominator, found.slope / denominator
+
+
+def slope(loss, tokens, step=1e-6):
+    """Central differences of a plain loss with respect to each of `now`."""
+    found = []
+    for i, one in enumerate(tokens.now):
+        for t in range(len(one)):
+            ends = []
+            for sign in (1, -1):
+                moved = [list(other) for other in tokens.now]
+                moved[i][t] += sign * step
+                ends.append(loss(moved, tokens.now, tokens))
+            found.append((ends[0] - ends[1]) / (2 * step))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def alike(found, differences):
+    """Whether a slope agrees with differences, which are exact to rounding of the loss."""
+    largest = max(1.0, float(differences.abs().max()))
+    return torch.allclose(found, differences, rtol=1e-6, atol=2e-9 * largest)
+
+
+# -- pieces of formulas ----------------------------------------------------------------------------
+
+
+def every(tokens):
+    """(sequence, place) of each token."""
+    return [(i, t) for i, one in enumerate(tokens.now) for t in range(len(one))]
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def clipped(ratio, advantage, low, high, dual=0.0):
+    value = -min(ratio * advantage, clip(ratio, 1 - low, 1 + high) * advantage)
+    return min(value, -dual * advantage) if dual and advantage < 0 else value
+
+
+def mean_over_tokens(term, tokens):
+    return sum(term(i, t) for i, t in every(tokens)) / tokens.count
+
+
+def mean_of_means(term, tokens):
+    rows = [[term(i, t) for t in range(len(one))] for i, one in enumerate(tokens.now)]
+    return sum(sum(row) / len(row) for row in rows) / len(rows)
+
+
+def mean_of_sums(term, tokens, constant=LONGEST):
+    return sum(term(i, t) for i, t in every(tokens)) / constant / len(tokens.now)
+
+
+def surrogate(now, tokens, low, high, dual=0.0):
+    def term(i, t):
+        ratio = math.exp(now[i][t] - tokens.behaviour[i][t])
+        return clipped(ratio, tokens.advantage[i][t], low, high, dual)
+
+    return term
+
+
+# -- published losses ------------------------------------------------------------------------------
+
+
+def grpo(now, held, tokens):
+    return mean_over_tokens(surrogate(now, tokens, 0.2, 0.28, 3.0), tokens)
+
+
+def grpo_published(now, held, tokens):
+    """Shao et al. 2024, equation 3, with the estimate of the divergence in its equation 4."""
+
+    def term(i, t):
+        gone = tokens.reference[i][t] - now[i][t]
+        return surrogate(now, tokens, 0.2, 0.2)(i, t) + 0.04 * (math.exp(gone) - gone - 1)
+
+    return mean_of_means(term, tokens)
+
+
+def dr_grpo(now, held, tokens):
+    return mean_of_sums(surrogate(now, tokens, 0.2, 0.2), tokens)
+
+
+def dapo(now, held, tokens):
+    return mean_over_tokens(surrogate(now, tokens, 0.2, 0.28), tokens)
+
+
+def rloo(now, held, tokens):
+    return mean_of_sums(surrogate(now, tokens, 0.2, 0.2), tokens)
+
+
+def reinforce_pp(now, held, tokens):
+    return mean_over_tokens(surrogate(now, tokens, 0.2, 0.2), tokens)
+
+
+ppo = reinforce_pp
+
+
+def gspo(now, held, tokens):
+    total = 0.0
+    for i, one in enumerate(now):
+        gone = sum(one[t] - tokens.behaviour[i][t] for t in range(len(one))) / len(one)
+        total += clipped(math.exp(gone), tokens.advantage[i][0], 3e-4, 4e-4)
+    return total / len(now)
+
+
+def cispo(now, held, tokens):
+    def term(i, t):
+        ratio = clip(math.exp(held[i][t] - tokens.behaviour[i][t]), 0.0, 1.28)
+        return -ratio * tokens.advantage[i][t] * now[i][t]
+
+    return mean_over_tokens(term, tokens)
+
+
+def sft(now, held, tokens):
+    return mean_over_tokens(lambda i, t: -now[i][t], tokens)
+
+
+def distill(now, held, tokens):
+    def term(i, t):
+        ratio = math.exp(now[i][t] - tokens.behaviour[i][t])
+        return clipped(ratio, tokens.teacher[i][t] - held[i][t], 0.2, 0.28, 3.0)
+
+    return mean_over_tokens(term, tokens)

@@ -1,0 +1,127 @@
+"""Off-policy corrections and KL terms, held to their formulas written as loops."""
+
+import math
+
+import pytest
+import torch
+
+from tests.unit.trainer.losses import published_formulas as plain
+
+ALL = ("decoupled", "tis", "mis")
+
+
+def weight_of(tokens, correction, level, i, t, low=0.5, high=None):
+    """Proximal over behaviour probability of a token, or of its sequence."""
+    places = [t] if level == "token" else range(len(tokens.now[i]))
+    weight = 1.0
+    for u in places:
+        weight *= math.exp(tokens.proximal[i][u]) / math.exp(tokens.behaviour[i][u])
+    if correction == "tis":
+        return min(weight, 2.0 if high is None else high)
+    if correction == "mis":
+        return weight if low <= weight <= (5.0 if high is None else high) else 0.0
+    return weight
+
+
+def decoupled(correction, level, **limits):
+    """AReaL, equation 5: the ratio, and its clips, are to the proximal policy."""
+
+    def loss(now, held, tokens):
+        def term(i, t):
+            ratio = math.exp(now[i][t] - tokens.proximal[i][t])
+            value = plain.clipped(ratio, tokens.advantage[i][t], 0.2, 0.28)
+            return weight_of(tokens, correction, level, i, t, **limits) * value
+
+        return plain.mean_over_tokens(term, tokens)
+
+    return loss
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("correction", ALL)
+def test_loss_and_slope_are_those_of_the_corrected_objective(correction, level, seed):
+    tokens = plain.batch(seed, 0.5)
+    config = plain.job("dapo", correction=correction, correction_level=level)
+    loss = decoupled(correction, level)
+    found, slope = plain.ours(tokens, config)
+    assert found == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
+    assert plain.alike(slope, plain.slope(loss, tokens))
+
+
+@pytest.mark.parametrize("correction", ["tis", "mis"])
+def test_bounds_are_the_jobs_to_choose(correction):
+    tokens = plain.batch(11, 0.5)
+    keys = {"correction_low": 0.9, "correction_high": 1.1}
+    config = plain.job("dapo", correction=correction, **keys)
+    loss = decoupled(correction, "token", low=0.9, high=1.1)
+    found, slope = plain.ours(tokens, config)
+    assert found == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
+    assert plain.alike(slope, plain.slope(loss, tokens))
+
+
+def test_without_a_correction_the_ratio_is_to_the_policy_that_sampled():
+    tokens = plain.batch(4)
+    before = plain.ours(tokens, plain.job("dapo"))
+    tokens.proximal = [[-9.0] * len(one) for one in tokens.now]
+    after = plain.ours(tokens, plain.job("dapo"))
+    assert before[0] == after[0] and torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("correction", ALL)
+def test_the_corrected_gradient_is_right_in_expectation_over_what_was_sampled(correction):
+    """Of a policy over four tokens that an older one sampled: the policy gradient, while no bound
+    is met.
+    """
+    logits = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    older = torch.tensor([0.2, 0.0, 0.3, 0.3], dtype=torch.float64).log_softmax(0)
+    worth = torch.tensor([1.0, -1.0, 0.5, 0.2], dtype=torch.float64)
+    logprobs = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad(-(logprobs.exp() * worth).sum(), logits, retain_graph=True)
+
+    def column(values):
+        return [[x] for x in values.tolist()]
+
+    now, sampled = column(logprobs.detach()), column(older)
+    tokens = plain.Tokens(now, sampled, now, now, now, column(worth))
+    config = plain.job("grpo", correction=correction).algorithm
+    slope = plain.objective(plain.terms(tokens), older.exp(), config).slope
+    (found,) = torch.autograd.grad(logprobs, logits, slope)
+    assert torch.allclose(found, exact, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_divergence_joins_the_loss_unclipped_and_uncorrected(kind, seed):
+    def loss(now, held, tokens):
+        def term(i, t):
+            gone = now[i][t] - tokens.reference[i][t]
+            return {"k1": gone, "k2": gone * gone / 2, "k3": math.exp(-gone) - 1 + gone}[kind]
+
+        inside = decoupled("mis", "token")(now, held, tokens)
+        return inside + 0.3 * plain.mean_over_tokens(term, tokens)
+
+    tokens = plain.batch(seed, 0.5)
+    config = plain.job("dapo", correction="mis", kl=kind, kl_coefficient=0.3)
+    found, slope = plain.ours(tokens, config)
+    assert found == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
+    assert plain.alike(slope, plain.slope(loss, tokens))
+
+
+def test_a_divergence_that_the_reward_pays_is_not_in_the_loss():
+    tokens = plain.batch(0)
+    keys = {"kl_coefficient": 0.3, "kl_in": "reward"}
+    assert (
+        plain.ours(tokens, plain.job("dapo", **keys))[0]
+        == (plain.ours(tokens, plain.job("dapo"))[0])
+    )
+
+
+def test_what_a_bound_cut_is_told_apart_from_what_a_clip_cut():
+    tokens = plain.batch(6, 0.8, count=12)
+    config = plain.job("dapo", correction="mis").algorithm
+    one = torch.ones(tokens.count, dtype=torch.float64)
+    found = plain.objective(plain.terms(tokens), one, config)
+    assert found.corrected.any() and found.clipped.any()
+    assert not (found.corrected & found.clipped).any()
+    assert (found.slope[found.corrected | found.clipped] == 0).all()

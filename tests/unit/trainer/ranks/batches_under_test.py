@@ -1,0 +1,109 @@
+"""A tiny model, and batches made from a seed: what any number of ranks must train alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
+from common.model.config import ModelConfig
+from common.model.decoder import Decoder
+from services.trainer.arithmetic.learner import Learner
+from services.trainer.arithmetic.packing import Bin, Sequence, make_bins
+
+STEPS = 4
+BINS = 5  # of each step: no multiple of two or three ranks
+VOCABULARY = 37
+OPTIMIZER = OptimizerConfig(muon_lr=0.003, adamw_lr=0.001, weight_decay=0.01)
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+MIXTURE = MODEL | {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "mlp_only_layers": [1],
+    "router_aux_loss_coef": 0.01,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    adapters: LoraConfig = field(default_factory=LoraConfig)
+    model: Mapping[str, Any] = field(default_factory=lambda: MODEL)
+    dtype: torch.dtype = torch.float32
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "critic": Variant(AlgorithmConfig(name="ppo")),
+    "adapters": Variant(adapters=LoraConfig(rank=2)),
+    "mixture": Variant(model=MIXTURE),
+    "bfloat16": Variant(dtype=torch.bfloat16),
+}
+
+
+def fresh_model(variant: str = "plain") -> Decoder:
+    model = Decoder(ModelConfig.from_hf(VARIANTS[variant].model))
+    generator = torch.Generator()
+    generator.manual_seed(7)
+    model.initialise(generator)
+    return model
+
+
+def fresh_learner(variant: str) -> Learner:
+    chosen = VARIANTS[variant]
+    learner = Learner(fresh_model(variant), OPTIMIZER, chosen.algorithm, dtype=chosen.dtype)
+    if chosen.adapters.rank:
+        learner.adapt(chosen.adapters, seed=3)
+    return learner
+
+
+def given_weights(variant: str) -> dict[str, Tensor]:
+    """What training begins with in place of the model's own."""
+    return {name: 0.9 * tensor for name, tensor in fresh_learner(variant).weights().items()}
+
+
+def bins_of_step(step: int) -> list[Bin]:
+    """BINS bins of one or two sequences."""
+    random = np.random.default_rng(step)
+    return [
+        make_bins([_sequence(random, step) for _ in range(1 + number % 2)], 80, step)[0]
+        for number in range(BINS)
+    ]
+
+
+def _sequence(random: np.random.Generator, step: int) -> Sequence:
+    length = int(random.integers(8, 40))
+    mask = np.arange(length) >= 3
+    return Sequence(
+        tokens=random.integers(0, VOCABULARY, length).astype(np.int32),
+        logprobs=np.where(mask, -3.6 + 0.1 * random.standard_normal(length), 0).astype(np.float32),
+        mask=mask,
+        versions=np.where(mask, step, -1).astype(np.int32),
+        advantages=np.array(random.standard_normal(), np.float32),
+        extras={
+            name: random.standard_normal(length).astype(np.float32)
+            for name in ("values", "returns")  # which a critic's losses compare with
+        },
+    )

@@ -1,0 +1,81 @@
+"""Ranks that hold a model in rows train as one process does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.process.host import SystemHost
+from services.trainer.arithmetic.learner import Learner, add
+from tests.unit.trainer.ranks.batches_under_test import (
+    STEPS,
+    VARIANTS,
+    bins_of_step,
+    fresh_learner,
+    given_weights,
+)
+
+HERE = Path(__file__).parent
+PROGRAM = HERE / "rank_program.py"
+RANKS = 3  # which neither the bins of a step nor the rows of most parameters are a multiple of
+
+
+async def run_ranks(directory: Path) -> None:
+    log = directory / "ranks.log"
+    child = SystemHost().spawn(
+        [sys.executable, str(PROGRAM), str(RANKS), str(directory)],
+        name="ranks",
+        env={
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(HERE.parents[3]),
+        },
+        log=log,
+        own_session=True,
+    )
+    try:
+        assert await child.wait(200.0) == 0, log.read_text()[-4000:]
+    finally:
+        child.kill()
+
+
+def one_process(variant: str) -> tuple[Learner, list[float]]:
+    learner = fresh_learner(variant)
+    learner.load_weights(given_weights(variant))
+    norms = []
+    for step in range(STEPS):
+        gradient, _ = add(learner.gradient(bin) for bin in bins_of_step(step))
+        norms.append(learner.apply(gradient, 100.0, 1.0))
+    return learner, norms
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.timeout(300)
+async def test_ranks_that_hold_a_model_in_rows_make_the_updates_of_one_process(
+    tmp_path: Path,
+) -> None:
+    """Also from weights that they are given, after its state was moved to new ranks, with rounds
+    that hybrids computed, and with rounds that have no bin for some rank; with a critic, and with
+    adapters.
+    """
+    await run_ranks(tmp_path)
+    for variant in VARIANTS:
+        learner, norms = one_process(variant)
+        weights = load_file(tmp_path / f"{variant}.weights")
+        torch.testing.assert_close(weights.pop("norms"), torch.tensor(norms))
+        assert_alike(weights, learner.weights())
+        assert_alike(load_file(tmp_path / f"{variant}.state"), learner.optimizer_state())
+        for rank in range(RANKS):
+            scores = load_file(tmp_path / f"{variant}{rank}.safetensors")["scores"]
+            what = "values" if variant == "critic" else "logprobs"
+            own = torch.from_numpy(learner.score(bins_of_step(0)[rank], what))
+            torch.testing.assert_close(scores, own, rtol=0, atol=1e-4)
