@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from common.generation.builtin.build import TorchEngine, build
+from common.generation.builtin.build import BUILD_S, TorchEngine, build
 from common.generation.contract import Engine
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
@@ -20,8 +20,6 @@ from services.engine.service import FLUSH_S, FLUSH_STEPS
 
 if TYPE_CHECKING:
     from services.engine.sglang.engine import SGLangEngine
-
-BUILD_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
 
 
 async def opened(mesh: Mesh, data: JobData, gang: str) -> Engine:

@@ -8,7 +8,7 @@ import torch
 
 from common.api.scoring import scoring_name
 from common.errors import ConfigError
-from common.generation.builtin.build import TorchEngine, build
+from common.generation.builtin.build import BUILD_S, TorchEngine, build
 from common.job.config import INITIAL, FrozenModelConfig
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
@@ -21,7 +21,6 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import patiently
 from common.state import jobs
 from common.wire.bulk import BulkClient
-from services.engine.build import BUILD_S
 from services.scoring.frozen import FrozenModel, FrozenModels
 
 LOAD_S = 3600.0  # of one model into memory
