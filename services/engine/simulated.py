@@ -137,6 +137,7 @@ class SimulatedEngine:
         self.busy_s = 0.0
         self.prefill_tokens_per_s = 0.0
         self.cache_bytes_per_token = 0  # there is none
+        self.path, self.preempted = "simulated", 0
         self.tensor_parallel = 1
         self.vocab_size, self.max_length = vocab_size, max_length
         self._clock, self._rate, self._seed = clock, tokens_per_s, seed
