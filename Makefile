@@ -34,6 +34,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy common meshrl services sim
+	$(BIN)/lint-imports
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -67,4 +68,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache .import_linter_cache .pytest_cache build *.egg-info
