@@ -12,6 +12,11 @@ NAMES = sorted(path.stem for path in SCRIPTS.glob("*/*.lua"))
 SENT = [name for name in NAMES if not name.startswith("_") and name != "prelude"]
 
 
+def test_a_script_is_found_by_its_name_alone_wherever_it_lies() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    assert {script_file(name) for name in NAMES} == set(SCRIPTS.rglob("*.lua"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_says_why_it_exists_and_sets_no_globals(name: str) -> None:
     source = script_file(name).read_text()
