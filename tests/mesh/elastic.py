@@ -59,7 +59,9 @@ class ElasticMesh:
     async def open(self) -> None:
         server = embedded.command(self.directory / "r")
         self._spawn("redis", server.argv)
-        self.forks = Forks(self.host, [RANK_MAIN, "torch._dynamo"], self._log("forks"))
+        self.forks = Forks(
+            self.host, ["services.trainer.running", "torch._dynamo"], self._log("forks")
+        )
         settings = MeshSettings(server.url, str(self.directory), host="here")
         settings.to_file(self.directory / "settings.json")
         for _ in range(200):
