@@ -14,13 +14,16 @@ from common.errors import DeadlineExceeded
 
 
 class Clock(Protocol):
+    """The clocks of a process, as the machine or a simulation gives them."""
+
     def monotonic(self) -> float:
         """Seconds that never go back; only differences mean something. Safe from any thread."""
 
     def wall(self) -> float:
         """Seconds since the epoch."""
 
-    async def sleep(self, seconds: float) -> None: ...
+    async def sleep(self, seconds: float) -> None:
+        """Returns after `seconds`; 0 lets other tasks run first."""
 
     def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
         """Ends its block after `seconds` with DeadlineExceeded(what)."""
@@ -42,13 +45,17 @@ class SystemClock:
     """The machine's clocks."""
 
     def monotonic(self) -> float:
+        """Seconds since an arbitrary point, which never go back."""
         return time.monotonic()
 
     def wall(self) -> float:
+        """Seconds since the epoch."""
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
+        """Returns after `seconds`."""
         await asyncio.sleep(seconds)
 
     def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
+        """Ends its block after `seconds` with DeadlineExceeded(what)."""
         return loop_timeout(seconds, what)

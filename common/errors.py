@@ -27,6 +27,8 @@ class MeshError(Exception):
 
 
 class DeadlineExceeded(MeshError):
+    """Something took longer than its caller would wait; whether it still happens is unknown."""
+
     code = "deadline_exceeded"
     retryable = True
 
@@ -52,6 +54,8 @@ class StaleIncarnation(MeshError):
 
 
 class UnknownMethod(MeshError):
+    """The actor that was asked has no method of that name."""
+
     code = "unknown_method"
 
 
@@ -75,6 +79,8 @@ class Fenced(MeshError):
 
 
 class NotFound(MeshError):
+    """The caller named something that does not exist there, such as a job, a version or a chunk."""
+
     code = "not_found"
 
 
@@ -85,6 +91,8 @@ class Refused(MeshError):
 
 
 class ConfigError(MeshError):
+    """A job file or an option holds something that cannot be run."""
+
     code = "config_error"
 
 

@@ -56,6 +56,8 @@ def advertised_host(advertise: str) -> str:
 
 @dataclass(frozen=True)
 class MeshSettings:
+    """The settings of one mesh."""
+
     redis_url: str
     run_root: str
     bind: str = "tcp://127.0.0.1:*"

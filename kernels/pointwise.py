@@ -36,9 +36,11 @@ Norms = tuple[Tensor, Tensor] | None
 class Operators(Protocol):
     """As `common.model.pointwise.Pointwise`."""
 
-    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of x [.., n] over its last dimension."""
 
-    def swiglu(self, gate_up: Tensor) -> Tensor: ...
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
 
     def heads(
         self,
@@ -48,7 +50,10 @@ class Operators(Protocol):
         counts: tuple[int, int],
         norms: Norms,
         eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of projections; shapes as in
+        `common.model.pointwise.Pointwise.heads`.
+        """
 
 
 class Fused:
@@ -60,12 +65,14 @@ class Fused:
         self._plain = plain
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of x [.., n] over its last dimension."""
         if not _takes(x, weight):
             return self._plain.normed(x, weight, eps)
         out: Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
         if not _takes(gate_up):
             return self._plain.swiglu(gate_up)
         out: Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
@@ -80,6 +87,9 @@ class Fused:
         norms: Norms,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of projections; shapes as in
+        `common.model.pointwise.Pointwise.heads`.
+        """
         fits = cos.shape == sin.shape == (*qkv.shape[:-1], 1, cos.shape[-1])
         if not fits or not _takes(qkv, cos, sin, *(norms or ())):
             return self._plain.heads(qkv, cos, sin, counts, norms, eps)

@@ -56,6 +56,7 @@ class VarlenAttention:
         self.starts = np.ascontiguousarray(starts, np.int32)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of queries [t, heads, width] -> like queries; `layer` is not used."""
         if q.device.type == "cuda" and q.dtype in HALF:
             return self._flash(q, k, v)
         if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16):

@@ -25,6 +25,10 @@ class Finish(IntEnum):
 
 @message
 class Attach:
+    """A shard asks for the stream of its requests' tokens; an earlier stream of the same owner
+    ends.
+    """
+
     owner: str  # a rollout shard's name
     incarnation: str
 
@@ -84,6 +88,8 @@ class Submit:
 
 @message
 class Submitted:
+    """The answer to Submit: the number of requests that were taken."""
+
     accepted: int
 
 
@@ -97,11 +103,15 @@ class Rest:
 
 @message
 class Rested:
+    """The answer to Rest: the version of the weights that are loaded."""
+
     version: int
 
 
 @message
 class Abort:
+    """Ends requests of an owner; what they had generated still comes in a flush, as ABORTED."""
+
     owner: str
     ids: Array  # int64
 
@@ -117,6 +127,8 @@ class Move:
 
 @message
 class Moved:
+    """The answer to Move: how much was taken over, and what that took."""
+
     tokens: int  # that the session's next turn finds computed here
     bytes: int  # of keys and values that came
     seconds: float  # that it took, without waiting for other moves to this engine
@@ -125,6 +137,8 @@ class Moved:
 
 @message
 class Export:
+    """Asks an engine for a copy of what it has computed of an idle session."""
+
     session: int
 
 
@@ -145,11 +159,15 @@ class CachePart:
 
 @message
 class CacheFrame:
+    """One item of the stream that answers Export: the next bytes of a part."""
+
     part: CachePart | None  # where one begins
     content: Array  # uint8
 
 
 class Engine(Role):
+    """The methods of an engine process."""
+
     attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)

@@ -9,4 +9,6 @@ from common.wire.frames import message
 
 @message
 class Look:
+    """The hint. Whoever gets it reads the state again."""
+
     what: str  # what changed, for the log

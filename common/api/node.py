@@ -7,4 +7,6 @@ from common.runtime.interface import Cast, Interface
 
 
 class Worker(Interface):
+    """The methods of a worker."""
+
     look = Cast(Look)

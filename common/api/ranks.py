@@ -26,11 +26,13 @@ class Order:
 
 @message
 class Done:
-    pass
+    """The answer to an order that has no result."""
 
 
 @message
 class Meeting:
+    """An order to form the process group of a generation."""
+
     generation: int
     path: str  # of a file, where the ranks of this generation meet
     deadline_s: float  # of each of their collectives
@@ -38,6 +40,8 @@ class Meeting:
 
 @message
 class RoundPart:
+    """An order to compute the gradient of one bin, which is this rank's share of a round."""
+
     generation: int
     index: int
     bin: dict[str, Array]
@@ -45,6 +49,10 @@ class RoundPart:
 
 @message
 class RoundStats:
+    """The answer to RoundPart: what is known of the bin's gradient, as `arithmetic/stats.py` sums
+    it.
+    """
+
     stats: Any
 
 
@@ -60,6 +68,8 @@ class LentGradient:
 
 @message
 class Update:
+    """An order to step the optimizer with the sum of the gradients of `rounds` rounds."""
+
     generation: int
     rounds: int
     denominator: float
@@ -68,11 +78,15 @@ class Update:
 
 @message
 class Norm:
+    """The answer to Update."""
+
     norm: float  # of the whole gradient, before clipping
 
 
 @message
 class ScorePart:
+    """An order to compute the forward pass of one bin, without a gradient."""
+
     generation: int
     bin: dict[str, Array]
     what: str  # logprobs | values
@@ -80,16 +94,22 @@ class ScorePart:
 
 @message
 class Scores:
+    """The answer to ScorePart."""
+
     scores: Array  # float32, one for each place
 
 
 @message
 class Taking:
+    """An order to hand the state to rank 0, or to take it from there."""
+
     generation: int
     optimizer: bool  # its state too
 
 
 class Ranks(Role):
+    """The methods of a rank other than 0."""
+
     stand_by = Call(Order, Done, deadline_s=30.0, idempotent=True)
     form = Call(Meeting, Done, deadline_s=FORM_S)
     begin = Call(Order, Done, deadline_s=30.0)

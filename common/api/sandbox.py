@@ -25,6 +25,8 @@ RAISED = "raised"
 
 @message
 class RewardPart:
+    """One term of a job's reward."""
+
     use: str  # "module:function", f(row, turns) -> float, or a built-in reward's name
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +53,8 @@ class Jailing:
 
 @message
 class LoadJob:
+    """Asks the sandbox to get ready for the calls of a job."""
+
     job: str
     bundle_dir: str  # first on the workers' import path
     tools: dict[str, str]  # name -> "module:function", f(input) -> plain value; or a built-in's
@@ -61,6 +65,8 @@ class LoadJob:
 
 @message
 class Loaded:
+    """The answer to LoadJob."""
+
     job: str
     workers: int
     tier: str  # how code of the model is contained; empty: the job runs none
@@ -68,6 +74,8 @@ class Loaded:
 
 @message
 class ToolCall:
+    """One call of a tool."""
+
     id: int  # the caller's, unique within its batch
     job: str
     tool: str
@@ -80,11 +88,15 @@ class ToolCall:
 
 @message
 class RunTools:
+    """A batch of tool calls, which may be of several jobs."""
+
     calls: list[ToolCall]
 
 
 @message
 class RewardCall:
+    """One finished trajectory to score: the row of its dataset, and its turns."""
+
     id: int
     job: str
     row: dict[str, Any]
@@ -94,11 +106,15 @@ class RewardCall:
 
 @message
 class ScoreBatch:
+    """A batch of trajectories to score, which may be of several jobs."""
+
     calls: list[RewardCall]
 
 
 @message
 class EndSessions:
+    """Sessions that nobody needs any more."""
+
     job: str
     sessions: list[str]
 
@@ -117,10 +133,14 @@ class Outcome:
 
 @message
 class Outcomes:
+    """The answer to RunTools and ScoreBatch."""
+
     outcomes: list[Outcome]  # in the order of the calls
 
 
 class Sandbox(Interface):
+    """The methods of the sandbox."""
+
     load = Call(LoadJob, Loaded, deadline_s=120.0, idempotent=True)
     run = Call(RunTools, Outcomes, deadline_s=60.0)
     score = Call(ScoreBatch, Outcomes, deadline_s=120.0, idempotent=True)

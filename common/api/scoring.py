@@ -26,6 +26,8 @@ class ScoreBatch:
 
 @message
 class RoleScores:
+    """What one frozen model makes of the sequences of a ScoreBatch."""
+
     role: str
     logprobs: Array  # float32, of each token at temperature 1; 0 where a sequence begins
     errors: list[str]  # of each sequence; empty: it was scored
@@ -33,6 +35,8 @@ class RoleScores:
 
 @message
 class ScoredBatch:
+    """The answer to ScoreBatch."""
+
     scores: list[RoleScores]  # in the order of the roles
 
 
@@ -47,10 +51,14 @@ class JudgeBatch:
 
 @message
 class Verdicts:
+    """The answer to JudgeBatch."""
+
     yes: Array  # float64 [n], probability of `yes` against `no`; NaN: see errors
     errors: list[str]
 
 
 class Scoring(Role):
+    """The methods of the process that hosts a job's frozen models."""
+
     score = Call(ScoreBatch, ScoredBatch, deadline_s=120.0, idempotent=True)
     judge = Call(JudgeBatch, Verdicts, deadline_s=120.0, idempotent=True)

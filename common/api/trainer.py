@@ -13,27 +13,35 @@ from common.wire.frames import Array, message
 
 @message
 class JoinHybrids:
+    """A gang asks to be a hybrid of the core."""
+
     gang: str
 
 
 @message
 class Joined:
+    """The answer to JoinHybrids."""
+
     generation: int  # what the hybrid says from now on carries it; an older one is refused
 
 
 @message
 class LeaveHybrids:
+    """A hybrid says that it computes no more rounds."""
+
     gang: str
     generation: int
 
 
 @message
 class Left:
-    pass
+    """The answer to LeaveHybrids."""
 
 
 @message
 class RoundRequest:
+    """A hybrid asks for a round to compute."""
+
     gang: str
     generation: int
     manifest: str  # digest of the weights that the hybrid has
@@ -54,6 +62,8 @@ class RoundLease:
 
 @message
 class RoundResult:
+    """A hybrid has computed a round; the core fetches the gradient while this call lasts."""
+
     gang: str
     generation: int
     epoch: str
@@ -66,10 +76,14 @@ class RoundResult:
 
 @message
 class RoundTaken:
+    """The answer to RoundResult."""
+
     counted: bool  # False: the step has moved on, or another result came first
 
 
 class Trainer(Role):
+    """The methods of the core of a training gang."""
+
     join = Call(JoinHybrids, Joined, deadline_s=10.0)
     leave = Call(LeaveHybrids, Left, deadline_s=2.0, idempotent=True)
     lease_round = Call(RoundRequest, RoundLease, deadline_s=15.0)

@@ -30,6 +30,8 @@ class Tensor:
 
 @message
 class Manifest:
+    """The tensors of one weight version, and the chunks that hold them."""
+
     job: str
     lineage: int
     version: int
@@ -38,16 +40,22 @@ class Manifest:
 
 @message
 class Stage:
+    """Asks the store to keep a manifest; all of its chunks are there already."""
+
     manifest: Manifest
 
 
 @message
 class Staged:
+    """The answer to Stage: the manifest's own digest, by which steps and checkpoints name it."""
+
     digest: str
 
 
 @message
 class Fetch:
+    """Asks for a manifest by its digest."""
+
     digest: str
 
 
@@ -66,11 +74,15 @@ class Checkpoint:
 
 @message
 class Saved:
+    """The answer to Checkpoint: the name by which it is loaded."""
+
     name: str
 
 
 @message
 class Load:
+    """Asks for a checkpoint by its name."""
+
     job: str
     name: str
 
@@ -106,6 +118,8 @@ class Group:
 
 
 class Weights(Interface):
+    """The methods of the weight store."""
+
     stage = Call(Stage, Staged, deadline_s=30.0, idempotent=True)
     manifest = Call(Fetch, Manifest, deadline_s=10.0, idempotent=True)
     save = Call(Checkpoint, Saved, deadline_s=30.0, idempotent=True)

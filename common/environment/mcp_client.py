@@ -29,6 +29,9 @@ class Server:
         self._session = self._wait(self._ready, START_S)
 
     def tools(self) -> Listed:
+        """The server's tools by name: description, and JSON schema of the arguments. TimeoutError
+        after `START_S`.
+        """
         found = self._wait(self._session.list_tools(), START_S).tools
         return {tool.name: (tool.description or "", _schema(tool)) for tool in found}
 
@@ -47,6 +50,7 @@ class Server:
         return text if parts and None not in parts else structure if structure else text
 
     def close(self) -> None:
+        """Ends the server's process; TimeoutError if it has not gone after `START_S`."""
         self._closing.set()
         self._wait(self._serving, START_S)
         self._loop.close()

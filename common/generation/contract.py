@@ -108,13 +108,21 @@ class Engine(Protocol):
         """Requests so far that gave up their cache to older ones."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """The version of the loaded weights."""
+
     @property
-    def running(self) -> int: ...
+    def running(self) -> int:
+        """The number of requests that are being generated."""
+
     @property
-    def waiting(self) -> int: ...
+    def waiting(self) -> int:
+        """The number of requests that wait for room."""
+
     @property
-    def tokens_generated(self) -> int: ...
+    def tokens_generated(self) -> int:
+        """Tokens sampled so far."""
+
     @property
     def tokens_computed(self) -> int:
         """Tokens that went through the model, given or sampled; what was cached does not count."""
@@ -153,8 +161,12 @@ class Engine(Protocol):
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
         """New weights from the next step on."""
 
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
+    def pause(self) -> None:
+        """Makes `step` do nothing until `resume`."""
+
+    def resume(self) -> None:
+        """Lets `step` run again after `pause`."""
+
     def sleep(self) -> None:
         """Gives back the memory of weights and cache; what runs waits and loses no token."""
 
@@ -187,6 +199,7 @@ class Engine(Protocol):
 
 
 def flush_of(pieces: Sequence[Piece]) -> Flush | None:
+    """The pieces as one flush, in their order; None: there are none."""
     if not pieces:
         return None
     asked = any(p.unmodified is not None for p in pieces)

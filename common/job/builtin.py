@@ -13,6 +13,8 @@ MCP = "mcp:"
 
 @dataclass(frozen=True)
 class Tool:
+    """A built-in tool."""
+
     description: str  # what the model is told
     argument: str  # name of its one argument, a text
     jailed: bool  # it runs code that the model wrote
@@ -21,6 +23,8 @@ class Tool:
 
 @dataclass(frozen=True)
 class Reward:
+    """A built-in reward, and the options that a job file may and must give it."""
+
     options: frozenset[str]
     required: frozenset[str] = frozenset()
     jailed: bool = False
@@ -57,6 +61,7 @@ def is_builtin(use: str) -> bool:
 
 
 def is_mcp(use: str) -> bool:
+    """Whether `use` names a tool of an MCP server: `mcp:server/tool`."""
     return use.startswith(MCP)
 
 

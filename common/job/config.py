@@ -31,6 +31,8 @@ from common.job.constraints import (
 
 @dataclass(frozen=True)
 class MeshConfig(Table):
+    """`[mesh]`: how many workers there are, and where processes listen."""
+
     # accelerators (CPU slots here) that the planner may place roles on
     workers: Annotated[Whole, Ge(2)] = 3
     device: Literal["cpu", "cuda"] = "cpu"  # what workers compute on
@@ -41,6 +43,8 @@ class MeshConfig(Table):
 
 @dataclass(frozen=True)
 class ModelConfigSection(Table):
+    """`[model]`: the model that is trained."""
+
     # a Hugging Face directory (config.json, safetensors); empty: start from scratch
     path: File = ""
     config: Options = field(default_factory=dict)  # config.json's keys, used from scratch
@@ -52,6 +56,8 @@ INITIAL = "initial"  # as the path of a frozen model: the weights that training 
 
 @dataclass(frozen=True)
 class FrozenModelConfig(Table):
+    """`[models.<role>]`: a model that is used and not trained."""
+
     # a Hugging Face directory; initial: the job's first weights; empty: no such one
     path: File = ""
     engine: Literal["torch"] = "torch"
@@ -62,6 +68,8 @@ class FrozenModelConfig(Table):
 
 @dataclass(frozen=True)
 class ModelsConfig(Table):
+    """`[models]`: the frozen models by role."""
+
     reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # of the KL term
     teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # that is distilled
     reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # that judges
@@ -75,6 +83,8 @@ class ModelsConfig(Table):
 
 @dataclass(frozen=True)
 class DatasetConfig(Table):
+    """`[dataset]`: the rows that are trained and evaluated on."""
+
     train: File = ""  # JSONL, Parquet or a `datasets` directory
     held_out: File = ""  # the same, never trained on
     prompt: Text = "prompt"  # the row's key that holds the prompt
@@ -85,6 +95,8 @@ class DatasetConfig(Table):
 
 @dataclass(frozen=True)
 class EnvironmentConfig(Table):
+    """`[environment]`: what a trajectory is, and the tools that it may call."""
+
     use: str = ""  # module:function, a factory; empty: single turn, and tools in a chat
     chat: str = ""  # chat format, as `renderers` calls it; auto: the model's; empty: plain text
     chat_options: Options = field(default_factory=dict)  # such as enable_thinking
@@ -102,6 +114,8 @@ class EnvironmentConfig(Table):
 
 @dataclass(frozen=True)
 class JudgeConfig(Table):
+    """`[reward.judge]`: a model whose verdict is the reward."""
+
     use: str = ""  # model: [models.reward]; or the base URL of an OpenAI-compatible server
     template: str = ""  # what it is asked, with {prompt} and {answer}; or a file that says it
     yes: Text = "yes"  # what it answers to what is right
@@ -116,6 +130,8 @@ class JudgeConfig(Table):
 
 @dataclass(frozen=True)
 class RewardPartConfig(Table):
+    """`[[reward.parts]]`: one term of a reward that is a weighted sum."""
+
     use: Text  # module:function, or a built-in reward's name
     weight: float = 1.0
     options: Options = field(default_factory=dict)  # of a built-in one
@@ -123,6 +139,8 @@ class RewardPartConfig(Table):
 
 @dataclass(frozen=True)
 class RewardConfig(Table):
+    """`[reward]`: how finished trajectories are scored."""
+
     use: str = ""  # module:function, or math | code_tests | regex | exact | choice
     options: Options = field(default_factory=dict)  # of a built-in one
     parts: list[RewardPartConfig] = field(default_factory=list)  # a weighted sum, in place of `use`
@@ -139,6 +157,8 @@ class RewardConfig(Table):
 
 @dataclass(frozen=True)
 class SandboxConfig(Table):
+    """`[sandbox]`: the limits of code that the model wrote."""
+
     tier: Literal["cgroup", "bwrap", "landlock"] = "bwrap"  # isolation that the model's code needs
     processes: Count = 1  # sandbox processes of the mesh
     python: File = ""  # interpreter of the model's code; empty: ours, with the standard library
@@ -157,6 +177,8 @@ class SandboxConfig(Table):
 
 @dataclass(frozen=True)
 class BucketConfig(Table):
+    """`[[rollout.buckets]]`: a share of the engines, for trajectories of a range of lengths."""
+
     max_tokens: Count  # still to be sampled by the trajectories that it is for
     batch: Count  # requests that one of its engines decodes together
     engines: Positive = 1.0  # share of the rollout engines, beside the other buckets' shares
@@ -164,6 +186,8 @@ class BucketConfig(Table):
 
 @dataclass(frozen=True)
 class RolloutConfig(Table):
+    """`[rollout]`: engines, shards, and how the model samples."""
+
     engine: Literal["torch", "sglang"] = "torch"
     path: EnginePath = "auto"  # of the built-in engine: native (C++), eager, graphs (GPU), auto
     dtype: Dtype = "float32"  # of the engine's weights and cache
@@ -192,6 +216,8 @@ class RolloutConfig(Table):
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Table):
+    """`[algorithm]`: what is learned from groups of trajectories."""
+
     name: AlgorithmName = "grpo"
     group_size: Count = 16
     groups_per_step: Count = 16
@@ -223,6 +249,8 @@ class AlgorithmConfig(Table):
 
 @dataclass(frozen=True)
 class LoraConfig(Table):
+    """`[lora]`: low-rank adapters that are trained in place of the model."""
+
     rank: Natural = 0  # of the adapters that are trained in place of the model; 0: the model itself
     alpha: Positive = 32.0  # what adapters add is multiplied by alpha / rank
     targets: list[str] = field(default_factory=list)  # projections; empty: all that take adapters
@@ -235,6 +263,8 @@ class LoraConfig(Table):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Table):
+    """`[optimizer]`: learning rates and their schedule."""
+
     muon_lr: NonNegative = 0.003  # matrices; 0: AdamW on everything
     adamw_lr: NonNegative = 0.001
     weight_decay: NonNegative = 0.0
@@ -245,6 +275,8 @@ class OptimizerConfig(Table):
 
 @dataclass(frozen=True)
 class TrainingConfig(Table):
+    """`[training]`: how gradients are computed, and when checkpoints are written."""
+
     bin_tokens: Count = 2560  # token budget of a bin, the unit of training work
     dtype: Dtype = "float32"  # of passes; what is trained stays float32
     activation_checkpointing: bool = False  # layers are computed again on the way back
@@ -260,6 +292,8 @@ class TrainingConfig(Table):
 
 @dataclass(frozen=True)
 class WarmStartConfig(Table):
+    """`[warm_start]`: supervised steps before the first version."""
+
     demonstrations: str = ""  # module:function; empty: no warm start
     steps: Natural = 420
     batch: Count = 64  # demonstrations a step
@@ -271,6 +305,8 @@ class WarmStartConfig(Table):
 
 @dataclass(frozen=True)
 class EvaluationDataset(Table):
+    """`[[evaluation.datasets]]`: a set to evaluate on beside the held-out one."""
+
     name: Figure  # what its figures are called by
     path: Annotated[File, MinLen(1)]  # rows as in dataset.held_out
     problems: Count = 256  # its first ones
@@ -282,6 +318,8 @@ class EvaluationDataset(Table):
 
 @dataclass(frozen=True)
 class EvaluationConfig(Table):
+    """`[evaluation]`: what is evaluated, and when."""
+
     every: Natural = 10  # steps; 0: only before and after
     before: bool = True
     after: bool = True
@@ -293,11 +331,15 @@ class EvaluationConfig(Table):
 
 @dataclass(frozen=True)
 class BudgetConfig(Table):
+    """`[budget]`: when the job is done."""
+
     steps: Count = 48
 
 
 @dataclass(frozen=True)
 class TrackingConfig(Table):
+    """`[tracking]`: where the run's figures are shown beside its own records."""
+
     tensorboard: bool | str = False  # true: files in RUN/tensorboard; or in that directory
     wandb: str = ""  # project; empty: not there
     trackio: str = ""  # project; empty: not there
@@ -305,6 +347,8 @@ class TrackingConfig(Table):
 
 @dataclass(frozen=True)
 class PlannerConfig(Table):
+    """`[planner]`: when a gang moves between rollout and training."""
+
     interval_s: Positive = 1.0  # between two looks at the stage times
     # ratio of the two stage times from which a move is considered
     imbalance: Annotated[float, Ge(1)] = 1.15
@@ -317,6 +361,8 @@ class PlannerConfig(Table):
 
 @dataclass(frozen=True)
 class JobConfig(Table):
+    """A whole job file, checked."""
+
     name: Name = "job"
     out: File = ""  # run directory; empty: runs/<name>
     seed: Whole = 0

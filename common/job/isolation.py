@@ -12,4 +12,7 @@ MEANING = {
 
 
 def suffices(found: str, demanded: str) -> bool:
+    """Whether tier `found` contains at least as much as tier `demanded`; ValueError for an unknown
+    tier.
+    """
     return ORDER.index(found) >= ORDER.index(demanded)

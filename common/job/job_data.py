@@ -12,6 +12,8 @@ from common.job.config import JobConfig
 
 @dataclass(frozen=True)
 class JobData:
+    """A submitted job: its id and configuration, and its directories on this host."""
+
     id: str
     config: JobConfig
     bundle: Path
@@ -28,10 +30,12 @@ class JobData:
 
     @property
     def modules(self) -> Path:
+        """Directory of the author's Python modules, which goes first on an import path."""
         return self.bundle / "modules"
 
     @property
     def tokenizer(self) -> Path:
+        """The bundled tokenizer.json."""
         return self.bundle / "tokenizer.json"
 
     def frozen(self, role: str) -> Path:

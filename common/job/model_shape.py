@@ -9,6 +9,9 @@ from common.model.config import ModelConfig
 
 
 def model_config(data: JobData) -> ModelConfig:
+    """The shape of the model that the job trains, from its bundled config.json or from its job
+    file.
+    """
     if data.config.model.path:
         text = (data.bundle / data.config.model.path / "config.json").read_text()
         return ModelConfig.from_hf(json.loads(text))

@@ -94,6 +94,7 @@ class ModelConfig:
 
     @property
     def output_bias(self) -> bool:
+        """Whether the projection behind attention has a bias; Qwen2 has them on q, k and v only."""
         return self.attention_bias and self.architecture != "qwen2"
 
     @classmethod

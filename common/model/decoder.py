@@ -147,6 +147,9 @@ class Layer(nn.Module):
     def forward(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
     ) -> Tensor:
+        """The residual stream [.., hidden] after attention and the feed-forward part of layer
+        `index`.
+        """
         hidden = self.attend(hidden, cos, sin, index, attention)
         x = self.pointwise.normed(hidden, self.mlp_norm, self.config.norm_eps)
         x = self.pointwise.swiglu(self._projected("gate_up", x))
@@ -188,6 +191,10 @@ class SparseLayer(Layer):
         experts: Tensor | None = None,
         counted: Tensor | None = None,
     ) -> tuple[Tensor, Routed]:
+        """The residual stream [.., hidden] after attention and the experts of layer `index`, and
+        where each token was sent. `experts` repeats an earlier routing; `counted` says which tokens
+        count for the balance.
+        """
         hidden = self.attend(hidden, cos, sin, index, attention)
         x = self.pointwise.normed(hidden, self.mlp_norm, self.config.norm_eps)
         added, routed = self.experts(x, experts, counted)

@@ -41,9 +41,11 @@ class Plain:
     """On every device and in every type."""
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of x [.., n] over its last dimension."""
         return torch.rms_norm(x, weight.shape, weight, eps)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
         gate, up = gate_up.chunk(2, -1)
         return silu(gate) * up
 
@@ -56,6 +58,7 @@ class Plain:
         norms: tuple[Tensor, Tensor] | None,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of projections; shapes as in `Pointwise.heads`."""
         queries, keys = counts
         each = torch.unflatten(qkv, -1, (queries + 2 * keys, cos.shape[-1]))
         qk, v = each.split_with_sizes((queries + keys, keys), -2)

@@ -59,14 +59,17 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
 
     def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its text; None: the vocabulary lacks it."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
     def id_to_token(self, token_id: int) -> str | None:
+        """The text of a token by its id; None: the vocabulary lacks it."""
         found: str | None = self._backend.id_to_token(token_id)
         return found
 

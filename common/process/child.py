@@ -44,6 +44,9 @@ def end_with(death_fd: int) -> None:
 
 
 def limit(spec: str) -> None:
+    """Sets one resource limit of this process, soft and hard, from NAME:VALUE, at most the hard
+    limit it has.
+    """
     import resource
 
     name, value = spec.split(":")
@@ -62,9 +65,11 @@ class Channel:
 
     @classmethod
     def from_env(cls) -> Channel:
+        """The channel that `Host.spawn` opened with `pipe`; KeyError if it opened none."""
         return cls(socket.socket(fileno=int(os.environ.pop(CHANNEL_FD))))
 
     def send(self, frame: bytes) -> None:
+        """Sends one frame; blocks until the parent has room for it."""
         self._stream.sendall(len(frame).to_bytes(4, "little") + frame)
 
     def recv(self) -> bytes | None:
@@ -102,6 +107,9 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
 
 def main(argv: list[str]) -> None:
+    """Applies the options before `--`, then becomes the program behind it. SystemExit: an unknown
+    option.
+    """
     split = argv.index("--")
     program, arguments = argv[split + 1], argv[split + 2 :]
     for option in argv[:split]:

@@ -32,9 +32,11 @@ class Child(Protocol):
     async def wait(self, deadline_s: float) -> int | None:
         """Exit status, or None if it still runs after `deadline_s`."""
 
-    def terminate(self) -> None: ...
+    def terminate(self) -> None:
+        """Sends SIGTERM; nothing happens if the process has ended."""
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """Sends SIGKILL, to its whole session if it leads one."""
 
     async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
         """One frame down the channel; PeerLost when the child has closed it."""
@@ -77,6 +79,7 @@ def start_time(pid: int) -> int:
 
 
 def usage_of(pid: int) -> Usage | None:
+    """CPU seconds, seconds of waiting for a core, and state of a process; None: it has ended."""
     fields = _stat(pid)
     if fields is None or fields[0] in "ZX":
         return None
@@ -113,6 +116,7 @@ class SystemChild:
             self._pidfd = -1
 
     def poll(self) -> int | None:
+        """The exit code (-N: a signal); None while it runs; UNKNOWN_EXIT if it was adopted."""
         if self._code is not None:
             return self._code
         if self._popen is None:
@@ -128,6 +132,7 @@ class SystemChild:
         return code
 
     async def wait(self, deadline_s: float) -> int | None:
+        """The exit code; None if the process still runs after `deadline_s`."""
         code = self.poll()
         if code is not None or deadline_s <= 0:
             return code
@@ -156,9 +161,11 @@ class SystemChild:
         return self._code
 
     def terminate(self) -> None:
+        """Sends SIGTERM; nothing happens if the process has ended."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        """Sends SIGKILL, to its whole session if it leads one."""
         if self._leads_session and self.poll() is None:
             self._kill_session()
         self._signal(signal.SIGKILL)
@@ -178,9 +185,13 @@ class SystemChild:
             self._pidfd = -1
 
     def usage(self) -> Usage | None:
+        """CPU seconds, seconds of waiting for a core, and state; None: it has ended."""
         return usage_of(self.pid)
 
     async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
+        """Sends one frame to the process. PeerLost: it has closed the channel or was given none;
+        BadMessage: the frame is too large.
+        """
         if self._channel is None:
             raise PeerLost("no channel to the process", where=self.name)
         if len(frame) > FRAME_LIMIT:
@@ -245,6 +256,7 @@ class SystemChild:
             self._arrived.set_result(None)
 
     def close(self) -> None:
+        """Closes the channel, if there is one."""
         if self._channel is not None:
             if self._reading:
                 asyncio.get_running_loop().remove_reader(self._channel)

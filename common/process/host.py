@@ -27,10 +27,15 @@ BLOCKING_THREADS = 32  # enough for every file of a process; a stuck one holds i
 
 
 class Stoppable(Protocol):
-    def stop(self) -> None: ...
+    """Something that runs until it is stopped."""
+
+    def stop(self) -> None:
+        """Ends it; a call that is running now still finishes."""
 
 
 class Host(Protocol):
+    """What a process needs of its machine, as the machine or a simulation gives it."""
+
     def spawn(
         self,
         argv: list[str],
@@ -66,15 +71,18 @@ class Host(Protocol):
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
         """`fn(*args)` off the event loop; DeadlineExceeded leaves it running, its result unused."""
 
-    def open_append(self, path: Path) -> AppendFile: ...
+    def open_append(self, path: Path) -> AppendFile:
+        """A file to append records to; it is created if it is missing."""
 
     def replace_file(self, path: Path, content: bytes) -> None:
         """`path` holds either its old content or all of the new, whenever the power goes."""
 
-    def exit(self, code: int, why: str) -> NoReturn: ...
+    def exit(self, code: int, why: str) -> NoReturn:
+        """Ends this process at once with `code`, and prints why."""
 
 
 def replace_file(path: Path, content: bytes) -> None:
+    """Puts `content` at `path`: after a crash it holds the old content or all of the new."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with scratch.open("wb") as file:
         file.write(content)
@@ -161,6 +169,8 @@ class _DaemonThreads:
 
 
 class SystemHost:
+    """The machine itself."""
+
     def __init__(self) -> None:
         self._blocking = _DaemonThreads(BLOCKING_THREADS)
         # Nobody else holds the write end, so it closes when this process is gone.
@@ -180,6 +190,9 @@ class SystemHost:
         pipe: bool = False,
         pass_fds: Sequence[int] = (),
     ) -> SystemChild:
+        """Starts a process; see `Host.spawn`. Refused from any thread but the main one where it
+        dies with its parent.
+        """
         if die_with_parent and threading.current_thread() is not threading.main_thread():
             # PDEATHSIG fires at the end of the spawning thread, not of the process.
             raise Refused("a child that dies with us is spawned by the main thread", where=name)
@@ -222,13 +235,16 @@ class SystemHost:
         return SystemChild(name, popen.pid, popen=popen, channel=ours, leads_session=own_session)
 
     def adopt(self, pid: int, start_time: int, *, name: str) -> SystemChild | None:
+        """The running process of this number and start time; None if it has ended."""
         child = SystemChild(name, pid)
         return child if child.start_time == start_time != 0 else None
 
     def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Stoppable:
+        """Calls `fn` each `interval_s` seconds in a thread of its own, until it returns False."""
         return _Ticker(interval_s, fn, name)
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        """`fn(*args)` in a thread; DeadlineExceeded leaves it running, its result unused."""
         future = self._blocking.submit(lambda: fn(*args))
         deadline = asyncio.timeout(deadline_s)
         try:
@@ -241,12 +257,15 @@ class SystemHost:
             raise DeadlineExceeded(f"{what} took longer than {deadline_s:g} s") from None
 
     def open_append(self, path: Path) -> AppendFile:
+        """A file to append records to; it is created if it is missing."""
         return AppendFile(path)
 
     def replace_file(self, path: Path, content: bytes) -> None:
+        """Puts `content` at `path`: after a crash it holds the old content or all of the new."""
         replace_file(path, content)
 
     def exit(self, code: int, why: str) -> NoReturn:
+        """Ends this process at once with `code`, without clean-up, and prints why to stderr."""
         print(f"exit {code}: {why}", file=sys.stderr, flush=True)
         os._exit(code)
 

@@ -14,4 +14,5 @@ def home(name: str) -> Path:
 
 
 def interpreter(environment: Path) -> Path:
+    """The Python interpreter of a virtual environment."""
     return environment / "bin" / "python"

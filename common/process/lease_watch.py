@@ -40,6 +40,9 @@ class LeaseWatch:
             await self.look()
 
     async def look(self) -> None:
+        """Compares all children with their leases once. It gives no verdict while Redis does not
+        answer, nor for a while after.
+        """
         try:
             async with self._clock.timeout(ANSWER_S, "a look at the leases"):
                 for name, pid in list(self._dead.items()):

@@ -48,7 +48,8 @@ class Hooks:
     One that raises is printed and passed over: a child is restarted though Redis is away.
     """
 
-    async def started(self, child: Child) -> None: ...
+    async def started(self, child: Child) -> None:
+        """A child has been started, for the first time or again."""
 
     async def ended(self, child: Child, code: int, why: str) -> None:
         """After the end and before a restart: the place to free the child's registry name."""
@@ -133,9 +134,11 @@ class Supervisor:
         }
 
     def restarts(self, name: str) -> int:
+        """How often a child has been restarted; KeyError for a name that is not supervised."""
         return self._children[name].restarts.total
 
     async def start(self) -> None:
+        """Starts the children that were given, in the order of their stages."""
         for spec in self._specs:
             await self.add(spec)
 

@@ -28,6 +28,9 @@ class AppendFile:
         self._length = os.lseek(self._fd, 0, os.SEEK_END)
 
     def write(self, record: bytes) -> None:
+        """Appends one record whole or not at all. StorageFull: the disk is full, and the file is as
+        before.
+        """
         view, written = memoryview(record), 0
         try:
             while written < len(view):
@@ -55,9 +58,11 @@ class AppendFile:
         return self._length
 
     def sync(self) -> None:
+        """Returns once all that was written is on the disk."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
+        """Closes the file; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -40,6 +40,8 @@ MAX_RECORD = 64 << 20
 
 
 class Kind(IntEnum):
+    """What a record says, and the fields of its payload."""
+
     OPEN = 1  # [group, member, prompt row, version, prompt ids]
     TOKENS = 2  # TokenRows; see common.records.token_record
     TOOL = 3  # [trajectory, name, input, value]
@@ -51,15 +53,19 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
+    """One record of the ledger."""
+
     kind: Kind
     payload: Any
 
 
 def trajectory_id(group: int, member: int) -> int:
+    """The number of a group's member among all trajectories of the job."""
     return group << token_record.MEMBER_BITS | member
 
 
 def group_of(trajectory: int) -> int:
+    """The group of a trajectory; the inverse of `trajectory_id`."""
     return trajectory >> token_record.MEMBER_BITS
 
 
@@ -142,6 +148,7 @@ class Ledger:
 
     @property
     def full(self) -> bool:
+        """Whether the open segment has reached its size, so that the next record begins another."""
         return self._file is not None and self._file.tell() >= SEGMENT_BYTES
 
     def begin(self) -> tuple[Path, int] | None:
@@ -219,10 +226,12 @@ class Ledger:
             self.append([])
 
     def sync(self) -> None:
+        """Returns once all that was written is on the disk."""
         if self._file is not None:
             self._file.sync()
 
     def close(self) -> None:
+        """Writes what was deferred, syncs, and closes the open segment."""
         if self._file is not None:
             with suppress(StorageFull):  # what was deferred can be found again
                 self.flush()

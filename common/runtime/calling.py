@@ -93,11 +93,14 @@ class Outstanding:
         self.answered = False  # True for an error that the peer itself reported
 
     def fail(self, error: MeshError) -> None:
+        """Gives the caller an error, unless it has its answer already."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 class Caller:
+    """Sends calls and opens streams for one process, and matches answers with them."""
+
     def __init__(
         self,
         clock: Clock,
@@ -198,6 +201,7 @@ class Caller:
     def cast(
         self, route: Route, method: Method[Any], body: Frame, buffers: Sequence[Frame]
     ) -> None:
+        """Sends a message that is not answered; nobody learns whether it arrived."""
         self._last_id = call_id = self._last_id + 1
         link = self._links.get(route.address)
         if link is not None:
@@ -236,6 +240,9 @@ class Caller:
         body: Frame,
         buffers: Sequence[Frame],
     ) -> Incoming[R]:
+        """Opens a stream and returns its reading end at once. BadMessage: the request is too large.
+        Overloaded: too much is parked for that process.
+        """
         self._last_id = call_id = self._last_id + 1
         now = self._clock.monotonic()
         incoming: Incoming[R] = Incoming(self, call_id, route, method, now)
@@ -258,13 +265,16 @@ class Caller:
         return incoming
 
     def grant(self, incoming: Incoming[Any], taken: int) -> None:
+        """Tells the producer that `taken` items were read."""
         self._control(CREDIT, incoming.route.address, incoming.call_id, incoming.route, taken)
 
     def abandon(self, incoming: Incoming[Any]) -> None:
+        """Cancels the producer of a stream that is still open."""
         if self._streams.pop(incoming.call_id, None) is not None:
             self._control(CANCEL, incoming.route.address, incoming.call_id, incoming.route)
 
     def waiting_until(self, incoming: Incoming[Any]) -> float:
+        """Notes that the reader waits from now on, and returns the time at which it gives up."""
         incoming.since = self._clock.monotonic()
         deadline = incoming.since + incoming.method.idle_s
         self._sweep.by(deadline)

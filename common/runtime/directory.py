@@ -27,6 +27,8 @@ class Route:
 
 
 class Directory:
+    """The routes that this process knows, filled from the registry."""
+
     def __init__(self, state: State, clock: Clock, waits: WaitTable) -> None:
         self._state, self._clock, self._waits = state, clock, waits
         self._routes: dict[str, Route] = {}
@@ -34,13 +36,16 @@ class Directory:
         self._doubts: dict[Route, int] = {}
 
     def known(self, name: str) -> Route | None:
+        """The remembered route of an actor; None: it has to be looked up."""
         return self._routes.get(name)
 
     def forget(self, route: Route) -> None:
+        """Drops a route that proved wrong, unless a newer one has replaced it."""
         if self._routes.get(route.actor) is route:
             del self._routes[route.actor]
 
     def forget_address(self, address: str) -> None:
+        """Drops all routes to a process."""
         for route in [r for r in self._routes.values() if r.address == address]:
             del self._routes[route.actor]
 
@@ -104,6 +109,7 @@ class Directory:
         return found
 
     def stop(self) -> None:
+        """Cancels look-ups that are under way."""
         for task in self._lookups.values():
             task.cancel()
 

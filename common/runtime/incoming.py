@@ -62,9 +62,13 @@ class Incoming(AsyncIterator[R], Generic[R]):
 
     @property
     def complete(self) -> bool:
+        """Whether every item up to the stream's end has arrived."""
         return self._length >= 0 and self.taken + len(self._items) >= self._length
 
     def put(self, place: int, frames: list[Frame]) -> None:
+        """Takes item number `place`; repetitions are dropped. An item beyond the credits ends the
+        stream with BadMessage.
+        """
         if place < self.taken or place in self._items:
             return  # a repetition
         if place >= self.taken + self.method.credits:
@@ -78,10 +82,12 @@ class Incoming(AsyncIterator[R], Generic[R]):
             self._notify()
 
     def end(self, length: int) -> None:
+        """The producer has ended after `length` items."""
         self._length = length
         self._notify()
 
     def fail(self, error: MeshError) -> None:
+        """Makes the reader raise `error` once it has read what arrived before."""
         self._error = error
         self._notify()
 
@@ -119,6 +125,7 @@ class Incoming(AsyncIterator[R], Generic[R]):
         return decode(self.method.reply, frames[1], frames[2:])
 
     def close(self) -> None:
+        """Drops what was not read and cancels the producer."""
         if not self._closed:
             self._closed = True
             self._items.clear()

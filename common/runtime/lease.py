@@ -145,6 +145,9 @@ class Lease:
         return False
 
     async def give_back(self) -> None:
+        """Stops renewing and frees the name; where Redis does not answer, the lease runs out by
+        itself.
+        """
         if self._renewal is not None:
             self._renewal.stop()
         if self._ticker is not None:

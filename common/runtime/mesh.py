@@ -153,6 +153,7 @@ class Mesh:
 
     @property
     def token(self) -> int:
+        """The fencing token of this process's lease."""
         return self._lease.token
 
     # ------------------------------------------------------------ joining and leaving
@@ -288,6 +289,7 @@ class Mesh:
         return self.waits.wait(what, on)
 
     def ref(self, name: str) -> Ref:
+        """The actor of this name, to be asked; it is looked up at the first call."""
         ref = self._refs.get(name)
         if ref is None:
             ref = self._refs[name] = Ref(self, name)

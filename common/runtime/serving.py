@@ -78,6 +78,8 @@ class _Running(Scope):
 
 
 class Server:
+    """Runs the requests of one process's actor and answers them."""
+
     def __init__(
         self,
         name: str,
@@ -105,9 +107,11 @@ class Server:
 
     @property
     def running(self) -> int:
+        """The number of requests that are being run."""
         return len(self._running)
 
     def start(self) -> None:
+        """Binds the server to the running loop."""
         self._loop = asyncio.get_running_loop()
 
     def offer(self, methods: dict[str, Bound]) -> None:

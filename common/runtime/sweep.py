@@ -12,6 +12,8 @@ RESOLUTION_S = 0.01  # deadlines closer together than this share one sweep
 
 
 class Sweep:
+    """The timer; `now` is the clock that deadlines are measured by, in seconds."""
+
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._at = NEVER
@@ -20,6 +22,7 @@ class Sweep:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
+        """Binds the timer to the running loop."""
         self._loop = asyncio.get_running_loop()
 
     def add(self, expire: Callable[[float], float]) -> None:
@@ -47,5 +50,6 @@ class Sweep:
             self.by(soonest)
 
     def stop(self) -> None:
+        """Cancels the timer."""
         if self._timer is not None:
             self._timer.cancel()

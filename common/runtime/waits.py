@@ -15,6 +15,8 @@ PUBLISHED = 100  # the longest ones
 
 
 class WaitTable:
+    """The waits of one process that last right now."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waits: dict[object, tuple[str, str, float]] = {}

@@ -45,12 +45,16 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class Waiting:
+    """Why the trainer gets no group now."""
+
     reason: str
     on: str  # the shard that is waited for; empty when no group is open
 
 
 @dataclass(frozen=True)
 class Leased:
+    """The answer to a lease of groups."""
+
     groups: list[GroupRow]  # so far, less those that were given before; oldest first
     waiting: Waiting | None  # for the rest of the step's groups
 

@@ -46,6 +46,7 @@ class JobRow:
 
     @property
     def ended(self) -> bool:
+        """Whether the job is done, failed or stopped."""
         return self.phase in ENDED
 
 

@@ -23,6 +23,8 @@ IDS_APART = 1_000_000_000
 
 @dataclass(frozen=True)
 class Committed:
+    """The answer to the commit of a step: the version that it made."""
+
     version: int
     replayed: bool  # the step was on record already, with the same manifest
 

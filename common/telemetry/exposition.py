@@ -31,6 +31,7 @@ class Exposition:
         return 200, CONTENT_TYPE_LATEST, generate_latest(self)
 
     def collect(self) -> Iterator[Any]:
+        """The metric families of the page, as `prometheus_client` asks a collector for them."""
         from prometheus_client import ProcessCollector
         from prometheus_client.metrics_core import CounterMetricFamily
 

@@ -39,10 +39,13 @@ class Telemetry:
         self.gauges: dict[str, float] = {}
 
     def count(self, name: str, by: float = 1) -> None:
+        """Adds `by` to a counter, which begins at 0."""
         self.counters[name] = self.counters.get(name, 0) + by
 
     def gauge(self, name: str, value: float) -> None:
+        """Sets a gauge."""
         self.gauges[name] = value
 
     def snapshot(self) -> dict[str, float]:
+        """All counters and gauges as they are now."""
         return {**self.counters, **self.gauges}

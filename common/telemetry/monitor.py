@@ -22,6 +22,7 @@ class Monitor:
 
     @property
     def pages(self) -> dict[str, Page]:
+        """The pages by path, each a function that answers (status, content type, body)."""
         return {
             "/metrics": self.metrics,
             "/livez": health(self.not_live),
@@ -34,6 +35,7 @@ class Monitor:
         return self._lease.entry.stats
 
     def metrics(self) -> tuple[int, str, bytes]:
+        """The page of metrics: (status, content type, body)."""
         stats = self._stats
         page = Exposition(
             labels={

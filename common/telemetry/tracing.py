@@ -47,5 +47,8 @@ class Tracer:
         self._process = random.token(4)  # the upper half of our span ids; the call id is the lower
 
     def traceparent(self, call_id: int) -> str:
+        """The W3C `traceparent` of an outgoing call: the current trace or a new one, and the call
+        as its parent.
+        """
         prefix = _trace.get() or f"00-{self._random.token(16)}-"
         return f"{prefix}{self._process}{call_id & 0xFFFFFFFF:08x}-01"

@@ -19,6 +19,8 @@ Gone = Callable[[Peer], None]
 
 
 class Transport(Protocol):
+    """Carries frames between processes, and tells which process has gone; frames may be lost."""
+
     @property
     def address(self) -> str:
         """Where others reach this process."""
@@ -42,4 +44,5 @@ class Transport(Protocol):
     def forget(self, address: str) -> None:
         """Closes the connection to `address`, if there is one; the next `send` opens another."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Sends what is parked for a short while, then closes all connections."""

@@ -272,17 +272,22 @@ class ZmqTransport:
         return _Pump(socket, kind == zmq.ROUTER, self._park_messages)
 
     def start(self, deliver: Deliver, lost: Lost, gone: Gone) -> None:
+        """Begins to deliver messages on the running loop; see `Transport.start`."""
         self._loop = asyncio.get_running_loop()
         self._deliver, self._lost, self._gone = deliver, lost, gone
         self._router.start(self._loop, deliver, gone)
 
     def send(self, address: str, frames: Frames) -> None:
+        """Sends a request to `address`, over a new connection if there is none. Overloaded: too
+        many are parked.
+        """
         link = self._links.get(address)
         if link is None:
             link = self._connect(address)
         link.pump.send(b"", frames)
 
     def reply(self, peer: Peer, frames: Frames) -> None:
+        """Sends an answer to who asked. Overloaded: too many are parked."""
         self._router.send(peer, frames)
 
     def _connect(self, address: str) -> _Link:
@@ -300,6 +305,7 @@ class ZmqTransport:
         return link
 
     def forget(self, address: str) -> None:
+        """Closes the connection to `address` at once; what it has parked is dropped."""
         link = self._links.pop(address, None)
         if link is not None:
             link.close(0)
@@ -311,6 +317,7 @@ class ZmqTransport:
         return sum(pump.parked for pump in pumps)
 
     async def close(self) -> None:
+        """Sends what is parked for up to LINGER_MS, then closes all connections."""
         for link in list(self._links.values()):
             link.close(LINGER_MS)
         self._links.clear()

@@ -26,6 +26,7 @@ _serial = itertools.count()
 
 
 def digest_of(content: bytes | memoryview) -> str:
+    """The xxh3_128 of the content, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
@@ -55,6 +56,7 @@ class Scratch:
             raise failure(error, target) from error
 
     def write(self, content: bytes | memoryview) -> None:
+        """Appends to the chunk. StorageFull: the disk is full."""
         view = memoryview(content)
         try:
             while view:
@@ -63,6 +65,7 @@ class Scratch:
             raise failure(error, self._target) from error
 
     def commit(self) -> None:
+        """Makes the chunk durable under its name. StorageFull: the disk is full."""
         try:
             os.fsync(self._fd)
             os.rename(self._path, self._target)
@@ -77,6 +80,8 @@ class Scratch:
 
 
 class ChunkStore:
+    """The chunks below one directory."""
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
 
@@ -86,11 +91,13 @@ class ChunkStore:
         return f"#{self.directory}"
 
     def path(self, digest: str) -> Path:
+        """Where a chunk lies or would lie; BadMessage for what is not a digest."""
         if len(digest) != DIGEST_DIGITS or not set(digest) <= set("0123456789abcdef"):
             raise BadMessage(f"{digest!r:.60} is not a digest")
         return self.directory / digest[:2] / digest
 
     def has(self, digest: str) -> bool:
+        """Whether the chunk is there; BadMessage for what is not a digest."""
         return self.path(digest).exists()
 
     def touch(self, digest: str) -> bool:

@@ -60,6 +60,9 @@ def pack_header(
     number: int = 0,
     trace: str = "",
 ) -> bytes:
+    """The header frame of a message. `number` means what its kind says: a deadline, a place or
+    credits.
+    """
     return _pack((VERSION, kind, call_id, actor, method, sender, target, number, trace))
 
 
@@ -82,10 +85,12 @@ def unpack_header(frame: Frame, limits: Limits = DEFAULT_LIMITS) -> tuple[Any, .
 
 
 def pack_error(code: str, text: str) -> bytes:
+    """The body of an error: its code, and up to 4096 characters of text."""
     return _pack((code, text[:4096]))
 
 
 def unpack_error(body: Frame, limits: Limits = DEFAULT_LIMITS) -> tuple[str, str]:
+    """(code, text) of an error's body; BadMessage if it holds anything else."""
     code, text = checked(unpacked(body, limits), 2, "an error")
     if type(code) is not str or type(text) is not str:
         raise BadMessage("an error that is not a code and a text")

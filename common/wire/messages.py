@@ -114,6 +114,7 @@ def decode(
 
 
 def unpacked(body: Frame, limits: Limits) -> Any:
+    """The MessagePack value of a body; BadMessage if it is malformed or beyond the limits."""
     size = len(body)
     if size > limits.body_bytes:
         raise BadMessage(f"a body of {size} bytes; the limit is {limits.body_bytes}")
@@ -126,6 +127,7 @@ def unpacked(body: Frame, limits: Limits) -> Any:
 
 
 def checked(value: Any, arity: int, what: str) -> list[Any]:
+    """`value` as a list of `arity` fields; BadMessage names `what` if it is anything else."""
     if type(value) is not list or len(value) != arity:
         raise BadMessage(f"{what} with other than its {arity} fields")
     return value

@@ -25,11 +25,15 @@ REASON_MOST = 500  # characters of a compiler's complaint
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index]: [n, ...] by int64 [b] -> [b, ...], zeros where the index is negative. May
+    decline.
+    """
     with torch.cuda.device(rows.device):
         return launchers(rows.device).bucket_pack(rows, index)
 
 
 def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
+    """rows[index] = packed in place, but where the index is negative. May decline."""
     with torch.cuda.device(rows.device):
         launchers(rows.device).bucket_scatter(packed, index, rows)
 
@@ -42,6 +46,7 @@ def paged_write(
     table: Tensor,
     positions: Tensor,
 ) -> None:
+    """Writes new_keys, new_values [n, kv_heads, width] into the cache, in place. May decline."""
     with torch.cuda.device(keys.device):
         launchers(keys.device).paged_write(keys, values, new_keys, new_values, table, positions)
 
@@ -49,6 +54,7 @@ def paged_write(
 def paged_decode(
     queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
+    """Attention of queries [n, heads, width] over the cache -> like queries. May decline."""
     with torch.cuda.device(keys.device):
         return launchers(keys.device).paged_decode(queries, keys, values, table, lengths, scale)
 
@@ -56,6 +62,7 @@ def paged_decode(
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float
 ) -> Tensor:
+    """Causal attention of queries [t, heads, width] by sequence -> like queries. May decline."""
     tensors = [tensor.contiguous() for tensor in (queries, keys, values, starts)]
     with torch.cuda.device(queries.device):
         out: Tensor = _triton().varlen_prefill(*tensors, scale)
@@ -63,6 +70,7 @@ def varlen_prefill(
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
+    """The log-probability of one token of each row of logits -> [n] float32. May decline."""
     if not logits.is_contiguous():
         raise Declined
     with torch.cuda.device(logits.device):

@@ -43,6 +43,9 @@ def functions() -> ctypes.CDLL:
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index]: [n, ...] by int64 [b] -> [b, ...], zeros where the index is negative. Declined:
+    rows are not contiguous.
+    """
     _need_contiguous(rows)
     packed = rows.new_empty(index.shape[0], *rows.shape[1:])
     index, size = index.contiguous(), _row_bytes(rows)
@@ -51,6 +54,9 @@ def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
+    """rows[index] = packed in place, but where the index is negative. Declined: rows are not
+    contiguous.
+    """
     _need_contiguous(rows)
     packed, index = packed.contiguous(), index.contiguous()
     n, size = rows.shape[0], _row_bytes(rows)
@@ -60,6 +66,9 @@ def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
 def paged_decode(
     queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
 ) -> Tensor:
+    """Attention of queries [n, heads, width] over the cache -> like queries. Declined: there is no
+    kernel for the width, or the cache is not contiguous.
+    """
     n, heads, width = queries.shape
     _need_contiguous(keys, values)
     _need_width(width)
@@ -79,6 +88,9 @@ def paged_write(
     table: Tensor,
     positions: Tensor,
 ) -> None:
+    """Writes new_keys, new_values [n, kv_heads, width] into the cache, in place. Declined: the
+    cache is not contiguous.
+    """
     _need_contiguous(keys, values)
     rows = [tensor.contiguous() for tensor in (new_keys, new_values, table, positions)]
     sizes = (new_keys.shape[0], new_keys.shape[2], keys.shape[0], keys.shape[1], table.shape[1])
@@ -88,6 +100,9 @@ def paged_write(
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float
 ) -> Tensor:
+    """Causal attention of queries [t, heads, width] within sequences -> like queries. Declined:
+    there is no kernel for the width.
+    """
     _need_width(queries.shape[2])
     queries, keys, values, starts = (t.contiguous() for t in (queries, keys, values, starts))
     out = torch.empty_like(queries)
@@ -98,6 +113,9 @@ def varlen_prefill(
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
+    """The log-probability of one token of each row of logits -> [n] float32. Declined: logits are
+    not contiguous.
+    """
     _need_contiguous(logits)
     tokens, temperature = tokens.contiguous(), temperature.contiguous()
     out = torch.empty_like(temperature)

@@ -10,6 +10,8 @@ from common.state.jobs import JobRow
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
+    """A job of the mesh: what it asks for, and how many steps it has committed."""
+
     id: str
     phase: str
     steps_done: int

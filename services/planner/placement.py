@@ -20,6 +20,8 @@ TRAINING, ROLLOUT, IDLE, SCORING = "training", "rollout", "idle", "scoring"
 
 @dataclass(frozen=True, slots=True)
 class Decision:
+    """A role for a gang, and the policy that gives it."""
+
     gang: str
     role: str
     core: bool

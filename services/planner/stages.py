@@ -68,6 +68,7 @@ class StageWindow:
         return replace(self, first=first, last=counters)
 
     def emptied(self) -> StageWindow:
+        """A window of the same job that has seen nothing yet."""
         return StageWindow(self.groups_per_step)
 
     def times(self) -> StageTimes | None:

@@ -35,6 +35,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
+        """The number of blocks that nobody holds."""
         return len(self._free)
 
     def take(self) -> int:
@@ -44,6 +45,7 @@ class BlockPool:
         return block
 
     def hold(self, block: int) -> None:
+        """Counts one more holder of a block."""
         self.holders[block] += 1
 
     def drop(self, block: int) -> None:
@@ -74,6 +76,7 @@ class Match:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens whose keys and values are found."""
         return len(self.blocks) * BLOCK + self.tail
 
 

@@ -37,6 +37,10 @@ class Moves:
     def export(
         self, session: int, start: int, most_bytes: int, swaps: int, version: int
     ) -> SessionCache | None:
+        """A copy of what an idle session has computed from token `start` on, of about `most_bytes`;
+        None: nothing that another engine could take over. `swaps` counts the weights loaded so far,
+        of which `version` is the newest.
+        """
         slots = self._slots
         slot = slots.idle_slot(session)
         n = int(slots.computed[slot]) if slot is not None else 0

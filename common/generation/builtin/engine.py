@@ -93,27 +93,35 @@ class TorchEngine:
 
     @property
     def running(self) -> int:
+        """The number of requests that have a slot."""
         return self._slots.running
 
     @property
     def waiting(self) -> int:
+        """The number of requests that wait for a slot."""
         return len(self._queue)
 
     @property
     def ended(self) -> bool:
+        """Whether a request has ended since the last drain."""
         return self._slots.ended
 
     @property
     def prefill_tokens_per_s(self) -> float:
+        """Known tokens computed in a second, as measured lately; 0: not measured yet."""
         return self._prefill_rate.tokens_per_s
 
     @property
     def cache_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values; 0: they cannot be moved."""
         return self._compute.cache_bytes_per_token
 
     # -- requests --------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """Takes all requests or none; Refused names one that cannot be run. Ids in work are left
+        alone.
+        """
         for request in requests:
             check(request, self._compute.vocab_size)
             self._stop_text.check(request)
@@ -130,6 +138,7 @@ class TorchEngine:
                 self._queue[request.id] = request
 
     def abort(self, ids: Iterable[int]) -> None:
+        """Ends these requests with ABORTED; ids that are not in work are skipped."""
         for request_id in ids:
             slot = self._slots.slot_of(request_id)
             if slot is not None:
@@ -138,21 +147,30 @@ class TorchEngine:
                 self._slots.finish_unplaced(request_id, ABORTED)
 
     def release(self, sessions: Iterable[int]) -> None:
+        """Frees the slots and blocks of sessions that have ended."""
         for slot in self._slots.release(sessions):
             self._memory.free(slot)
 
     def drain(self, ended_only: bool = False) -> Flush | None:
+        """The tokens since the last drain, each once; None: there are none. `ended_only` leaves out
+        requests that still run.
+        """
         return self._slots.drain(ended_only)
 
     def pause(self) -> None:
+        """Makes `step` do nothing until `resume`."""
         self._paused = True
 
     def resume(self) -> None:
+        """Lets `step` run again after `pause`."""
         self._paused = False
 
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
+        """Runs one step of the batch, or several where no request joins. False: paused, asleep, or
+        no work.
+        """
         if self._paused or self._asleep:
             return False
         began = self._clock.monotonic()
@@ -319,11 +337,17 @@ class TorchEngine:
     def export(
         self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
     ) -> SessionCache | None:
+        """A copy of what an idle session has computed, from token `start` on, of about
+        `most_bytes`; None: nothing that could be taken over.
+        """
         if self._asleep:
             return None
         return self._moves.export(session, start, most_bytes, self._swaps, self.version)
 
     def adopt(self, session: int, cache: SessionCache) -> bool:
+        """Keeps what another engine computed, for the session's next request. False: there is no
+        room for it beside what runs, or its weights or layout differ.
+        """
         if self._asleep or self._queue:  # who waits for a slot goes first
             return False
         spare = int(self._decoding.sum())
@@ -364,6 +388,9 @@ class TorchEngine:
         self._compute.sleep()
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Takes back the memory that `sleep` gave away and loads weights of `version`. Refused if
+        their shapes differ.
+        """
         check_shapes(state, self._shapes)
         if self._asleep:
             self._compute.wake()
@@ -371,6 +398,9 @@ class TorchEngine:
         self.swap(state, version)
 
     def score(self, tokens: Ints) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]. Refused
+        if the engine sleeps or the sequence does not fit.
+        """
         row = np.asarray(tokens, np.int32)
         check(Request(-1, row, 0, 1.0, (), 0, -1), self._compute.vocab_size)
         if self._asleep:

@@ -35,6 +35,9 @@ class PagedMemory:
         self._untouched = np.zeros(slots.count, np.int64)  # computed tokens that it did not run
 
     def place(self, slot: int) -> None:
+        """Readies a slot for its new request: blocks behind its computed tokens are given up, and a
+        shared last block is replaced by a copy.
+        """
         computed = int(self._slots.computed[slot])
         keep = -(-computed // BLOCK)
         for index in range(keep, int(self.held[slot])):
@@ -56,6 +59,9 @@ class PagedMemory:
         self._untouched[slot] = self._slots.computed[slot]
 
     def share(self, slot: int, swaps: int) -> None:
+        """Gives the slot the blocks of others that begin with the same tokens under the same
+        weights.
+        """
         slots = self._slots
         computed = int(slots.computed[slot])
         if computed != self._untouched[slot] or (computed and slots.weights[slot] != swaps):
@@ -84,6 +90,7 @@ class PagedMemory:
         self._untouched[slot] = slots.computed[slot]
 
     def publish(self, slot: int, swaps: int, tail: bool) -> None:
+        """Lets others share the slot's full blocks, and with `tail` its last one too."""
         slots = self._slots
         computed = int(slots.computed[slot])
         if computed and slots.weights[slot] == swaps:
@@ -91,6 +98,9 @@ class PagedMemory:
             self.prefixes.insert(slots.tokens[slot, :computed], used, tail)
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
+        """Takes blocks for the slot's first `tokens` tokens. False: the pool has too few for them
+        and `spare` more.
+        """
         wanted = -(-tokens // BLOCK) - int(self.held[slot])
         if wanted <= 0:
             return True
@@ -102,29 +112,39 @@ class PagedMemory:
         return True
 
     def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
+        """Whether the pool could hold `tokens` tokens and `spare` blocks if only the slots `beside`
+        kept theirs.
+        """
         held = [self.table[slot, : self.held[slot]] for slot in beside]
         taken = len(np.unique(np.concatenate(held))) if held else 0
         return self.pool.count - taken >= blocks_of(tokens) + spare
 
     def short(self, slots: Rows, tokens: Rows) -> Rows:
+        """Those of `slots` whose first `tokens[i]` tokens have no blocks yet."""
         return slots[self.held[slots] * BLOCK < tokens]
 
     def free(self, slot: int) -> None:
+        """Gives up all blocks of the slot."""
         for index in range(int(self.held[slot])):
             self.pool.drop(int(self.table[slot, index]))
         self.held[slot] = 0
         self._slots.computed[slot] = self._untouched[slot] = 0
 
     def forget(self) -> None:
+        """Makes nothing shareable that is computed so far."""
         self.prefixes.clear()
 
     def borrow(self, tokens: int) -> NDArray[np.int64] | None:
+        """The numbers of free blocks for `tokens` tokens, int64, until `give_back`; None: there are
+        too few.
+        """
         wanted = -(-tokens // BLOCK)
         if self._available() < wanted:
             return None
         return np.array([self._take() for _ in range(wanted)], np.int64)
 
     def give_back(self, blocks: NDArray[np.int64]) -> None:
+        """Returns blocks that `borrow` gave."""
         for block in blocks.tolist():
             self.pool.drop(block)
 

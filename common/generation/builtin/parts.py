@@ -88,4 +88,5 @@ class Memory(Protocol):
     def borrow(self, tokens: int) -> NDArray[np.int64] | None:
         """Blocks for so many tokens, until `give_back`; None: there are not enough."""
 
-    def give_back(self, blocks: NDArray[np.int64]) -> None: ...
+    def give_back(self, blocks: NDArray[np.int64]) -> None:
+        """Returns blocks that `borrow` gave."""

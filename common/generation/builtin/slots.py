@@ -64,19 +64,23 @@ class Slots:
 
     @property
     def running(self) -> int:
+        """The number of requests that have a slot."""
         return len(self._slot_of)
 
     @property
     def ended(self) -> bool:
+        """Whether a request has ended since the last drain."""
         return bool(self._ended)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._slot_of
 
     def keeps(self, session: int) -> bool:
+        """Whether an idle slot holds what was computed of this session."""
         return session in self._idle
 
     def available(self) -> bool:
+        """Whether a request could have a slot now: one is free, or idle and may be reused."""
         return bool(self._free or self._idle)
 
     def place(self, request: Request, weights: int) -> int:
@@ -152,13 +156,16 @@ class Slots:
         return freed
 
     def finish_unplaced(self, request_id: int, code: int) -> None:
+        """Ends a request that never had a slot, with finish code `code` and no tokens."""
         none = np.zeros(0, np.int64)
         self._ended.append(Piece(request_id, none, none.astype(np.float32), none, code))
 
     def slot_of(self, request_id: int) -> int | None:
+        """The slot of a running request; None: it has none."""
         return self._slot_of.get(request_id)
 
     def idle_slot(self, session: int) -> int | None:
+        """The idle slot that keeps this session; None: there is none."""
         return self._idle.get(session)
 
     def runs(self, session: int) -> bool:
@@ -198,6 +205,9 @@ class Slots:
         return self.forget(np.flatnonzero(self.first_sampled >= self.known), weights)
 
     def forget(self, slots: NDArray[np.int64], weights: int) -> NDArray[np.int64]:
+        """Marks all tokens of `slots` as not computed, under weights number `weights`; returns
+        `slots`.
+        """
         self.computed[slots] = 0
         self.weights[slots] = weights
         return slots
@@ -225,6 +235,9 @@ class Slots:
         self.finish[slots] = np.where(stopped, STOP, full)
 
     def drain(self, ended_only: bool = False) -> Flush | None:
+        """The tokens since the last drain, each once; None: there are none. `ended_only` leaves out
+        requests that still run.
+        """
         ended, self._ended = flush_of(self._ended), []
         if ended_only:
             return ended

@@ -44,11 +44,13 @@ class StopText:
         return any(stop in text for stop in request.stop_text)
 
     def place(self, slot: int, request: Request) -> None:
+        """Remembers where the request of a slot begins and which texts end it."""
         if request.stop_text:
             self._texts[slot] = request.stop_text
             self._begin[slot] = begin_of(request)
 
     def end(self, slot: int) -> None:
+        """Forgets the slot's request."""
         self._texts.pop(slot, None)
         self._begin.pop(slot, None)
 

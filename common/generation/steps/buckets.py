@@ -20,6 +20,8 @@ LANE = 512  # what a lane costs beside its context, likewise
 
 @dataclass(frozen=True, order=True)
 class Bucket:
+    """A batch shape: `lanes` rows, each with up to `context` tokens."""
+
     lanes: int
     context: int  # tokens
 

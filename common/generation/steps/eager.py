@@ -55,11 +55,14 @@ def joined_experts(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def load_into(model: Decoder, state: Mapping[str, Tensor]) -> None:
+    """Copies weights by name into the model, in place. KeyError if one is missing."""
     for name, tensor in model.state_dict().items():
         tensor.copy_(state[name])
 
 
 class EagerCompute:
+    """The model in eager PyTorch, with a cache that holds each slot contiguously."""
+
     prefill_from = 32
 
     model: Decoder
@@ -74,6 +77,9 @@ class EagerCompute:
 
     @torch.inference_mode()
     def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+        """Runs `counts[i]` known tokens of each slot, samples one token where none is left, and
+        returns the number sampled. `steps` and `budget_s` are not used: it makes one step.
+        """
         single = counts == 1
         parts = [
             self._prefill(slot, count)
@@ -116,10 +122,14 @@ class EagerCompute:
 
     @torch.inference_mode()
     def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copies weights into the model."""
         load_into(self.model, state)
 
     @torch.inference_mode()
     def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]. The
+        cache is not used.
+        """
         row = self._tensor(np.asarray(tokens, np.int64)).unsqueeze(0)
         positions = torch.arange(row.shape[1], device=row.device).unsqueeze(0)
         logits = self.model.logits(self.model(row, positions, causal_attention)[:, :-1])
@@ -128,10 +138,12 @@ class EagerCompute:
         return scored
 
     def span_bytes(self, start: int, end: int) -> int:
+        """Bytes of the keys and values of tokens [start, end)."""
         return (end - start) * self.cache_bytes_per_token
 
     @torch.inference_mode()
     def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """A copy of a slot's keys and values of tokens [start, end), uint8."""
         content = np.empty(self.span_bytes(start, end), np.uint8)
         for part, there in self._parts(slot, start, end, content):
             part.copy_(there)
@@ -139,6 +151,7 @@ class EagerCompute:
 
     @torch.inference_mode()
     def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        """Puts what `read` gave into the cache of a slot."""
         whole = np.require(
             content, requirements=("C", "W", "A")
         )  # a copy, if it may not be written
@@ -155,9 +168,11 @@ class EagerCompute:
         return [(first.view(keys.shape), keys), (second.view(values.shape), values)]
 
     def sleep(self) -> None:
+        """Frees the memory of weights and cache."""
         del self.model, self.cache
 
     def wake(self) -> None:
+        """Allocates weights and cache again, without content."""
         slots = self._slots
         model = Decoder(self._config, self._dtype, max_positions=slots.max_length)
         self.model = model.eval().requires_grad_(False)
@@ -174,6 +189,9 @@ class ContiguousMemory:
         self._slots, self._compute = slots, compute
 
     def share(self, slot: int, swaps: int) -> None:
+        """Copies what a neighbour has computed of the slot's first tokens, where that beats
+        computing them.
+        """
         if self._slots.computed[slot]:
             return
         donor, shared = self._slots.donor(slot, swaps)
@@ -183,21 +201,32 @@ class ContiguousMemory:
             self._slots.weights[slot] = swaps
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
+        """True: each slot has room for its full length."""
         return True
 
     def short(self, slots: Rows, tokens: Rows) -> Rows:
+        """No slot: each has room for its full length."""
         return slots[:0]
 
     def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
+        """True: each slot has room for its full length."""
         return True
 
     def free(self, slot: int) -> None:
         """A freed slot still serves as a donor."""
 
-    def place(self, slot: int) -> None: ...
-    def publish(self, slot: int, swaps: int, tail: bool) -> None: ...
-    def forget(self) -> None: ...
+    def place(self, slot: int) -> None:
+        """Nothing to do: a slot's room is always its own."""
+
+    def publish(self, slot: int, swaps: int, tail: bool) -> None:
+        """Nothing to do: `share` looks at the slots themselves."""
+
+    def forget(self) -> None:
+        """Nothing to do: `share` compares the weights of slots."""
+
     def borrow(self, tokens: int) -> NDArray[np.int64] | None:
+        """No blocks, as `score` needs none here."""
         return NO_BLOCKS
 
-    def give_back(self, blocks: NDArray[np.int64]) -> None: ...
+    def give_back(self, blocks: NDArray[np.int64]) -> None:
+        """Nothing to do."""

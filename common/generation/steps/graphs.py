@@ -57,6 +57,8 @@ class Captured:
 
 
 class GraphCompute:
+    """The model in PyTorch over the paged cache, its decode steps captured as CUDA graphs."""
+
     prefill_from = 1
 
     def __init__(
@@ -88,6 +90,9 @@ class GraphCompute:
 
     @torch.inference_mode()
     def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+        """Runs `counts[i]` known tokens of each slot, samples one token where none is left, and
+        returns the number sampled. `steps` and `budget_s` are not used: it makes one step.
+        """
         self._refresh()
         single = counts == 1
         parts = []
@@ -265,10 +270,12 @@ class GraphCompute:
 
     @torch.inference_mode()
     def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copies weights into the model, at the addresses that captured graphs read."""
         load_into(self.model, state)
 
     @torch.inference_mode()
     def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]."""
         row = self._tensor(np.asarray(tokens, np.int64))
         borders = torch.tensor([0, len(row)], dtype=torch.int32, device=self._device)
 
@@ -291,10 +298,12 @@ class GraphCompute:
         self.values[:, target] = self.values[:, source]
 
     def span_bytes(self, start: int, end: int) -> int:
+        """Bytes of the blocks of tokens [start, end); `start` begins a block."""
         return (blocks_of(end) - start // BLOCK) * BLOCK * self.cache_bytes_per_token
 
     @torch.inference_mode()
     def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """A copy of a slot's blocks of tokens [start, end), uint8: all keys, then all values."""
         content = np.empty(self.span_bytes(start, end), np.uint8)
         held = self._held(slot, start, end)
         for part, there in zip(self._halves(content), (self.keys, self.values), strict=True):
@@ -303,6 +312,7 @@ class GraphCompute:
 
     @torch.inference_mode()
     def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        """Puts what `read` gave into the slot's blocks."""
         held = self._held(slot, start, end)
         whole = np.require(
             content, requirements=("C", "W", "A")
@@ -320,6 +330,7 @@ class GraphCompute:
         return self._tensor(self._table[slot, start // BLOCK : blocks_of(end)].astype(np.int64))
 
     def sleep(self) -> None:
+        """Frees the memory of weights, cache and captured graphs."""
         del self.model, self.keys, self.values
         self._captured.clear()
         self._pool = None
@@ -327,6 +338,7 @@ class GraphCompute:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
+        """Allocates weights and cache again; graphs are captured anew when they are needed."""
         config = self._config
         model = Decoder(config, self._dtype, max_positions=self._slots.max_length)
         self.model = model.to(self._device).eval().requires_grad_(False)

@@ -97,6 +97,8 @@ def native_library(config: ModelConfig, dtype: str = "float32") -> Library:
 
 
 class NativeCompute:
+    """The model in C++, over a paged cache of its own."""
+
     prefill_from = 1  # every token is a row of the same step
 
     def __init__(self, found: Library, config: ModelConfig, slots: Slots, blocks: int) -> None:
@@ -154,9 +156,11 @@ class NativeCompute:
         self._lib.decoder_copy_block(self._decoder, source, target)
 
     def span_bytes(self, start: int, end: int) -> int:
+        """Bytes of the blocks of tokens [start, end); `start` begins a block."""
         return (blocks_of(end) - start // BLOCK) * BLOCK * self.cache_bytes_per_token
 
     def read(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """A copy of a slot's blocks of tokens [start, end), uint8."""
         content = np.empty(self.span_bytes(start, end), np.uint8)
         blocks = self._held(slot, start, end)
         self._lib.decoder_read_blocks(
@@ -165,6 +169,7 @@ class NativeCompute:
         return content
 
     def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        """Puts what `read` gave into the slot's blocks."""
         blocks, content = self._held(slot, start, end), np.ascontiguousarray(content)
         self._lib.decoder_write_blocks(
             self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
@@ -175,6 +180,9 @@ class NativeCompute:
         return self._table[slot, start // BLOCK : blocks_of(end)]
 
     def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:
+        """Runs `counts[i]` known tokens of each slot, then up to `steps` steps within `budget_s`
+        seconds where all counts are 1; returns the number of tokens sampled.
+        """
         if self._described is None or self._stops is not self._slots.stops:
             assert self._table is not None
             self._described = _described(self._slots, self._table)
@@ -195,6 +203,7 @@ class NativeCompute:
 
     @torch.inference_mode()
     def load(self, state: Mapping[str, Tensor]) -> None:
+        """Packs weights for the C++ code. MeshError if there is no room for them."""
         for name, tensor in state.items():
             _, dot, rest = name.partition("layers.")
             layer, _, part = rest.partition(".") if dot else ("0", "", name)
@@ -221,6 +230,9 @@ class NativeCompute:
         return pad(rows, (0, more) if rows.dim() == 2 else (0, 0, 0, more)).flatten(0, 1)
 
     def score(self, tokens: Ints, blocks: Ints) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]. It
+        writes into `blocks`.
+        """
         scored = np.zeros(max(len(tokens) - 1, 0), np.float32)
         row = np.ascontiguousarray(tokens, np.int64)
         table = np.ascontiguousarray(blocks, np.int32)
@@ -241,9 +253,11 @@ class NativeCompute:
         return scored
 
     def sleep(self) -> None:
+        """Frees the memory of weights and cache."""
         self._lib.decoder_sleep(self._decoder)
 
     def wake(self) -> None:
+        """Allocates weights and cache again; MeshError if there is no room for them."""
         if self._lib.decoder_wake(self._decoder):
             raise _out_of_memory()
 

@@ -28,6 +28,8 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Move:
+    """`count` requests that leave one engine for another."""
+
     source: str
     target: str
     count: int

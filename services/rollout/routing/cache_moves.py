@@ -31,6 +31,8 @@ AGAIN = 64  # times in a row that moving was found too slow, after which it is m
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """Whether to move a cache or compute it again, and why, for the log."""
+
     answer: Literal["move", "recompute"]
     reason: str
 
@@ -78,6 +80,7 @@ class MoveCosts:
 
     @property
     def recomputed_up_to(self) -> int:
+        """Tokens up to which a context is computed again while nothing has been measured."""
         return RECOMPUTED_ACROSS if self.across_hosts else RECOMPUTED
 
     def prefill_s(self, tokens: int) -> float | None:

@@ -29,6 +29,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
+    """One engine as the queues see it."""
+
     name: str
     bound: int  # requests that it may have from here
     running: int  # requests that it has from here

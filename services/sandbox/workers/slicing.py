@@ -18,6 +18,7 @@ class Durations:
         self.mean_s = FIRST_GUESS_S
 
     def saw(self, seconds: float, calls: int) -> None:
+        """Takes in a slice of `calls` calls that lasted `seconds` together."""
         self.mean_s += WEIGHT * (seconds / calls - self.mean_s)
 
 

@@ -18,6 +18,9 @@ CLIPS = Clips(1.0, 0.28)
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """Loss of each trained token [t]: its log-probability, weighted by the clipped ratio, which has
+    no gradient.
+    """
     clips = CLIPS.chosen(config)
     weight = ratios(terms, config).detach().clamp(1 - clips.low, 1 + clips.high)
     return -weight * terms.advantage * terms.logprobs

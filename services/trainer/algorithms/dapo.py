@@ -19,6 +19,7 @@ CLIPS = Clips(0.2, 0.28)
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """Loss of each trained token [t]: the clipped surrogate, with DAPO's higher upper bound."""
     return clipped(ratios(terms, config), terms.advantage, CLIPS.chosen(config))
 
 

@@ -18,6 +18,9 @@ from services.trainer.losses.terms import Terms
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """Loss of each trained token [t]: the clipped surrogate; the advantage is the teacher's
+    log-probability less ours. ConfigError without a teacher.
+    """
     advantage = terms.extra("teacher") - terms.logprobs.detach()
     return clipped(ratios(terms, config), advantage, CLIPS.chosen(config))
 

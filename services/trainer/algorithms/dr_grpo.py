@@ -17,6 +17,7 @@ from services.trainer.losses.terms import Terms
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """Loss of each trained token [t]: the clipped surrogate, with PPO's bounds."""
     return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
 
 

@@ -21,6 +21,7 @@ CLIPS = Clips(0.2, 0.28, dual=3.0)
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """Loss of each trained token [t]: the clipped surrogate, with GRPO's bounds."""
     return clipped(ratios(terms, config), terms.advantage, CLIPS.chosen(config))
 
 

@@ -18,6 +18,9 @@ CLIPS = Clips(3e-4, 4e-4)
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """Loss of each trained token [t]: the clipped surrogate of its sequence's ratio and mean
+    advantage.
+    """
     difference = terms.mean_by_sequence(terms.logprobs - old_logprobs(terms, config))
     ratio = ratio_of(difference, difference.new_zeros(()))
     return clipped(ratio, terms.mean_by_sequence(terms.advantage), CLIPS.chosen(config))

@@ -33,6 +33,7 @@ def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """Loss of each trained token [t]: the clipped surrogate, with PPO's bounds."""
     return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
 
 

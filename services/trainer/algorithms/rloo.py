@@ -27,6 +27,7 @@ def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """Loss of each trained token [t]: the clipped surrogate, with PPO's bounds."""
     return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
 
 

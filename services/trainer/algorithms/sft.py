@@ -10,6 +10,7 @@ from services.trainer.losses.terms import Terms
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
+    """Loss of each trained token [t]: its negative log-probability."""
     return -terms.logprobs
 
 

@@ -21,6 +21,8 @@ SILENT_S = 60.0  # a hybrid asks every few seconds, but while it computes or fet
 
 
 class Stage(StrEnum):
+    """How far a hybrid is on its way to computing rounds."""
+
     REQUESTED = "requested"
     FETCHING = "fetching"
     READY = "ready"
@@ -29,6 +31,8 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class Member:
+    """What the core knows of one hybrid."""
+
     generation: int
     stage: Stage
     manifest: str  # digest of the weights that it has

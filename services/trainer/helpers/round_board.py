@@ -17,6 +17,8 @@ AHEAD = 16
 
 @dataclass(slots=True)
 class Leased:
+    """A round that a hybrid computes."""
+
     gang: str
     until: float  # seconds; past it the core computes the round itself
 
@@ -39,6 +41,7 @@ class RoundBoard:
         return self.closed and len(self.results) == self.count
 
     def grow(self, rounds: int) -> None:
+        """Adds so many rounds to the end."""
         self.count += rounds
 
     def lease(self, gang: str, until: float) -> int | None:
