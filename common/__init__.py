@@ -1,1 +1,3 @@
-"""What every program shares; rooms are its parts. Open `runtime/mesh.py` first."""
+"""Code that every program shares: calls, state, formats, the model, generation. Open
+`runtime/mesh.py` first.
+"""

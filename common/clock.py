@@ -1,5 +1,5 @@
-"""Time as a seam: actors read clocks and sleep through this, so that a mesh runs under virtual time
-as well.
+"""Clocks: actors read the time and sleep through `Clock`, so that a mesh can run under virtual
+time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Randomness as a seam: everything that a run draws comes from one seed, and each part has a stream
-of its own.
+"""Random numbers: every draw of a run comes from one seed, and each part has a stream of its
+own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process must know to take part in a mesh: a file, written by whoever starts it."""
+"""The settings of a mesh's processes: a file, written by whoever starts them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""What each service offers, as messages and a method table; a service is met here first."""
+"""The interfaces of all services: message types and method tables, no logic. Open `engine.py`
+first.
+"""

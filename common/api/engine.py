@@ -1,4 +1,4 @@
-"""What an engine process offers to rollout shards: requests in, tokens out as they come."""
+"""The interface of an engine process: shards send requests, and tokens stream back to them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The one hint services send each other: look at the state again. It carries no orders, so losing
-it is harmless.
+"""The hint `Look`, by which one service tells another to read the state again. It carries no
+orders, so losing it is harmless.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker offers: a hint to look at its gang's record."""
+"""The interface of a worker: a hint to read its gang's record again."""
 
 from __future__ import annotations
 

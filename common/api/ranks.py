@@ -1,5 +1,5 @@
-"""What a rank of a training gang does for the rank 0, which is the core: all ranks the same, in the
-same order, each with its rows of the parameters.
+"""The interface of a rank of a training gang: what rank 0, the core, orders of the others. All
+ranks get the same orders in the same sequence, and each works on its own rows of the parameters.
 
 An order carries the generation of the group that it is for: one for another is refused.
 """

@@ -1,4 +1,4 @@
-"""What every role process offers the worker that started it: to finish what it has and let go."""
+"""The interface of every role process towards the worker that started it: draining."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sandbox offers: a job's tools and rewards, run where they can hang, crash and print.
+"""The interface of the sandbox, which runs a job's tools and rewards where they can do no harm.
 
 A call that fails is an outcome with a type, never an error of its batch and never a reward. A job
 that the sandbox does not know (it has restarted) is NotFound for the batch: load it, ask again.

@@ -1,4 +1,4 @@
-"""What the process of a job's frozen models offers: log-probabilities of given tokens, verdicts.
+"""The interface of a job's frozen models: log-probabilities of given tokens, and verdicts on texts.
 
 A sequence or question that cannot be scored is an outcome of its own, never an error of its batch.
 """

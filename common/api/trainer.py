@@ -1,5 +1,5 @@
-"""What the core of a training gang offers to its hybrids: rounds to lease, and a place for their
-gradients.
+"""The interface of a training gang's core towards its hybrids, the helpers that lend it gradients:
+they lease rounds and hand in what they computed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the weight store offers: versions as manifests of chunks, checkpoints, and finished groups'
-bytes.
+"""The interface of the weight store: versions as manifests of chunks, checkpoints, and finished
+groups.
 """
 
 from __future__ import annotations

@@ -1,2 +1,3 @@
-"""What a shard and environment processes share: their frames, and MCP servers. Open
-`framing.py` first."""
+"""What shards and environment processes share: their frames, and a client of MCP servers. Open
+`framing.py` first.
+"""

@@ -1,5 +1,5 @@
-"""A server of the Model Context Protocol that we start and speak to over its standard streams, by
-the official `mcp` package (https://github.com/modelcontextprotocol/python-sdk).
+"""A client of MCP servers, which it starts and speaks to over their standard streams by the
+official `mcp` package (https://github.com/modelcontextprotocol/python-sdk).
 """
 
 from __future__ import annotations

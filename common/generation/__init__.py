@@ -1,2 +1,3 @@
-"""Generation that engine and scoring share: the contract of an engine, and the built-in one.
-Open `contract.py` first."""
+"""Generation that engine and scoring share: the contract of engines, and the built-in engine. Open
+`contract.py` first.
+"""

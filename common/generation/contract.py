@@ -1,4 +1,6 @@
-"""What every engine offers, whatever it computes with: requests in, tokens out, weights swapped."""
+"""The contract of every engine, whatever it computes with: requests in, tokens out, weights
+swapped.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers by counter: a draw depends on a seed and a position, not on other draws.
+"""Counter-based random numbers: a draw depends on a seed and a position, not on other draws.
 
 The generator is SplitMix64 (Steele, Lea, Flood 2014), jumped to its position-th output.
 """

@@ -1,1 +1,3 @@
-"""What a job is: its configuration and what follows from it alone. Open `config.py` first."""
+"""The definition of a job: its configuration, and what follows from it alone. Open `config.py`
+first.
+"""

@@ -1,4 +1,4 @@
-"""The tools and rewards that MeshRL brings along, as a job file names them.
+"""The built-in tools and rewards, as a job file names them.
 
 A name without a colon is one of these; `module:function` is the author's own, `mcp:server/tool` a
 server's of the Model Context Protocol.

@@ -1,4 +1,4 @@
-"""What a job is: every key of a job file, its default, and what it means."""
+"""The keys of a job file, with their defaults and meanings."""
 
 from __future__ import annotations
 

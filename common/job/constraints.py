@@ -1,5 +1,5 @@
-"""What values of a job file may be: types with a range, which `common.job.config` declares its keys
-by.
+"""The types of a job file's values, with their ranges; `common.job.config` declares its keys by
+them.
 
 Nothing is checked here. `meshrl.job.schema` has pydantic hold a job file to them; services read
 jobs that were checked when they were submitted, and never import pydantic.

@@ -1,5 +1,5 @@
-"""Bounds of the weights by which tokens count that another policy sampled than the one trained: the
-trainer holds to them, and a job file is checked against them.
+"""Bounds of importance weights, which correct for tokens that another policy sampled than the one
+being trained. The trainer applies them, and job files are checked against them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What is evaluated at which version, and the figures that come of it."""
+"""The evaluation plan of a job: what is evaluated at which version, and what its figures are
+called.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers of isolation for code that the model wrote: each contains more than the one before."""
+"""The tiers of isolation for code that the model wrote; each contains more than the one before."""
 
 from __future__ import annotations
 

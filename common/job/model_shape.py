@@ -1,4 +1,4 @@
-"""The shape of a job's model, before any weights."""
+"""Reads the shape of a job's model, before there are any weights."""
 
 from __future__ import annotations
 

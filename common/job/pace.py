@@ -1,4 +1,4 @@
-"""How fast a declared accelerator generates: what paced engines are slowed down to."""
+"""The pace of declared accelerators: how fast they generate, so that engines can imitate them."""
 
 from __future__ import annotations
 

@@ -1,2 +1,3 @@
-"""The one model definition, its files, its tokenizer and its way through the weight store.
-Open `decoder.py` first."""
+"""The model: its one definition, its files, its tokenizer, its transfer. Open `decoder.py`
+first.
+"""

@@ -1,4 +1,6 @@
-"""Attention as a model asks for it, and the plainest there is. Bins' is in `kernels/varlen.py`."""
+"""The attention that a model calls: its type, and a plain version. Packed bins use
+`kernels/varlen.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations in a model's own chat format, as token ids that only grow.
+"""Chat formats: conversations as token ids of a model's own format, to which turns only append.
 
 Templates are those of the `renderers` package (Prime Intellect, Apache-2.0), which knows them as
 functions of token ids: a prompt is rendered once, a turn of the model is parsed from its ids, and

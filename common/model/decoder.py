@@ -1,5 +1,5 @@
-"""The one model definition, for training and for generating: a Llama, Qwen or Mixtral decoder,
-dense or with a mixture of experts (`moe.py`).
+"""The model definition for training and for generating: a Llama, Qwen or Mixtral decoder, dense or
+with a mixture of experts (`moe.py`).
 
 It differs from the textbook in two ways. Attention is passed in, and what lies between products may
 be, so the model knows nothing of packing, caches, parallelism or processors. Query, key and value

@@ -1,4 +1,4 @@
-"""A version of a job as a directory that other tools read, wherever it is written."""
+"""Writes a version of a job as a directory that Hugging Face's tools read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a decoder does to numbers, heads and tokens one by one, between its matrix products: as it
-asks for it, and in PyTorch's own operators. Fused ones for a CPU are in `kernels/pointwise.py`.
+"""What a decoder computes between its matrix products (norms, SwiGLU, heads): the protocol, and
+PyTorch's own operators for it. Fused ones for a CPU are in `kernels/pointwise.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Which rows of which of our matrices Hugging Face's projections are, and what users call them."""
+"""Maps Hugging Face's projections to the rows of our fused matrices, and to the names that users
+know.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors into the weight store and out of it: chunks with digests, named by a manifest.
+"""Transfer of tensors to and from the weight store: chunks with digests, named by a manifest.
 
 A tensor that is larger than a chunk lies in several: the manifest names it once for each piece, in
 order.

@@ -1,1 +1,1 @@
-"""Processes of one host: started, watched and ended. Open `host.py` first."""
+"""The processes of one host: how they are started, watched and ended. Open `host.py` first."""

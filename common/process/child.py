@@ -1,4 +1,5 @@
-"""First code of every process a Host spawns: it ties the process to its parent, then becomes it.
+"""The first code of every process that a Host spawns: it ties the process to its parent, then runs
+the program in its place.
 
 `python -m common.process.child parent=PID death=FD nice=N rlimit=AS:BYTES -- module:NAME
 ARGS...` runs a Python module in this same interpreter; `-- exec:PROGRAM ARGS...` replaces it. This

@@ -1,4 +1,4 @@
-"""A process of ours, seen from its parent or from the next incarnation of its parent."""
+"""Handles of spawned processes, for their parent or for the next incarnation of their parent."""
 
 from __future__ import annotations
 

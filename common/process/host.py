@@ -1,4 +1,6 @@
-"""The seam to the machine: processes, threads, files. Services touch it through `Host` only."""
+"""The host: every use of processes, threads and files goes through `Host`, so that it can be
+simulated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where engines live that have an interpreter of their own."""
+"""The virtual environments of engines that need an interpreter of their own."""
 
 from __future__ import annotations
 

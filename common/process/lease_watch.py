@@ -1,4 +1,4 @@
-"""Compares children with their leases: frees the names of the dead, finds the stopped.
+"""Compares child processes with their leases: frees the names of the dead, finds the stopped.
 
 A process under SIGSTOP runs, for the kernel, and renews nothing. It is told from a process whose
 Redis was away by watching: only an expiry that was seen through 2 s of good answers counts.

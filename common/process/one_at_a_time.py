@@ -1,5 +1,5 @@
-"""Work that does not bear company: one piece at a time in a thread. A piece whose caller has gone
-is waited for before the next one begins.
+"""Runs blocking work in a thread, one piece at a time: a piece whose caller was cancelled still
+ends before the next one begins.
 """
 
 from __future__ import annotations

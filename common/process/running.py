@@ -1,4 +1,4 @@
-"""How a service's process runs: uvloop, enough descriptors, a clean end on a signal."""
+"""Runs a service's process: uvloop, enough file descriptors, a clean end on a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps a set of processes running, as Erlang's supervisors do: restart, within a budget, escalate.
+"""A supervisor in the manner of Erlang: it restarts processes within a budget, then escalates.
 
 Source of the strategies and of the restart intensity: Erlang/OTP, `supervisor` behaviour.
 """

@@ -1,4 +1,4 @@
-"""A file that only grows, by whole records: what a full disk cut short is cut away again."""
+"""A file that grows by whole records: what a full disk cut short is truncated again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run's files name: the one that its last recorded step commit names."""
+"""Finds the checkpoint of a run in its files: the one that its last recorded step commit names."""
 
 from __future__ import annotations
 

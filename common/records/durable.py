@@ -1,4 +1,4 @@
-"""What has to be on the disk before somebody is told that it is."""
+"""Durable writes: fsync of files and directories, before a write is acknowledged."""
 
 from __future__ import annotations
 

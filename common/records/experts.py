@@ -1,5 +1,6 @@
-"""Where a mixture of experts sent tokens: arrays [tokens, experts] of their numbers, the layers one
-after the other in a row."""
+"""Expert routing: where a mixture of experts sent each token, as arrays [tokens, sparse layers x
+experts per token], one layer after the other in a row.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What version numbers mean once a lineage has been abandoned: its successor numbers other weights
-alike.
+"""Lineages of weight versions: when a lineage is abandoned, its successor uses the same version
+numbers for other weights.
 
 A group that was under way when the lineage ended at a version keeps that as its `foreign_above`.
 """

@@ -1,5 +1,5 @@
-"""Tokens of many trajectories as one record of the ledger: some 11 bytes each when a record holds
-one token of each trajectory, and of a mixture of experts a byte or two for each expert.
+"""The encoding of many trajectories' tokens as one record of the ledger: about 11 bytes a token
+when a record holds one token of each trajectory, and a byte or two more for each expert.
 
     head     format, widths in bytes of the five columns below, experts of a token, rows, tokens,
              runs, first group

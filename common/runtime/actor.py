@@ -1,4 +1,4 @@
-"""An actor: the object of a process that answers the methods of one interface."""
+"""Actors: the object of a process that answers the methods of one interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many small requests of one turn of the event loop, sent as one message."""
+"""Batches the small requests of one turn of the event loop into one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asking half of a mesh: the table of outstanding calls and streams, their credits, deadlines
+"""The client half of a mesh's calls: outstanding calls and streams, with their credits, deadlines
 and cancellation.
 """
 

@@ -1,4 +1,6 @@
-"""Where actors are: looked up in the registry, remembered until something says otherwise."""
+"""The directory of actors: their addresses, looked up in the registry and cached until proved
+wrong.
+"""
 
 from __future__ import annotations
 

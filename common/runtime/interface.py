@@ -1,4 +1,4 @@
-"""How a service says what it offers: message types and a method table, no logic."""
+"""Declares the interface of a service: message types and a method table, no logic."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A process's name in the registry: taken, renewed from a thread with what it does and waits for,
-given back.
+"""The lease on a process's name in the registry: taken, renewed from a thread with the process's
+counters and waits, given back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process's place in the mesh: its name, whom it can ask, and who asks it."""
+"""A process's membership of the mesh: its name, its calls to others, and their calls to it."""
 
 from __future__ import annotations
 

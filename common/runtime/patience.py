@@ -1,4 +1,4 @@
-"""Asking again: for what another process must be there for, and will be."""
+"""Repeats a call while the process that it needs is away, since that process will be restarted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The answering half of a mesh: requests that arrive, run on the actor and are answered; streams
-that flow under credits.
+"""The server half of a mesh's calls: requests run on the actor and are answered, and streams flow
+under credits.
 """
 
 from __future__ import annotations

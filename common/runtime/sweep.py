@@ -1,5 +1,5 @@
-"""One timer for all deadlines of a process: set to the soonest, it looks at every row when it
-fires.
+"""One timer for all deadlines of a process: it is set to the soonest one, and looks at every row
+when it fires.
 """
 
 from __future__ import annotations

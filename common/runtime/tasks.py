@@ -1,4 +1,4 @@
-"""Tasks that belong together: all of them end, or none goes on."""
+"""Runs tasks as a group: when one fails, all others are cancelled and waited for."""
 
 from __future__ import annotations
 

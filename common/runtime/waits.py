@@ -1,5 +1,5 @@
-"""Who waits for whom: what every process publishes with its lease, so that a stall can be traced to
-its culprit.
+"""The table of waits: every process publishes with its lease whom it waits for, so that a stall can
+be traced to its culprit.
 """
 
 from __future__ import annotations

@@ -1,2 +1,1 @@
-"""What the mesh knows in common, in Redis, a module for each kind of row. Open `client.py`
-first."""
+"""The shared state of the mesh in Redis, a module for each kind of row. Open `client.py` first."""

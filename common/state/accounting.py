@@ -1,4 +1,5 @@
-"""Whether any trajectory was lost or trained twice, from events and group rows alone.
+"""The account of trajectories: whether any was lost or trained twice, from events and group rows
+alone.
 
 lost = opened - (trained + filtered + stale_requeued + host_lost + typed_drops + in_flight), all in
 trajectories. Each term is counted from its own events, none by subtraction; only steps of the

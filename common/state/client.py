@@ -1,4 +1,4 @@
-"""The connection to Redis: registered scripts, bounded retries, one error when it is away."""
+"""The connection to Redis: registered scripts, bounded retries, one error when Redis is away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Redis of our own when the user has none: its binary, how to start it, its URL."""
+"""A Redis server of our own, for users who have none: its binary, its command line, its URL."""
 
 from __future__ import annotations
 

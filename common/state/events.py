@@ -1,4 +1,4 @@
-"""What has happened, in order: one stream that nothing trims."""
+"""The event stream of a mesh: what has happened, in order; nothing trims it."""
 
 from __future__ import annotations
 

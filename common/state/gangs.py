@@ -1,4 +1,4 @@
-"""What each gang should do, by the leader, and what it does, by its workers."""
+"""The rows of gangs: the state that the leader desires, and the actual one that workers report."""
 
 from __future__ import annotations
 

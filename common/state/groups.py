@@ -1,4 +1,5 @@
-"""Groups from admission to a step: the staleness gate, shards' segments, leases of the trainer.
+"""The rows of groups, from admission to a step: the staleness gate, shards' segments, leases of the
+trainer.
 
 Group ids are per job and rise in the order in which groups were opened. `shard` and `trainer` are
 registry names, and each call is fenced by the caller's lease on that name.

@@ -1,4 +1,4 @@
-"""Jobs: what was submitted, the phase each is in, what it has counted, its evaluations."""
+"""The rows of jobs: what was submitted, the phase, the counters, the evaluations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of keys: all of a mesh start `{mesh}`, all of a job `{<job>}`."""
+"""Names of Redis keys: those of a mesh start with `{mesh}`, those of a job with `{<job>}`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elections: at most one leader, whose token fences what it writes."""
+"""Leader election: there is at most one leader, and its token fences what it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is there: names with leases, addresses and what each waits for."""
+"""The registry of processes: names with their leases, their addresses, and what each waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight versions as steps make them: the commit, lineages, and what a checkpoint must hold.
+"""Step commits, which make weight versions; lineages; and what a checkpoint must hold.
 
 Step n turns version n - 1 into version n; steps count from 1, and `steps_done` equals the version.
 """

@@ -1,1 +1,1 @@
-"""What a process tells of itself: logs, counters, metrics, its health. Open `monitor.py` first."""
+"""What a process reports of itself: logs, counters, metrics, health. Open `monitor.py` first."""

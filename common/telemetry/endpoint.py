@@ -1,5 +1,5 @@
-"""What a process tells a monitor over HTTP: /metrics, /livez and /readyz, from a thread of its own,
-so that they answer while the event loop stands still.
+"""The HTTP endpoint for monitors: /metrics, /livez and /readyz, served by a thread of its own, so
+that they answer while the event loop stands still.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Logs and counters: JSON lines on stderr with the service's name, and a plain dict that is
-published with every renewal.
+published with every renewal of the lease.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a monitor may ask of one process: its metrics, whether it lives, whether it is ready."""
+"""The pages that a monitor reads of one process: its metrics, whether it lives, whether it is
+ready.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a request carries with it besides its message: its trace, and the deadline of the call that
-it serves.
+"""The context of a request beside its message: its trace, and the deadline of the call that it
+serves.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Watches the event loop: its lag is a metric, and a process whose loop stands still must not look
-alive.
+"""The watchdog of the event loop: its lag is a metric, and a process whose loop stands still must
+not look alive.
 """
 
 from __future__ import annotations

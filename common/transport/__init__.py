@@ -1,1 +1,1 @@
-"""Transports: how frames travel."""
+"""Transports, which carry frames between processes. Open `base.py` first."""

@@ -1,6 +1,4 @@
-"""How frames travel between processes: what the production sockets and the simulated network both
-offer.
-"""
+"""The transport protocol, which both the production sockets and the simulated network implement."""
 
 from __future__ import annotations
 

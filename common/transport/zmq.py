@@ -1,5 +1,5 @@
-"""The production transport: one ROUTER that all bind to, a DEALER per peer, pumped by hand on the
-event loop.
+"""The production transport over ZeroMQ: a ROUTER for requests to this process, a DEALER for each
+peer, both pumped by hand on the event loop.
 
 ZeroMQ's file descriptor is edge triggered: after every send a drain is scheduled, or calls stall. A
 mandatory ROUTER says EAGAIN for a peer at its high-water mark; what it refuses is parked per peer,

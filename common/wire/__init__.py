@@ -1,1 +1,1 @@
-"""Messages as bytes, and bytes in bulk. Open `frames.py` first."""
+"""Messages as bytes, and the transfer of bytes in bulk. Open `frames.py` first."""

@@ -1,4 +1,4 @@
-"""A typed message as one run of bytes: how finished groups and manifests lie in the store."""
+"""Encodes a typed message as one byte string, as finished groups and manifests lie in the store."""
 
 from __future__ import annotations
 

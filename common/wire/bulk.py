@@ -1,5 +1,5 @@
-"""Large bytes beside the control traffic: chunks by digest over a TCP port of their own, or
-straight from the file.
+"""The bulk port for large bytes beside the control traffic: chunks by digest over TCP, or straight
+from the file on the same host.
 
 A request is a verb, a digest and a length; an answer a status and a length; then bytes. The server
 is one thread that never waits for one client, so a CANCEL on the control port never waits behind a

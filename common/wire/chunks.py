@@ -1,5 +1,5 @@
-"""Content-addressed files: a chunk lies at <directory>/<d[:2]>/<d>, where d is the xxh3_128 of its
-bytes.
+"""The chunk store, content-addressed files: a chunk lies at <directory>/<d[:2]>/<d>, where d is the
+xxh3_128 of its bytes.
 
 Any process of the host may write: a chunk appears whole, durable and under its own digest, or not
 at all.

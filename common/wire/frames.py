@@ -1,4 +1,4 @@
-"""What crosses a wire: frames [header][body][buffer...], their kinds, and the limits on their
+"""The frames that cross a wire, [header][body][buffer...]: their kinds, and the limits on their
 sizes.
 """
 

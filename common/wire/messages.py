@@ -1,5 +1,5 @@
-"""Typed messages as MessagePack, arrays as buffers beside them; `common.wire.frames` is where to
-import it.
+"""Typed messages as MessagePack, with arrays as buffers beside them. Import them from
+`common.wire.frames`.
 
 A message is a frozen dataclass; its encoder and decoder are compiled once, when the class is made.
 The body is a MessagePack array of the fields in order. Arrays of 1 KiB and more leave as frames of

@@ -1,4 +1,6 @@
-"""Where the weight store is: its bulk port takes finished groups and chunks of weights."""
+"""A client of the weight store's bulk port: writes and reads finished groups and chunks of
+weights.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The built-in engine: who has which slot and block, and what runs next. Open `engine.py` first."""
+"""The built-in engine: its scheduler, its slots and its paged cache. Open `engine.py` first."""

@@ -1,4 +1,4 @@
-"""Blocks of the paged cache: who holds which, and which prefixes can be shared.
+"""The blocks of the paged cache: who holds each, and which prefixes requests can share.
 
 A radix tree over blocks of 16 tokens (RadixAttention, arXiv 2312.07104, section 3), kept for one
 version of the weights. A block is freed when nobody holds it; the tree is a holder too, and lets go

@@ -1,4 +1,4 @@
-"""The built-in engine, by the best path that this host offers."""
+"""Builds the built-in engine, on the fastest path that this host supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions that come from another engine and go to one: copies of what is cached, in and out.
+"""Export and import of a session's keys and values, when it moves from one engine to another.
 
 A token tells which weights sampled it; what an engine takes over must not let tokens of one version
 follow a cache of another without an earlier token that shows it. So a cache is taken over if the

@@ -1,4 +1,4 @@
-"""The built-in engine: what runs in the next step, and what becomes of requests.
+"""The scheduler of the built-in engine: what the next step runs, and how requests end.
 
 Continuous batching at the level of tokens: each step holds one token of every request that decodes
 and, up to a budget, stretches of known tokens (prompts, tool results) of requests that join. What

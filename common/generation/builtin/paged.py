@@ -1,4 +1,4 @@
-"""The paged cache of the slots: a block table, grown as tokens come, with shared prefixes."""
+"""The paged cache of the slots: a block table that grows with their tokens and shares prefixes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The two halves of the built-in engine that differ from path to path: what computes, and where
-keys and values lie."""
+"""The protocols of the two halves of the built-in engine that differ from path to path: `Compute`
+runs the model, `Memory` decides where keys and values lie.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast known tokens are computed: what recomputing a cache would take."""
+"""Measures how fast known tokens are computed, and so what recomputing a cache would take."""
 
 from __future__ import annotations
 

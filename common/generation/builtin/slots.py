@@ -1,4 +1,4 @@
-"""Which request has which slot and what it holds: arrays, so a step costs no Python per slot."""
+"""The slots of the built-in engine: which request has which, in arrays, without Python per slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that end at a text: found in what their last tokens decode to."""
+"""Stop texts: requests end when their last tokens decode to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether weights are those of the model that an engine was started with."""
+"""Checks that new weights have the shapes of the model that an engine was started with."""
 
 from __future__ import annotations
 

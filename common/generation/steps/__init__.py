@@ -1,2 +1,3 @@
-"""A step of the built-in engine's arithmetic, by each path that a host may offer. Open
-`eager.py` first."""
+"""The arithmetic of one step of the built-in engine, a module for each path. Open `eager.py`
+first.
+"""

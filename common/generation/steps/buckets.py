@@ -1,5 +1,5 @@
-"""Which rows decode together: batches of static shapes, so that no step pays for a new shape and
-short sequences do not pay for the context of long ones.
+"""Decode buckets: rows decode together in batches of static shapes, so that no step pays for a new
+shape and short sequences do not pay for the context of long ones.
 
 A bucket has a number of lanes and a context, both out of a short list; a row runs in a bucket whose
 context holds it. Rows in order of length are cut where they need another context, or are not, such

@@ -1,4 +1,4 @@
-"""Keys and values of contiguous slots, and attention over them while decoding or prefilling."""
+"""The contiguous cache of keys and values, and attention over it for decoding and for prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: inverse transform of one uniform number a row."""
+"""Sampling: from logits to tokens, by the inverse transform of one uniform number a row."""
 
 from __future__ import annotations
 
