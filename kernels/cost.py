@@ -1,4 +1,4 @@
-"""What a bin costs to compute: linear and quadratic in the lengths of its sequences.
+"""The cost model of bins: linear and quadratic in the lengths of their sequences.
 
 Matrices cost the same for every token, causal attention grows with a sequence's length squared,
 and each bin pays for its dispatch. Which share each has depends on model and machine: it is learned

@@ -1,4 +1,4 @@
-"""Which sequences share a bin, and which bins are computed at the same time.
+"""Bin packing: which sequences share a bin, and which bins are computed at the same time.
 
 Sequences lie end to end in bins of a token budget. A round is one bin for each rank; ranks wait for
 each other, so a round takes as long as its dearest bin, and a plan is good if the sum of these is

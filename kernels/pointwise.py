@@ -1,5 +1,5 @@
-"""What a decoder does between its matrix products, forward and backward, each in one pass over
-memory: csrc/pointwise.cpp, for float32 on a CPU.
+"""Fused versions of what a decoder computes between its matrix products, forward and backward, each
+in one pass over memory: csrc/pointwise.cpp, for float32 on a CPU.
 
 PyTorch runs such arithmetic as a chain of operators, each of which reads and writes whole tensors:
 a third of a small model's training step.

@@ -1,4 +1,4 @@
-"""Causal attention within sequences that lie end to end, forward and backward, without padding.
+"""Causal attention within packed sequences, forward and backward, without padding.
 
 | tensors | implementation |
 |---|---|

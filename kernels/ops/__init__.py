@@ -1,4 +1,5 @@
 """Custom operators of decoding and packing, one PyTorch operator each, in namespace `meshrl`.
+Open `dispatch.py` first.
 
 | operator | on a CPU | on a GPU |
 |---|---|---|

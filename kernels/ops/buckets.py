@@ -1,4 +1,4 @@
-"""Rows into a bucket's static-shape buffer and back: its lanes are some of the rows, or empty."""
+"""Operators that gather rows into a bucket's buffer of static shape, and scatter them back."""
 
 import torch
 from torch import Tensor

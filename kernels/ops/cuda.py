@@ -1,4 +1,4 @@
-"""The operators on a GPU: csrc/bucket.cu and csrc/paged_decode.cu, and Triton's kernels.
+"""The operators on a GPU, by csrc/bucket.cu, csrc/paged_decode.cu and Triton's kernels.
 
 The CUDA sources are built on first use by torch's extension machinery, for the GPUs of this host;
 they include nothing of torch, so that it takes seconds, and are called through ctypes. Each

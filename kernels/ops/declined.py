@@ -1,4 +1,4 @@
-"""How an implementation of an operator says that the reference has to do."""
+"""The exception by which an implementation of an operator hands over to the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of an operator's implementations runs: its device's own, else the reference."""
+"""Dispatch of the operators: the implementation of the tensors' device runs, else the reference."""
 
 from __future__ import annotations
 

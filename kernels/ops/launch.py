@@ -1,4 +1,4 @@
-"""The CUDA sources' launchers, called with tensors through ctypes.
+"""Launchers of the CUDA sources' kernels, called with tensors through ctypes.
 
 What a launch depends on is shapes alone, never what a tensor holds: a CUDA graph may hold it. Each
 method computes what reference.py's function of that name does, or raises Declined.

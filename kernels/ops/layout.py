@@ -1,4 +1,4 @@
-"""How keys and values lie in the paged cache: blocks of 16 tokens, as csrc/attention.h reads them.
+"""The layout of the paged cache: blocks of 16 tokens, as csrc/attention.h reads them.
 
 Within a block, keys are transposed: [width, 16]; values are not: [16, width]. In bf16 two
 neighbours along the dimension that a product sums over lie beside each other, since processors and

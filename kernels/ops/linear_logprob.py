@@ -1,5 +1,5 @@
-"""The log-probability of one token per hidden state, and the entropy of its distribution, straight
-from the unembedding matrix: logits exist for one chunk of the vocabulary at a time.
+"""Computes the log-probability of one token per hidden state, and the entropy of its distribution,
+straight from the unembedding matrix: logits exist for one chunk of the vocabulary at a time.
 
 The sums of the softmax are taken online over chunks (Milakov, Gimelshein 2018); the backward pass
 computes each chunk's logits again, as in "Cut Your Losses" (arXiv 2411.09009). A vocabulary of one

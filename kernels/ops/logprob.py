@@ -1,4 +1,4 @@
-"""The log-probability of one token per row of logits."""
+"""The operator for the log-probability of one token per row of logits."""
 
 import torch
 from torch import Tensor

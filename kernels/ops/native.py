@@ -1,4 +1,4 @@
-"""The operators on a CPU: csrc/ops.cpp, called through ctypes.
+"""The operators on a CPU, by csrc/ops.cpp through ctypes.
 
 Each function here computes what reference.py's of that name does, or raises Declined: the library
 is missing, or does not take such tensors.

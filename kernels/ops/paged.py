@@ -1,4 +1,6 @@
-"""The paged cache: tokens are put into it, and one query per sequence attends to it."""
+"""Operators on the paged cache: write tokens into it, and attend to it with one query per
+sequence.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Causal attention within sequences that lie one behind the other."""
+"""The operator for causal attention within sequences that lie one behind the other."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,6 @@
-"""What each operator computes, in plain PyTorch: its definition, and the path that always works."""
+"""The reference of every operator in plain PyTorch: its definition, and the path that always
+works.
+"""
 
 from __future__ import annotations
 
