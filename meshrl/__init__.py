@@ -1,1 +1,3 @@
-"""The face: the command line and what it does. Open `cli.py` first."""
+"""The command line and what it does, which is all that users of a mesh call. Open `cli.py`
+first.
+"""

@@ -1,4 +1,4 @@
-"""`meshrl` and `python -m meshrl`."""
+"""The entry of `meshrl` and `python -m meshrl`."""
 
 from __future__ import annotations
 

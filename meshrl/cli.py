@@ -1,4 +1,5 @@
-"""The command line: what each command takes and says; what it does is imported when it runs.
+"""The command line: the arguments and output of each command. What a command does is imported when
+it runs.
 
 Nothing heavy is imported here, so that `meshrl --help` and errors in a job file come at once.
 """

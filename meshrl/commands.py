@@ -1,4 +1,4 @@
-"""Commands that ask or tell a running mesh something, through its Redis, and return at once."""
+"""Commands that ask a running mesh something or tell it something, through its Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshrl engine install`: engines that need an interpreter of their own, in one.
+"""`meshrl engine install`: installs engines that need an interpreter of their own.
 
 SGLang requires Hugging Face's `kernels` package, which has the name of ours: installed into our
 environment it would take its place.

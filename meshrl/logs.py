@@ -1,4 +1,4 @@
-"""`meshrl logs`: the ends of the log files of a mesh, each line after the name of its process."""
+"""`meshrl logs`: the last lines of a mesh's log files, each with the name of its process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job file says of its algorithm, checked.
+"""Checks the algorithm's keys of a job file.
 
 `fail(key, message, fix)` makes the error that names the key's line.
 """

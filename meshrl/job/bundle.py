@@ -1,4 +1,5 @@
-"""Bundles: what a job brings along (code, data, tokenizer, model), packed to run on any host.
+"""Bundles: the files that a job brings along (code, data, tokenizer, model), packed to run on any
+host.
 
 A bundle is a directory `<run>/bundle/<digest>/` whose name is the digest of its content, so that
 packing the same job twice gives the same bundle and a bundle never changes under a run:

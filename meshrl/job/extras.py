@@ -1,4 +1,6 @@
-"""Parts of a job file that most jobs leave out: adapters, trackers, where metrics are served."""
+"""Checks the keys of a job file that most jobs leave out: adapters, trackers, the metrics'
+address.
+"""
 
 from __future__ import annotations
 

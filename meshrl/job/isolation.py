@@ -1,4 +1,4 @@
-"""What contains code that the model wrote on this host, and whether that suffices for a job."""
+"""Checks that this host can contain code that the model wrote as well as a job demands."""
 
 from __future__ import annotations
 

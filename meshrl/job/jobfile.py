@@ -1,4 +1,6 @@
-"""Job files: from TOML and `--set` to a checked JobConfig, every error with line and fix."""
+"""Reads job files: from TOML and `--set` to a checked JobConfig, every error with its line and a
+fix.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job file says of frozen models, judges, given answers and evaluation, checked.
+"""Checks the keys of a job file for frozen models, judges, supervised answers and evaluation.
 
 `fail(key, message, fix)` makes the error that names the key's line.
 """

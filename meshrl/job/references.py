@@ -1,4 +1,4 @@
-"""`module:function` references of a job file: the module's file, what it defines and imports.
+"""Resolves `module:function` references of a job file: the module's file, its names and imports.
 
 Nothing is imported here: the author's code runs only in the processes that are made to contain it.
 """

@@ -1,4 +1,4 @@
-"""Dataset files, read row by row and checked before a mesh starts on them.
+"""Reads dataset files row by row, and checks them before a mesh starts on them.
 
 JSONL; Parquet, one file, a pattern (`train-*.parquet`) or a directory of them; and what Hugging
 Face's `datasets` writes with `save_to_disk`.

@@ -1,4 +1,4 @@
-"""What of a job file the sandbox runs: tools, rewards, and limits of the model's code."""
+"""Checks what a job file has the sandbox run: tools, rewards, and limits of the model's code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A job's document held to what `common.job.config` declares: types, ranges, choices and known
-keys.
+"""Checks a job's document against `common.job.config`: types, ranges, choices and known keys.
 
 pydantic checks; what it finds is said here in the words of a job file.
 """

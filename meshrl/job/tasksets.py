@@ -1,4 +1,4 @@
-"""The tasks of a `verifiers` taskset as rows, written by the interpreter that has the package."""
+"""Reads the tasks of a `verifiers` taskset as rows, by the interpreter that has the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which line of a TOML text a key stands on: `tomllib` does not say, and an error should."""
+"""Finds the line of a TOML text on which a key stands, for errors; `tomllib` does not tell it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A mesh's start, joining and end. Open `launcher.py` first."""
+"""Starting a mesh, joining it, and stopping it. Open `launcher.py` first."""

@@ -1,4 +1,4 @@
-"""The root of a mesh: starts Redis and the services, keeps them running, stops all of it.
+"""The root process of a mesh: it starts Redis and the services, keeps them running, and stops them.
 
 `meshrl run` holds a Launcher in its own process; `meshrl up` starts this file as a program. Every
 process of the mesh dies with it, or (workers, which may outlive an agent) within 75 s.

@@ -1,4 +1,5 @@
-"""Processes that a mesh left behind: found by the settings file in their environment, and ended.
+"""Finds processes that a mesh left behind, by the settings file in their environment, and ends
+them.
 
 Every process of a mesh inherits $MESHRL_SETTINGS, whoever its parent is by now, so this finds what
 no registry and no process tree names any more. A stop ends with it, and a start begins with it.

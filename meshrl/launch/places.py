@@ -1,4 +1,4 @@
-"""Where things are: the mesh that a command means, the directory of a run, the files of a mesh.
+"""Paths: the root of the mesh that a command means, the directory of a run, the files of a mesh.
 
 A mesh lives under a root: `<root>/mesh/` holds its settings, logs and Redis data. `meshrl run`
 makes the run directory the root; `meshrl up` uses `.meshrl/`. The pointer `.meshrl/current.json` in

@@ -1,4 +1,4 @@
-"""Which processes make up a mesh: one list, for the launcher and for `--dry-run`."""
+"""The process plan of a mesh: one list, used by the launcher and by `--dry-run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The mesh's own Redis: started, asked for a PING each second, killed when it stays silent."""
+"""Guards the mesh's own Redis: starts it, sends a PING each second, kills it when it stays
+silent.
+"""
 
 from __future__ import annotations
 

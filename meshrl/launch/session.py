@@ -1,4 +1,6 @@
-"""`meshrl run` and `meshrl resume`: a mesh, one job on it, the view, the report, a clean end."""
+"""`meshrl run` and `meshrl resume`: one job on a mesh, from its start to the report and a clean
+end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshrl up` and `meshrl down`: a mesh in the background, and its end."""
+"""`meshrl up` and `meshrl down`: start a mesh in the background, and stop it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What people look at: records, reports and views of a run. Open `recorder.py` first."""
+"""Observation of a run: its records, its reports, its views. Open `recorder.py` first."""

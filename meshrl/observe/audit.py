@@ -1,4 +1,4 @@
-"""`meshrl audit`: what became of every trajectory, from the run's events and ledger alone."""
+"""`meshrl audit`: accounts for every trajectory, from the run's events and ledger alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Charts as inline SVG, so that a report is one file that opens anywhere, without a network."""
+"""Draws charts as inline SVG, so that a report is one file that opens anywhere, without a
+network.
+"""
 
 from __future__ import annotations
 

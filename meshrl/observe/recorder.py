@@ -1,4 +1,4 @@
-"""Keeps a run's record while it runs: events.jsonl, metrics.jsonl, what its processes used.
+"""Records a run while it runs: events.jsonl, metrics.jsonl, and what its processes used.
 
 It only ever appends what is not there yet, so a run that was cut off and resumed has one record.
 """

@@ -1,4 +1,4 @@
-"""The records of all jobs of a mesh that stays, each kept by a task of its own."""
+"""Keeps the records of all jobs of a mesh that stays up, each by a task of its own."""
 
 from __future__ import annotations
 

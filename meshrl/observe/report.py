@@ -1,4 +1,6 @@
-"""The end of a run: `summary.json`, `report.html`, `model/`, and the table on the terminal."""
+"""Writes what a run leaves: `summary.json`, `report.html`, `model/`, and a table on the
+terminal.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for whom, and which process at the end of that chain is the one that does not move.
+"""Diagnoses stalls: it follows who waits for whom to the process that does not move.
 
 Every process publishes what it waits for with each renewal of its lease (1.5 s). A process whose
 renewal is overdue is stopped, starved or gone; if someone waits for it, directly or through others

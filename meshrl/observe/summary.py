@@ -1,4 +1,4 @@
-"""What a run came to, in one flat-ish dictionary: `summary.json`."""
+"""Builds the summary of a run, one dictionary that is nearly flat: `summary.json`."""
 
 from __future__ import annotations
 

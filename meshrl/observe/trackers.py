@@ -1,4 +1,4 @@
-"""Where a run's figures are shown beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio.
+"""Shows a run's figures in trackers beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio.
 
 Each has a process of its own (`meshrl.observe.tracking`), so that one that hangs or fails costs
 nothing but what it does not show. What is to be shown waits in a bounded queue; `RUN/tracking.json`

@@ -1,4 +1,4 @@
-"""What a run has used, over all incarnations of its processes and all its sessions.
+"""Sums what a run has used, over all incarnations of its processes and all its sessions.
 
 A process that dies takes its counters with it, so the last value seen of each (name, pid, start) is
 kept, and the whole tally is kept in the run directory: a resumed run goes on counting.

@@ -1,4 +1,4 @@
-"""How a run looks while it runs: a live view on a terminal, one plain line a step elsewhere."""
+"""Shows a run while it runs: a live view on a terminal, elsewhere one plain line a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes on in a run, as plain data: `recorder` reads it from Redis, `view` shows it."""
+"""Reads the progress of a run from Redis as plain data, which `recorder` keeps and `view` shows."""
 
 from __future__ import annotations
 
