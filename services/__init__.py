@@ -1,1 +1,3 @@
-"""The programs of a mesh, each a package; none imports another."""
+"""The programs of a mesh, a package each; none imports another. Open `rollout/shard.py`
+first.
+"""

@@ -1,2 +1,3 @@
-"""The program that generates, behind one actor whatever engine is inside. Open `service.py`
-first."""
+"""The engine program, which generates tokens behind one actor, whatever engine is inside. Open
+`service.py` first.
+"""

@@ -1,4 +1,4 @@
-"""The engine that a job asks for, built on this host without weights."""
+"""Builds the engine that a job asks for on this host, without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session's keys and values from one engine process to another.
+"""Moves a session's keys and values from one engine process to another.
 
 The engine that is to have them asks the one that has them, and takes them part by part between its
 steps: a part is copied out in one stop of the source and in in one stop of the target, while the

@@ -1,4 +1,5 @@
-"""An engine at the pace of a declared accelerator: real tokens, each step padded by waiting.
+"""An engine slowed down to the pace of a declared accelerator: its tokens are real, its steps
+padded.
 
 Two cores can so stand for several accelerators, as long as the engine inside is faster than what it
 stands for. A step's tokens show when the step would have ended; weights, pauses and aborts take

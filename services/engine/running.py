@@ -1,5 +1,6 @@
-"""How an engine process runs: a thread for its arithmetic, and weights that follow the job's
-version."""
+"""Runs an engine process: a thread for its arithmetic, and weights that follow the job's
+version.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The actor of an engine process: requests of rollout shards in, tokens out, weights swapped
-between two steps.
+"""The actor of an engine process: takes requests of rollout shards, streams tokens back, swaps
+weights between two steps.
 
 The engine itself is driven from elsewhere (a thread where it computes, a task where it is
 simulated): the driver calls `turn` in a loop, which runs what was asked for since, one step, and

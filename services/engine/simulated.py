@@ -1,4 +1,4 @@
-"""An engine without compute: tokens by hash, at a declared rate of the clock it is given.
+"""An engine without a model: tokens come from a hash, at a declared rate of the clock it is given.
 
 For simulations under virtual time and load tests. Each running request advances by `tokens_per_s`
 whatever runs beside it; `step` brings all that is due by now and is never early. Slots are columns

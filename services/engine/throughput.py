@@ -1,4 +1,4 @@
-"""Tokens per second by batch size, measured while an engine runs, and where that curve flattens."""
+"""Measures tokens per second by batch size while an engine runs, and where that curve flattens."""
 
 from __future__ import annotations
 

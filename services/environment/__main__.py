@@ -1,4 +1,4 @@
-"""Entry of an environment process, which a rollout shard starts."""
+"""The entry of an environment process, which a rollout shard starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tools as a model is told of them: their JSON schemas, and what its calls become."""
+"""Describes tools to a model by JSON schemas, and turns the calls that it writes into tool
+calls.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""The host agent and the workers that it starts, one for each accelerator."""
+"""The host agent and the workers that it starts, one for each accelerator. Open `agent.py`
+first.
+"""

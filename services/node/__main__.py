@@ -1,4 +1,4 @@
-"""Entry of a host's agent: `python -m services.node --workers 3`."""
+"""The entry of a host's agent: `python -m services.node --workers 3`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this host can compute on: its NVIDIA GPUs, or a number of CPU slots."""
+"""Detects what this host can compute on: its NVIDIA GPUs, or a number of CPU slots."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The agent of a host: one worker for each accelerator, started, watched, and adopted again. The
-first few of them may make one gang; the others are gangs of one.
+"""The agent of a host: it starts one worker for each accelerator, watches them, and adopts them
+again. The first few of them may make one gang; the others are gangs of one.
 
 Workers are in sessions of their own and survive the agent. Its next incarnation finds them by what
 it wrote down (pid and start time) and goes on watching.

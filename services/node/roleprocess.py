@@ -1,4 +1,4 @@
-"""A gang's role process: started for an assignment, watched until ready, drained, ended."""
+"""The role process of a gang: started for an assignment, watched until ready, drained, ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process a gang's desired state asks for: pure, from the record to a command line."""
+"""Maps the desired state of a gang to the command line of the process that serves it; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker of a gang: makes what runs match the gang's record, and reports what does.
+"""A worker of a gang: it makes its processes match the gang's record, and reports what runs.
 
 It imports no model code: role processes, its children, do. It lives on when the agent dies, and
 ends itself when no agent of its host has held its lease for a minute, or Redis was unreachable that

@@ -1,1 +1,1 @@
-"""Decides what each gang of workers does. Open `planner.py` first."""
+"""The planner program, which decides what each gang of workers does. Open `planner.py` first."""

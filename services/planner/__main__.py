@@ -1,4 +1,4 @@
-"""Entry of a planner's process."""
+"""The entry of a planner's process."""
 
 from __future__ import annotations
 

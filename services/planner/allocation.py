@@ -1,4 +1,4 @@
-"""Which side of a job gets a gang: the one whose stage takes longer, if the move pays.
+"""The allocation policy: moves a gang to the side of a job whose stage takes longer, if that pays.
 
 An asynchronous job's iteration takes max(T_rollout, T_train) (Libra, arXiv 2606.03077, Cost
 Evaluator). Both stages are taken to scale with the gangs they have. A move is made when the stage

@@ -1,4 +1,4 @@
-"""The move that the stage times of a job ask for."""
+"""Decides on the move that the stage times of a job ask for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whether a job can run on this mesh. One that cannot is waited with, and then fails: workers join
-late, and lost ones come back.
+"""The feasibility of a job on this mesh. A job that cannot run is waited with, and then fails:
+workers join late, and lost ones come back.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Moves under way: when one is complete, and what the other gangs did meanwhile, which shows that a
-move stops nobody.
+"""The progress of moves under way: when one is complete, and what the other gangs did meanwhile,
+which shows that a move stops nobody.
 """
 
 from __future__ import annotations

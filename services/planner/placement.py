@@ -1,4 +1,5 @@
-"""Which gang does what: the default split, repairs, and the gang that a move takes.
+"""The placement policy: the default split of gangs over roles, repairs, and the gang that a move
+takes.
 
 The core of training takes a gang of as many workers as the job has ranks, and all of them; every
 other role takes gangs of one worker.

@@ -1,4 +1,4 @@
-"""The planner: leads if it is elected, and then writes what every gang should do.
+"""The planner's shell: it stands for election, and as the leader writes what every gang should do.
 
 It reads, asks the modules beside it what to do, and writes that down.
 """

@@ -1,4 +1,4 @@
-"""Which gangs are there: missing, lost and gone ones, and those that may still be joining.
+"""The presence of gangs: which are missing, lost or gone, and which may still be joining.
 
 A gang is missing while the lease of one of its workers is not alive, or not all of them have
 joined. How long it has been missing is known to who has looked all the time: a new leader counts

@@ -1,4 +1,4 @@
-"""What becomes of the moves that people ask for."""
+"""Decides on the moves that people ask for."""
 
 from __future__ import annotations
 

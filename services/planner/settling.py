@@ -1,4 +1,4 @@
-"""What state a mesh must be in before stage times may move a gang.
+"""The conditions under which stage times may move a gang: the mesh must have settled.
 
 The job trains and its warm-up is over; every gang does what was decided last; the last look at the
 stage times is an interval ago, and the last move `cooldown_steps`; and since the processes last

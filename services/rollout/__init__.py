@@ -1,2 +1,3 @@
-"""A rollout shard: admits prompts, runs their trajectories, hands in groups. Open `shard.py`
-first."""
+"""The rollout shard, which admits prompts, runs their trajectories and hands in groups. Open
+`shard.py` first.
+"""

@@ -1,4 +1,4 @@
-"""Entry of a rollout shard's process."""
+"""The entry of a rollout shard's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation on the engines of the job: the held-out set and the other ones, at one version."""
+"""Evaluates one weight version on the engines of the job: the held-out set and the other sets."""
 
 from __future__ import annotations
 

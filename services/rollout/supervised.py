@@ -1,4 +1,6 @@
-"""Trajectories that the dataset gives, for sft: prompt and answer, encoded and not sampled."""
+"""Supervised trajectories for sft: the dataset gives prompt and answer, which are encoded, not
+sampled.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tools and rewards in isolation."""
+"""The sandbox program, which runs a job's tools and rewards in isolation. Open `actor.py` first."""

@@ -1,4 +1,4 @@
-"""Entry of the sandbox: `python -m services.sandbox`."""
+"""The entry of the sandbox: `python -m services.sandbox`."""
 
 from __future__ import annotations
 

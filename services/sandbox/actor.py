@@ -1,4 +1,6 @@
-"""The sandbox as an actor: jobs are loaded, batches come in, outcomes go out in the same order."""
+"""The actor of the sandbox: it loads jobs, takes batches of calls, and answers in the same
+order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call came to."""
+"""The answer to one sandbox call: a status, a value, an error."""
 
 from __future__ import annotations
 

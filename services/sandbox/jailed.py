@@ -1,4 +1,4 @@
-"""A job's calls that run code which the model wrote: each in a fresh jail, or in its session's."""
+"""Runs a job's calls of code that the model wrote, each in a fresh jail or in its session's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Interpreters that keep their state from call to call of a trajectory, each in its own jail."""
+"""Sessions: interpreters that keep their state from call to call of a trajectory, each in a
+jail.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry of the process that hosts a job's frozen models: the role process of a scoring gang."""
+"""The entry of the process that hosts a job's frozen models: the role process of a scoring gang."""
 
 from __future__ import annotations
 

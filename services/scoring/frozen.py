@@ -1,4 +1,4 @@
-"""The actor of the process that hosts a job's frozen models: what they make of given tokens."""
+"""The actor of a job's frozen models: scores given tokens and judges texts."""
 
 from __future__ import annotations
 

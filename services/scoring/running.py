@@ -1,4 +1,4 @@
-"""How the process of a job's frozen models runs: it loads them, then serves until one breaks."""
+"""Runs the process of a job's frozen models: it loads them, then serves until one breaks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The program that trains: core, further ranks, hybrids. Open `core/core.py` first."""
+"""The training program: core, further ranks, and hybrids that help. Open `core/core.py` first."""

@@ -1,4 +1,4 @@
-"""Entry of a training process: core, a further rank of a core of several, or hybrid."""
+"""The entry of a training process: the core, a further rank of its gang, or a hybrid."""
 
 from __future__ import annotations
 

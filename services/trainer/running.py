@@ -1,4 +1,4 @@
-"""How a training process runs: as core, as a rank of a core of several, or as hybrid."""
+"""Runs a training process: as the core, as a further rank of its gang, or as a hybrid."""
 
 from __future__ import annotations
 

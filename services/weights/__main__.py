@@ -1,4 +1,4 @@
-"""Entry of the weight store's process."""
+"""The entry of the weight store's process."""
 
 from __future__ import annotations
 

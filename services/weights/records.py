@@ -1,5 +1,5 @@
-"""What the store holds for each job, in files beside the chunks: Redis may lose all it has, and
-what a job would go on from must outlive that.
+"""The store's records for each job, in files beside the chunks: Redis may lose all it has, and what
+a job would go on from must outlive that.
 """
 
 from __future__ import annotations

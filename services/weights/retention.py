@@ -1,5 +1,6 @@
-"""What must stay: the newest few checkpoints up to the committed one and those still being written,
-versions that a step or a checkpoint is about to name, and those that somebody comes back to.
+"""The retention policy: what must stay. That is the newest few checkpoints up to the committed one
+and those still being written, versions that a step or a checkpoint is about to name, and those that
+somebody comes back to.
 """
 
 from __future__ import annotations

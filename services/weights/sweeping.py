@@ -1,5 +1,5 @@
-"""Deletes what nothing can need again, and nothing else: what the store knows to be dead after a
-grace, and what nobody ever named once no writer can be about to.
+"""Sweeps the store: deletes what it knows to be dead after a grace, and what nobody ever named once
+no writer can be about to.
 """
 
 from __future__ import annotations

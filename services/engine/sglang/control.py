@@ -1,4 +1,4 @@
-"""Pauses, sleep and weights of a server, and whether it may be used at all."""
+"""Controls an SGLang server: pauses, sleep, new weights, and whether it may be used at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang as an engine: requests to a server that runs by itself, its tokens back, its weights.
+"""The engine whose requests an SGLang server runs: hands requests over, brings tokens back.
 
 The server decodes whether or not anybody looks; `step` takes what has come. Requests beyond its
 slots wait here, so that an abort, a pause or new weights find a server that holds only what runs.

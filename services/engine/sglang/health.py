@@ -1,4 +1,4 @@
-"""Whether a server still answers: three failures in a row, with grace while it is kept busy."""
+"""Checks that a server answers: three failures in a row, with grace while it is kept busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server over HTTP: calls with deadlines, and streams of tokens, on the loop of this process.
+"""An HTTP client of one server: calls with deadlines, and token streams, on this process's loop.
 
 The engine's thread asks and waits; the loop only moves bytes and decodes JSON, so that a stream is
 read at once however long a step of the engine takes.

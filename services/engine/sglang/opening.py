@@ -1,4 +1,4 @@
-"""SGLang as an engine: a server in its own interpreter, driven over HTTP and never patched.
+"""Opens SGLang as an engine: a server in its own interpreter, driven over HTTP and never patched.
 
 The parts are beside this: the process (`server`), the wire (`http`), what SGLang 0.5 calls
 things (`v0_5`), weights on their way (`weights`), the engine itself (`engine`).

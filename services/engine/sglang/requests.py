@@ -1,4 +1,4 @@
-"""What is known here of each request that a server works on."""
+"""The requests that a server works on, and what this side knows of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The server's process: started in its own interpreter, watched, stopped with all its children."""
+"""The process of a server: started in its own interpreter, watched, stopped with all its
+children.
+"""
 
 from __future__ import annotations
 

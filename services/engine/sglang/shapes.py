@@ -1,4 +1,4 @@
-"""The tensors that a model's weights must be, checked before anything is sent."""
+"""Checks the names and shapes of a model's weights before anything is sent to a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang 0.5 is asked and how its answers read: every name of its HTTP interface is in here.
+"""The HTTP interface of SGLang 0.5: every name in its requests and answers stands here.
 
 Read in the source of 0.5.23. Things that its interface does not say by itself:
 - `stop_token_ids` hold only without `ignore_eos`, so the model that is served names no end token.

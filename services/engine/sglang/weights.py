@@ -1,4 +1,4 @@
-"""Three ways to bring a server new weights: by a file in memory, by shared memory, by broadcast.
+"""Brings new weights to a server in one of three ways: a file in memory, shared memory, broadcast.
 
 Each takes Hugging Face's names and ends with all of the weights in place, or with an error after
 which nobody knows what the server holds.

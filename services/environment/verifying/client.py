@@ -1,4 +1,6 @@
-"""Where a `verifiers` environment asks for turns of the model: our engines, by token ids."""
+"""The client by which a `verifiers` environment asks the model for turns: our engines, by token
+ids.
+"""
 
 from __future__ import annotations
 

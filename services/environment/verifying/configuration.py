@@ -1,4 +1,4 @@
-"""What a job says of a `verifiers` environment, as that package's configuration."""
+"""Translates what a job says of a `verifiers` environment into that package's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trajectory as an episode of a `verifiers` environment.
+"""Runs one trajectory as an episode of a `verifiers` environment.
 
 The environment owns its loop: it is a task here, which asks its client for turns. The shard asks
 for actions. So each request becomes an action that appends what the environment has added, and the

@@ -1,4 +1,4 @@
-"""The agent of an environment that names no program of its own: a conversation with its tools.
+"""The default agent of a `verifiers` environment: a conversation with its tools.
 
 It runs in the environment process. The default of `verifiers` would start a program with a shell on
 this host for each trajectory.

@@ -1,2 +1,3 @@
-"""A shard's environment processes, and what becomes of trajectories when one dies. Open
-`pool.py` first."""
+"""A shard's environment processes, and the fate of trajectories when one dies. Open `pool.py`
+first.
+"""

@@ -1,4 +1,4 @@
-"""An environment process that answers each operation when it can, however many are open.
+"""The kind of environment process that answers each operation when it can, however many are open.
 
 For environments that own their loop: one that waits for its tools must not hold up the others, as
 it would in a batch that is answered as a whole.

@@ -1,4 +1,4 @@
-"""The pool of environment processes of a rollout shard, and what becomes of trajectories when one
+"""The pool of environment processes of a rollout shard, and the fate of trajectories when one
 dies.
 """
 

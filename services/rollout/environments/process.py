@@ -1,4 +1,6 @@
-"""One environment process of a rollout shard: operations in batches, and what ends it."""
+"""One environment process of a rollout shard: sends it operations in batches, and notices its
+end.
+"""
 
 from __future__ import annotations
 

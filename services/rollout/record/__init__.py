@@ -1,2 +1,3 @@
-"""What a shard writes down: tokens by group commit, its ledger, finished groups. Open
-`group_commit.py` first."""
+"""The records of a shard: tokens by group commit, its ledger, its finished groups. Open
+`group_commit.py` first.
+"""

@@ -1,5 +1,5 @@
-"""The tokens of one trajectory, in columns that grow. This is their only owner: a trajectory is a
-view of it, and staging is where its newest ones lie for a while.
+"""The tokens of one trajectory, in columns that grow. The buffer is their only owner: a trajectory
+is a view of it, and staging holds its newest ones for a while.
 """
 
 from __future__ import annotations

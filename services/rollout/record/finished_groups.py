@@ -1,4 +1,6 @@
-"""A finished group: its members as one message, its bytes in the store, its row ready."""
+"""Hands in a finished group: its members become one message, its bytes are stored, its row is made
+ready.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Group commit: tokens of all engines that arrive within a few milliseconds are written down as one
+"""Group commit: the tokens that all engines send within a few milliseconds are written as one
 record, and count from then on.
 
 A turn ends, and its trajectory wakes, once its last token is written. What comes for a request that

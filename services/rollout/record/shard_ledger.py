@@ -1,4 +1,6 @@
-"""A job's ledger on a shard, on record in Redis, and what a predecessor left."""
+"""The ledger of one job on one shard: its segments, which Redis names, and what a predecessor
+left.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tokens that are written down, of requests that are still out: one row of arrays per request, so
-that taking in what many engines flushed costs no Python per request.
+"""Stages tokens that are written down while their requests still run, in one row of arrays per
+request: taking in what many engines flushed costs no Python per request.
 
 A row moves into the columns of its trajectory's buffer when it is full, when its request is over,
 and when somebody reads the trajectory.

@@ -1,1 +1,3 @@
-"""Whom a shard asks for rewards: sandboxes, frozen models, judges. Open `sandboxes.py` first."""
+"""Clients of all that scores trajectories: sandboxes, frozen models, judges. Open `sandboxes.py`
+first.
+"""

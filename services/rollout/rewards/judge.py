@@ -1,4 +1,4 @@
-"""A reward that is a model's verdict: the job's own judge, or a server that speaks OpenAI's API."""
+"""Rewards by a model's verdict: the job's own judge, or a server that speaks OpenAI's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible server: asked again while it is away, overloaded or slow."""
+"""A client of an OpenAI-compatible judge, which asks again while it is away, overloaded or slow."""
 
 from __future__ import annotations
 

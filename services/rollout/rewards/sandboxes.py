@@ -1,5 +1,5 @@
-"""What a shard asks of the sandboxes: tools and rewards, spread by load, asked again when a sandbox
-fails, and typed when the author's code does.
+"""A client of the sandboxes for tools and rewards: it spreads calls by load, repeats them when a
+sandbox fails, and reports failures of the author's code as typed errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a shard asks of its job's frozen models: log-probabilities of trajectories, and verdicts."""
+"""A client of the job's frozen models: log-probabilities of trajectories, and verdicts."""
 
 from __future__ import annotations
 

@@ -1,2 +1,3 @@
-"""Where a turn goes: which engine, when, and whether its cache goes along. Open `router.py`
-first."""
+"""The routing of turns: which engine takes one, when, and whether its cache goes along. Open
+`router.py` first.
+"""

@@ -1,4 +1,4 @@
-"""What moves from one engine to another while it waits or runs: the continuous balancer.
+"""The continuous balancer: which requests, waiting or running, move from one engine to another.
 
 Requests that wait at a busy engine go to engines that have none waiting; when nobody waits and an
 engine runs nothing, it takes what the fullest one runs above its plateau, at most half of it: the

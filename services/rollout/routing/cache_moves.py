@@ -1,4 +1,5 @@
-"""Whether a session's keys and values go with it to another engine, or are computed there again.
+"""The policy for cache moves: a session's keys and values go with it to another engine, or are
+computed there again.
 
 They go if copying out, the network and copying in take no longer than the prefill of what would be
 lost (Libra, arXiv 2606.03077: migrate iff offload + reshard + network + reload <= prefill). The

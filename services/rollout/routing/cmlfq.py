@@ -1,4 +1,4 @@
-"""C-MLFQ: which bucket of engines a trajectory belongs to, decided again at each tool return.
+"""C-MLFQ: chooses the bucket of engines for a trajectory, again at each tool return.
 
 Everything starts in the short bucket. After a tool has answered, the trees of past trajectories
 (`lengths.py`) estimate what remains, and `routing.decide` says whether that is for another bucket

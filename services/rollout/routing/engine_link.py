@@ -1,4 +1,4 @@
-"""One engine as a rollout shard sees it: requests out, tokens into ledger and trajectory."""
+"""The link to one engine: requests go out, tokens come into the ledger and the trajectory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lengths of past trajectories on disk, so that a shard that starts again knows them.
+"""Keeps the lengths of past trajectories on disk, so that a shard that starts again knows them.
 
 One line of JSON for each trajectory: [prompt, [[tool, size class, status, sampled], ...], sampled].
 They only help to guess, so a line that was cut short or a full disk costs a guess and nothing else.

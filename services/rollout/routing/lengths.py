@@ -1,4 +1,4 @@
-"""How much longer a trajectory will be, from what its tools have answered so far.
+"""Predicts how much longer a trajectory will be, from what its tools have answered so far.
 
 The final length is decided by tool returns that do not exist when a trajectory starts, so it is
 estimated at each of them: a prefix tree over (tool, size class of the answer, status) holds, at

@@ -1,5 +1,5 @@
-"""Where a trajectory goes: join the shortest queue of its bucket, and change bucket when its tools'
-answers say that it will be longer or shorter than thought.
+"""The queues of engines: a trajectory joins the shortest one of its bucket, and changes bucket when
+its tools' answers say that it will be longer or shorter than thought.
 
 A trajectory stays with the engine that holds its keys and values while that has room in its batch;
 a new or orphaned one goes to the admissible engine with the fewest requests, if one is below its

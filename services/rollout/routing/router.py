@@ -1,4 +1,4 @@
-"""Turns of the model: each to an engine, and on to another one when that goes or another is better.
+"""The router: sends each turn to an engine, and on to another when that goes or another is better.
 
 What goes where is decided in `routing.py` (a request's engine), `cmlfq.py` (its bucket of engines)
 and `balance.py` (what changes engine while it waits or runs).

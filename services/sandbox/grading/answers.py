@@ -1,5 +1,5 @@
-"""What the model answered, out of a trajectory's turns. Only the standard library: workers start
-with it.
+"""Extracts the model's answer from a trajectory's turns. It imports only the standard library, as
+workers start with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The calculator tool: arithmetic, and nothing that takes long or is not a number."""
+"""The calculator tool: evaluates arithmetic, and refuses what takes long or is not a number."""
 
 from __future__ import annotations
 

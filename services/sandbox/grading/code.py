@@ -1,4 +1,4 @@
-"""The reward `code_tests`: what share of its tests a program passes.
+"""The reward `code_tests`: the share of its tests that a program passes.
 
 No test is where the program can read or change it. Cases with standard input and output, and calls
 of a function, are compared here, after the program has answered; tests in Python run in a jail of

@@ -1,4 +1,4 @@
-"""Which part of a text is the answer, and spellings of LaTeX that math-verify does not read."""
+"""Finds the final answer in a text, and rewrites LaTeX spellings that math-verify does not read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Jails as they are made and watched from outside. Open `jail_launcher.py` first."""
+"""Jails seen from outside: how they are made, watched and bounded. Open `jail_launcher.py`
+first.
+"""

@@ -1,4 +1,6 @@
-"""Control groups of jails: memory and processes of each as a whole, on cgroup v1 or v2."""
+"""Control groups of jails: bound the memory and processes of each as a whole, on cgroup v1 or
+v2.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job gets the next jail: fair shares of a bounded number, so that no job starves another."""
+"""The fair-share policy: which job gets the next jail of a bounded number, so that none starves."""
 
 from __future__ import annotations
 

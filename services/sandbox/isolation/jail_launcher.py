@@ -1,4 +1,4 @@
-"""Starts jails: an outer jail with a zygote in it, which is asked for one after the other."""
+"""Starts jails: an outer jail holds a zygote, which is asked for one jail after the other."""
 
 from __future__ import annotations
 

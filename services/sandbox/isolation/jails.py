@@ -1,4 +1,4 @@
-"""A jail: spoken to, watched to its end, and typed by how it ended."""
+"""A running jail: it is spoken to, watched to its end, and that end is given a type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call of code that the model wrote may use."""
+"""The limits of one call of code that the model wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots for jails: calls wait here for one, each job in a queue of its own."""
+"""The slots for jails: calls wait here for one, each job in a queue of its own."""
 
 from __future__ import annotations
 

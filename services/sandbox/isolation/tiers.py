@@ -1,4 +1,4 @@
-"""Which isolation this host can give to code that the model wrote: found by trying it.
+"""Detects, by trying, which tier of isolation this host can give to code that the model wrote.
 
 `python -m services.sandbox.isolation.tiers` prints what it found as JSON, for the command line.
 """

@@ -1,4 +1,4 @@
-"""What a jail runs: a program, a shell command, cells of a session, calls of a function, or tests.
+"""The guest of a jail: runs a program, a shell command, cells of a session, calls, or tests.
 
 Everything here but `checking` shares its interpreter with code that the model wrote, so the sandbox
 believes nothing that it says beyond "this is what the code answered".

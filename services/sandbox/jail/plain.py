@@ -1,4 +1,6 @@
-"""Values as they cross a jail's border: plain data, by its built-in content, whatever its class."""
+"""Reduces values to plain data by their built-in content, whatever their class, to cross a jail's
+border.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A solution in one jail, its tests in another: objects are used across a pipe, never shared.
+"""Objects across two jails: tests in one use a solution's objects in the other over a pipe.
 
 Plain data crosses by value, rebuilt from built-in types. Everything else stays where it is and is
 named by a number. The side with the tests may do all that `OPERATIONS` has to the solution's

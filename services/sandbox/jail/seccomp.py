@@ -1,4 +1,4 @@
-"""The system calls that jailed code is refused, as a filter program for the kernel.
+"""The seccomp filter of jails: the system calls that jailed code is refused.
 
 A list of what is refused, not of what is allowed: interpreters and the libraries under them use
 hundreds of calls, and what namespaces, limits and a read-only root contain need not be refused.

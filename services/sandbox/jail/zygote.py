@@ -1,4 +1,4 @@
-"""A warm interpreter that forks a keeper, and that the guest, for each jail.
+"""The zygote: a warm interpreter that forks a keeper for each jail; the keeper forks the guest.
 
 It runs inside of the outer jail that bubblewrap has made: no network, a read-only root, its own
 processes. One packet in on the control socket for each jail: its limits as JSON, its descriptors

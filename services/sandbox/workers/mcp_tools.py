@@ -1,4 +1,4 @@
-"""Tools of MCP servers, in a worker: one server process for each worker that uses it."""
+"""Tools of MCP servers inside a worker: one server process for each worker that uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers of one job: each call is answered, whatever it does to the process that runs it."""
+"""The pool of workers of one job: each call is answered, whatever it does to its process."""
 
 from __future__ import annotations
 

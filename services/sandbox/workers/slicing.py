@@ -1,4 +1,6 @@
-"""How many calls a worker takes at once, when the pool grows, and when a call has had its time."""
+"""The slicing policy: how many calls a worker takes, when the pool grows, when a call is
+overdue.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Algorithms by name: each a file with two hooks that says how it differs from its neighbours."""
+"""Algorithms by name, a file each, which says how it differs from its neighbours. Open `grpo.py`
+first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CISPO (MiniMax 2025, arXiv 2506.13585): the ratio is clipped, the gradient of no token is.
+"""CISPO (MiniMax 2025, arXiv 2506.13585): clips the ratio, and never the gradient of a token.
 
 It differs from PPO in what is clipped: the ratio is a constant weight of the log-probability, so
 that rare tokens that an update moves far keep their gradient. There is no bound below.

@@ -1,4 +1,4 @@
-"""What algorithms that compare the trajectories of a group have in common."""
+"""Advantages that compare the trajectories of a group, which several algorithms share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRPO: a trajectory is as good as it is better than the others of its group.
+"""GRPO: the advantage of a trajectory is its reward relative to those of its group.
 
 Advantages after Shao et al. 2024 (arXiv 2402.03300). It differs from the paper in its defaults: the
 loss is averaged over all tokens of a step and clipped higher above than below, after DAPO (arXiv

@@ -1,4 +1,4 @@
-"""What an algorithm is: two hooks, and how its losses add up."""
+"""The definition of an algorithm: two hooks, and how its losses add up."""
 
 from __future__ import annotations
 

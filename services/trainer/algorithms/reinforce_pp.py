@@ -1,4 +1,4 @@
-"""REINFORCE++ (Hu 2025, arXiv 2501.03262): PPO without a critic, the step's batch the baseline.
+"""REINFORCE++ (Hu 2025, arXiv 2501.03262): PPO without a critic; the baseline is the step's batch.
 
 It differs from GRPO in what a trajectory is compared with: all of the step's tokens instead of its
 own group, so that a group needs no variance. With `kl_in = "reward"` each token pays for its own

@@ -1,4 +1,4 @@
-"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): REINFORCE, the others of the group the baseline.
+"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): REINFORCE with the rest of the group as baseline.
 
 It differs from the paper off its policy only: where the paper has log-probabilities, which give the
 same gradient at a ratio of 1, stand ratios, clipped as PPO's.

@@ -1,1 +1,3 @@
-"""What is computed: bins in, gradients and steps of the optimizer out. Open `learner.py` first."""
+"""The arithmetic of training: from bins to gradients and optimizer steps. Open `learner.py`
+first.
+"""

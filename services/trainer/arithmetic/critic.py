@@ -1,4 +1,4 @@
-"""The critic of PPO: a second decoder with a linear head, that tells what is still to come.
+"""The critic of PPO: a second decoder with a linear head that predicts the rewards still to come.
 
 It is a part of the policy's module, under the name `critic`, so that one flat gradient, one
 optimizer and one checkpoint hold both; engines are never given it.

@@ -1,4 +1,4 @@
-"""What the model makes of a bin: log-probabilities of its targets, and what goes with them."""
+"""The forward pass over a bin: log-probabilities of its targets, and what goes with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of bins and steps of the optimizer: the arithmetic of training, and nothing else.
+"""The learner: computes gradients of bins and steps of the optimizer, and nothing else.
 
 A gradient is that of the sum of weighted token losses; the division by what a step's sequences
 count happens once, in `apply`. So it does not matter who computes which bin, only in which order

@@ -1,4 +1,4 @@
-"""Low-rank training: a decoder's own weights stand still, adapters beside them learn."""
+"""Low-rank training: the decoder's own weights are frozen, and adapters beside them learn."""
 
 from __future__ import annotations
 

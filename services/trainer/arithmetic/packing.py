@@ -1,4 +1,4 @@
-"""From finished trajectories to bins: the typed arrays that a gradient is computed from."""
+"""Packs finished trajectories into bins: the typed arrays that a gradient is computed from."""
 
 from __future__ import annotations
 

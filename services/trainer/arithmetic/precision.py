@@ -1,4 +1,4 @@
-"""Passes in bfloat16, masters and sums in float32."""
+"""Mixed precision: passes in bfloat16, master weights and sums in float32."""
 
 from __future__ import annotations
 

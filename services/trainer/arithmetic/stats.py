@@ -1,4 +1,4 @@
-"""What is known of a step's gradient beside the gradient: sums over the trained tokens of bins."""
+"""Statistics of a step's gradient: sums over the trained tokens of its bins."""
 
 from __future__ import annotations
 

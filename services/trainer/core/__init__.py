@@ -1,1 +1,3 @@
-"""A core's life: groups in, steps committed, checkpoints, recovery. Open `core.py` first."""
+"""The core of a training gang, from groups to committed steps, checkpoints and recovery. Open
+`core.py` first.
+"""

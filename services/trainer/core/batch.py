@@ -1,5 +1,5 @@
-"""From leased groups to what a step trains on: staleness checked, advantages computed, groups
-without variance filtered.
+"""Makes the batch of a step from leased groups: checks staleness, computes advantages, filters
+groups without variance.
 """
 
 from __future__ import annotations

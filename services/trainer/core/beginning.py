@@ -1,5 +1,5 @@
-"""Where training begins or goes on: a checkpoint, a warm start from the cache or made now, or the
-given weights.
+"""Chooses the state in which training begins or goes on: a checkpoint, a warm start (cached or made
+now), or the given weights.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Checkpoints of a run: a directory that `transformers` reads, with what the next step depends on
-beside it, written while training goes on.
+"""Writes checkpoints of a run while training goes on: a directory that `transformers` reads, with
+what the next step depends on beside it.
 """
 
 from __future__ import annotations

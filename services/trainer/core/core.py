@@ -1,4 +1,6 @@
-"""The core of a training gang: leases groups, has their rounds computed, steps, stages, commits."""
+"""The core of a training gang: it leases groups, has their rounds computed, steps, stages,
+commits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A version that is being evaluated stays current until that is done."""
+"""The evaluation gate: keeps a version current until its evaluation is done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The groups of a step, leased as they become ready, with their bytes."""
+"""Leases the groups of a step as they become ready, and fetches their bytes."""
 
 from __future__ import annotations
 

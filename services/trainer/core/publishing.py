@@ -1,4 +1,4 @@
-"""Weights on their way out: versions into the store."""
+"""Publishes weight versions to the store."""
 
 from __future__ import annotations
 

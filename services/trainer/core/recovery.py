@@ -1,5 +1,5 @@
-"""Where a trainer goes on: at a checkpoint, and then again through the steps that were committed
-since, from their records.
+"""Recovery: a trainer goes on at a checkpoint, and repeats the steps committed since from their
+records.
 """
 
 from __future__ import annotations

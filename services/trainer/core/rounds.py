@@ -1,5 +1,5 @@
-"""Which sequences of a step are computed together: rounds of one bin for each rank, made while
-groups still come in.
+"""Plans the rounds of a step, which sequences are computed together: a round is one bin for each
+rank, and rounds are made while groups still come in.
 """
 
 from __future__ import annotations

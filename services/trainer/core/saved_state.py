@@ -1,5 +1,5 @@
-"""What a step depends on beside the weights, as files: `torch.distributed.checkpoint` in
-safetensors, so that one number of ranks can load what another wrote, and nothing is pickled.
+"""Saves what a step depends on beside the weights: `torch.distributed.checkpoint` in safetensors,
+so that one number of ranks can load what another wrote, and nothing is pickled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""One step's arithmetic: from groups as they come to the optimizer's updates, and the record that a
-replay repeats it from.
+"""The arithmetic of one step: from groups as they come to the optimizer's updates, and the record
+that a replay repeats it from.
 """
 
 from __future__ import annotations

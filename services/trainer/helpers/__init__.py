@@ -1,1 +1,3 @@
-"""Hybrids, which lend gradients to a core for some rounds. Open `gradients.py` first."""
+"""Hybrids (Libra's word for helpers), which compute gradients of rounds for a core. Open
+`gradients.py` first.
+"""

@@ -1,4 +1,4 @@
-"""Gradients of rounds, on their way into one sum."""
+"""Sums the gradients of rounds as they come."""
 
 from __future__ import annotations
 

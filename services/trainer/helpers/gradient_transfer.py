@@ -1,5 +1,5 @@
-"""How a hybrid's gradient travels: to the core in pieces, over the hybrid's own bulk port and
-beside the control traffic; from there to the ranks of a gang, which are on one host, as a file.
+"""Transfers a hybrid's gradient: to the core in pieces, over the hybrid's own bulk port and beside
+the control traffic; from there to the ranks of a gang, which are on one host, as a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A step's gradient: the sum over its rounds, by the core and by hybrids that lease some."""
+"""Gathers the gradient of a step: the sum over its rounds, by the core and by hybrids that lease
+some.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A hybrid: lends a training gang's core gradients of rounds, and owns nothing.
+"""A hybrid, which is a helper: it computes gradients of rounds for a training gang's core, and owns
+no state.
 
 It joins under a generation, gets weights before it asks for work, and never holds a step up: what
 it does not bring in time the core computes.

@@ -1,4 +1,4 @@
-"""Who helps the core of a training gang, and how far each hybrid is.
+"""The membership of hybrids: who helps the core of a training gang, and how far each is.
 
 A hybrid is REQUESTED when it asks to join, FETCHING while it gets the weights that the core names,
 READY when it has them, and ACTIVE from its first lease on; weights of a new version make it

@@ -1,5 +1,5 @@
-"""Who computes which round of a step: the core and its hybrids take from the front, the first
-result counts.
+"""The board of a step's rounds, which says who computes which: the core and its hybrids take from
+the front, and the first result counts.
 
 A round is one bin for each rank of the core. Pure: no clock of its own, no I/O. Whoever computes a
 round gets the same gradient, and sums are added in the order of rounds, so the update does not

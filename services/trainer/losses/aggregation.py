@@ -1,4 +1,4 @@
-"""How token losses add up to the loss of a step: weights of tokens, and what sequences count.
+"""Aggregation: how token losses add up to the loss of a step, by weights and counts.
 
 The gradient of a bin is that of the weighted sum; a step divides once by the sum of the counts.
 

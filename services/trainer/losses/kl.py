@@ -1,4 +1,5 @@
-"""How far the policy is from a reference: Schulman's estimates (joschu.net/blog/kl-approx.html).
+"""KL terms: the distance of the policy from a reference by Schulman's estimates
+(joschu.net/blog/kl-approx.html).
 
 Of one sampled token, with d = log-probability under the policy - under the reference: k1 = d, k2 =
 d^2 / 2, k3 = exp(-d) - 1 + d. In the reward all of them do what they say. In the loss only k2 has

@@ -1,4 +1,5 @@
-"""The loss of a bin's tokens and its slope: an algorithm, weighted, corrected, held by a KL term.
+"""The objective: the loss of a bin's tokens and its slope, by an algorithm, weights, corrections
+and a KL term.
 
 It needs no model: the slope to the log-probabilities is what a backward pass through the model
 starts from.

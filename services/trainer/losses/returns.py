@@ -1,4 +1,4 @@
-"""Advantages of tokens instead of trajectories: rewards of tokens, what follows them, GAE.
+"""Returns and advantages of single tokens: rewards of tokens, discounted sums, GAE.
 
 A trajectory's steps are the tokens that the model wrote; what an environment wrote between them is
 skipped, as if its tokens took no time. Arrays [m] hold one number for each.

@@ -1,4 +1,4 @@
-"""What the reward of a trajectory, or of its tokens, loses before advantages are computed."""
+"""Reward shaping: what is subtracted from a trajectory's or token's reward before advantages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss is made of: the trained tokens of a bin, all arrays [t] in one order."""
+"""The inputs of a loss: the trained tokens of a bin, in arrays [t] of one order."""
 
 from __future__ import annotations
 

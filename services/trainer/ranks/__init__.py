@@ -1,1 +1,1 @@
-"""A core of several processes that hold the model in parts. Open `gang.py` first."""
+"""A core of several processes that each hold part of the model. Open `gang.py` first."""

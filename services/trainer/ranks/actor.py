@@ -1,4 +1,4 @@
-"""A rank of a gang beside the first: an actor that does what the core orders."""
+"""The actor of a rank beside the first: it does what the core orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a core's arithmetic runs: in this process, or on a gang of ranks."""
+"""Chooses where a core's arithmetic runs: in this process, or on a gang of ranks."""
 
 from __future__ import annotations
 

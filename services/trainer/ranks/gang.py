@@ -1,4 +1,4 @@
-"""A core's arithmetic on a gang of ranks: this process is rank 0, and the others do as it does.
+"""Runs a core's arithmetic on a gang of ranks: this process is rank 0, and the others follow it.
 
 Every order runs on all ranks at once. When one of them is lost the group is aborted, whatever is
 awaited raises RankLost, and `form` makes a new group, of a new generation, when all ranks are

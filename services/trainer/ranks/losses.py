@@ -1,4 +1,4 @@
-"""Losses of ranks: each is told of, and how many in a row are too many."""
+"""Counts lost ranks: reports each loss, and gives up when too many follow each other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One rank of a gang that trains together: its rows of the parameters, its kept gradients, its
-place in the process group.
+"""One rank of a training gang: its rows of the parameters, its kept gradients, its place in the
+process group.
 
 Everything here blocks and is called from a thread, by all ranks in the same order.
 """

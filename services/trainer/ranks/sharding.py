@@ -1,4 +1,4 @@
-"""How FSDP2 cuts parameters, by rows, and what has to cross ranks because of it.
+"""Sharding by FSDP2: how parameters are cut by rows, and what has to cross ranks because of it.
 
 A rank's flat gradient is that of its rows, parameter after parameter; the whole one that a hybrid
 sends is cut the same way.

@@ -1,5 +1,5 @@
-"""A rank's arithmetic on a thread: one piece at a time. What a collective still holds after a rank
-was lost is waited for before the next piece.
+"""Runs a rank's arithmetic on a thread, one piece at a time. What a collective still holds after a
+rank was lost is waited for before the next piece.
 """
 
 from __future__ import annotations
