@@ -1,2 +1,3 @@
-"""A mesh under virtual time: its loop, host, network and state, and a whole mesh of them.
-Open `mesh.py` first."""
+"""A mesh under virtual time: loop, host, network, state, and a whole mesh of them. Open `mesh.py`
+first.
+"""

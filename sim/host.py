@@ -1,4 +1,4 @@
-"""The machine of a simulation: processes are tasks, threads are ticks of the virtual clock.
+"""The simulated host: processes are tasks, and threads are ticks of the virtual clock.
 
 Files are real (in a directory of the run) with a bound on their length, so that a disk can be full.
 """

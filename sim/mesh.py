@@ -1,5 +1,5 @@
-"""A mesh in one process under virtual time: planners, rollout, weights, and what stands in for
-GPUs.
+"""A whole mesh in one process under virtual time: planners, rollout, weights, and stand-ins for
+what needs a GPU.
 
 Planner, rollout shard, weight store and engine actors are the product's own, over the in-memory
 network and `sim.state`; engines generate at a set rate without computing, the trainer takes a

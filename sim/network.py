@@ -1,4 +1,5 @@
-"""A simulated network as a transport: latency, loss, repetition, partitions, stopped processes.
+"""The simulated network, a transport with latency, loss, repetition, partitions and stopped
+processes.
 
 Everything it does wrong is drawn from one seed, so a failing run can be run again.
 """

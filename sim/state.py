@@ -1,4 +1,4 @@
-"""Redis inside this process, under a clock of ours: the real scripts, no server."""
+"""A simulated Redis inside this process, under a given clock: the real scripts, no server."""
 
 from __future__ import annotations
 
