@@ -53,11 +53,11 @@ class Calibration:
         """`typical_tokens` is a bin's budget: what is learned is scaled by it."""
         self._prior, self._tokens = prior, float(typical_tokens)
         self._scale: NDArray[np.float64] | None = None  # seconds of each term, from the first bin
-        self._factor = np.ones(3)  # of each term, that the measured bins ask for
+        self._factor = np.ones(3)  # correction of each term, fitted to the measured bins
         self._variance = np.eye(3) * UNSURE
         self.seen = 0  # bins learned from
         self.strange = 0  # bins that were not
-        self._in_a_row = 0  # of those, the latest
+        self._in_a_row = 0  # bins in a row that were not, up to the latest
 
     def cost(self) -> BinCost:
         """As far as it is known: the prior in its own unit before the first bin."""

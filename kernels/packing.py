@@ -36,7 +36,7 @@ FILLS = (
     0.86,
     0.82,
     0.78,
-)  # of a round's budget, that are tried as it streams
+)  # shares of a round's budget that are tried as it streams
 FEW = 20_000  # sequences times rounds, up to which every plan is made and worked out
 MORE = 4  # rounds beyond the fewest that are tried: bins less full can be more level
 GOOD = 3e-4  # share by which a plan may be worse than any could be, and is taken
@@ -127,7 +127,7 @@ class _Open:
 
     items: Bin = field(default_factory=list)
     tokens: int = 0
-    cost: float = 0.0  # of its sequences
+    cost: float = 0.0  # sum over its sequences
 
 
 class _Problem:

@@ -36,7 +36,7 @@ SIGNATURES: dict[str, list[Any]] = {
 }
 NO_MEMORY = 1  # as in csrc/varlen.cpp
 HALF = (torch.bfloat16, torch.float16)
-BUCKET_SHARE = 0.8  # of a bucket's longest sequence that its shortest has at least: a fifth padding
+BUCKET_SHARE = 0.8  # shortest of a bucket / longest, at least: at most a fifth is padding
 FEWEST = 8  # sequences that are worth a bucket of their own
 
 

@@ -47,11 +47,11 @@ class Tokens:
     unmodified: Array  # float32, at temperature 1 with nothing left out; empty: nobody asked
     versions: Array  # int32, of the weights that sampled the token
     finish: Array  # int8 [n]
-    version: int  # of the weights now loaded; a flush without requests tells of new ones
+    version: int  # the weights now loaded; a flush without requests tells of new ones
     # int16 [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted
     # each; see common.records.experts.
     experts: Array = field(default_factory=lambda: NO_EXPERTS)
-    lineage: int = 0  # of `version`
+    lineage: int = 0  # the lineage of `version`
 
 
 @message
@@ -129,10 +129,10 @@ class Move:
 class Moved:
     """The answer to Move: how much was taken over, and what that took."""
 
-    tokens: int  # that the session's next turn finds computed here
-    bytes: int  # of keys and values that came
-    seconds: float  # that it took, without waiting for other moves to this engine
-    adopted: bool  # all that there was; if not, the next turn computes the rest
+    tokens: int  # tokens that the session's next turn finds computed here
+    bytes: int  # size of the keys and values that came
+    seconds: float  # duration, without waiting for other moves to this engine
+    adopted: bool  # whether all was taken; if not, the next turn computes the rest
 
 
 @message

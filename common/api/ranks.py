@@ -34,8 +34,8 @@ class Meeting:
     """An order to form the process group of a generation."""
 
     generation: int
-    path: str  # of a file, where the ranks of this generation meet
-    deadline_s: float  # of each of their collectives
+    path: str  # a file through which the ranks of this generation meet
+    deadline_s: float  # for each of their collectives
 
 
 @message
@@ -62,7 +62,7 @@ class LentGradient:
 
     generation: int
     index: int
-    path: str  # of a file of `size` float32 numbers, which is there until all ranks have answered
+    path: str  # a file of `size` float32 numbers, there until all ranks have answered
     size: int
 
 
@@ -80,7 +80,7 @@ class Update:
 class Norm:
     """The answer to Update."""
 
-    norm: float  # of the whole gradient, before clipping
+    norm: float  # norm of the whole gradient, before clipping
 
 
 @message
@@ -104,7 +104,7 @@ class Taking:
     """An order to hand the state to rank 0, or to take it from there."""
 
     generation: int
-    optimizer: bool  # its state too
+    optimizer: bool  # whether the optimizer's state goes along
 
 
 class Ranks(Role):

@@ -36,7 +36,7 @@ class RewardPart:
 class Jailing:
     """What code that the model wrote may use; see `SandboxConfig`."""
 
-    tier: str = "bwrap"  # that it needs
+    tier: str = "bwrap"  # weakest tier that may run it
     python: str = ""
     imports: list[str] = field(default_factory=list)
     wall_s: float = 10.0
@@ -58,7 +58,7 @@ class LoadJob:
     job: str
     bundle_dir: str  # first on the workers' import path
     tools: dict[str, str]  # name -> "module:function", f(input) -> plain value; or a built-in's
-    rewards: list[RewardPart] = field(default_factory=list)  # whose weighted sum is the reward
+    rewards: list[RewardPart] = field(default_factory=list)  # their weighted sum is the reward
     mcp: dict[str, list[str]] = field(default_factory=dict)  # server -> its command
     jailing: Jailing = field(default_factory=Jailing)
 
@@ -81,7 +81,7 @@ class ToolCall:
     tool: str
     input: Any
     deadline_s: float
-    session: str = ""  # whose state a tool with sessions works on
+    session: str = ""  # the session that a tool with state works on
     begun: bool = False  # the session holds what earlier calls made: a new one is no substitute
     once: bool = False  # if its process is lost, it is not run again
 
@@ -127,7 +127,7 @@ class Outcome:
 
     id: int
     status: str  # one of the above
-    value: Any  # of a reward: a finite float, None unless ok
+    value: Any  # a reward's is a finite float; None unless ok
     error: str  # one line: what, and where in the job's code
 
 

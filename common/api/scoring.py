@@ -19,7 +19,7 @@ def scoring_name(job: str) -> str:
 class ScoreBatch:
     """Sequences one after the other, for each of `roles`."""
 
-    roles: list[str]  # of reference, teacher
+    roles: list[str]  # some of reference, teacher
     lengths: Array  # int32 [n]
     tokens: Array  # int32
 
@@ -30,7 +30,7 @@ class RoleScores:
 
     role: str
     logprobs: Array  # float32, of each token at temperature 1; 0 where a sequence begins
-    errors: list[str]  # of each sequence; empty: it was scored
+    errors: list[str]  # one for each sequence; empty: it was scored
 
 
 @message

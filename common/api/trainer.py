@@ -54,7 +54,7 @@ class RoundLease:
     others, rounds will need them.
     """
 
-    epoch: str  # of the update that the round belongs to
+    epoch: str  # the update that the round belongs to
     index: int
     manifest: str  # digest of the weights to compute it with
     bins: list[dict[str, Array]]

@@ -22,10 +22,10 @@ class Tensor:
 
     name: str
     dtype: str  # safetensors' names: F32, BF16, ...
-    shape: list[int]  # of the whole tensor
+    shape: list[int]  # shape of the whole tensor
     chunk: str  # digest of the chunk that holds the piece
-    offset: int  # of the piece, bytes into the chunk
-    size: int  # of the piece, bytes
+    offset: int  # where the piece begins, in bytes into the chunk
+    size: int  # bytes of the piece
 
 
 @message

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes, as on the wire
 MIXED = -1  # version of a cache that weights of several versions computed
-WHOLE_BYTES = 1 << 62  # of a cache: all of it
+WHOLE_BYTES = 1 << 62  # more bytes than any cache has: all of it
 NO_SESSION = -1  # any negative session: nothing is kept after the request
 
 Ints = NDArray[np.integer]
@@ -46,7 +46,7 @@ class Request:
     top_k: int = 0  # likeliest tokens that are kept; 0: all
     min_p: float = 0.0  # kept: at least so likely as this times the likeliest; 0: all
     stop_text: tuple[str, ...] = ()  # the token that completes one of these is the last
-    begin: int = -1  # of `tokens`, those from here on were generated too; -1: none
+    begin: int = -1  # place in `tokens` from which on they were generated too; -1: none
     unmodified: bool = False  # log-probabilities at temperature 1, nothing left out, come too
 
 
@@ -57,9 +57,9 @@ class Flush:
     ids: NDArray[np.int64]
     counts: NDArray[np.int32]
     tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]  # of the distribution that was sampled from
+    logprobs: NDArray[np.float32]  # under the distribution that was sampled from
     unmodified: NDArray[np.float32]  # at temperature 1; nan where not asked for, empty if nowhere
-    versions: NDArray[np.int32]  # of the weights that sampled each token
+    versions: NDArray[np.int32]  # the weights that sampled each token
     finish: NDArray[np.int8]
     # [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted each
     # token; `common.records.experts` says what stands for none.
@@ -89,9 +89,9 @@ class SessionCache:
     start: int
     end: int
     layout: str  # path, dtype, order, shape; an engine of another layout does not take it
-    version: int  # of all the weights that computed the n tokens; MIXED: of several
-    first_sampled: int  # of `tokens`, the first that the session's engines sampled; n: none
-    first_version: int  # of the weights that sampled that one
+    version: int  # the weights that computed the n tokens; MIXED: several did
+    first_sampled: int  # place of the first of `tokens` that an engine sampled; n: none
+    first_version: int  # the weights that sampled that one
 
 
 class Engine(Protocol):

@@ -61,18 +61,18 @@ class FrozenModelConfig(Table):
     # a Hugging Face directory; initial: the job's first weights; empty: no such one
     path: File = ""
     engine: Literal["torch"] = "torch"
-    engine_path: EnginePath = "auto"  # of the built-in engine, as rollout.path
-    dtype: Dtype = "float32"  # of its weights and cache
-    max_tokens: Natural = 0  # of a sequence; 0: rollout.max_tokens
+    engine_path: EnginePath = "auto"  # the built-in engine's path, as rollout.path
+    dtype: Dtype = "float32"  # type of its weights and cache
+    max_tokens: Natural = 0  # longest sequence; 0: rollout.max_tokens
 
 
 @dataclass(frozen=True)
 class ModelsConfig(Table):
     """`[models]`: the frozen models by role."""
 
-    reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # of the KL term
-    teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # that is distilled
-    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # that judges
+    reference: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # for the KL term
+    teacher: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # the model to distil
+    reward: FrozenModelConfig = field(default_factory=FrozenModelConfig)  # the model that judges
 
     @property
     def declared(self) -> dict[str, FrozenModelConfig]:
@@ -89,8 +89,8 @@ class DatasetConfig(Table):
     held_out: File = ""  # the same, never trained on
     prompt: Text = "prompt"  # the row's key that holds the prompt
     response: Text = "response"  # the row's key that holds what sft learns to answer
-    tasks: Natural = 0  # of a verifiers taskset, trained on when `train` names no file; 0: all
-    held_out_tasks: Natural = 0  # of a verifiers taskset, its first ones
+    tasks: Natural = 0  # tasks of a verifiers taskset to train on if `train` is empty; 0: all
+    held_out_tasks: Natural = 0  # first tasks of a verifiers taskset, never trained on
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class JudgeConfig(Table):
     no: Text = "no"  # and to what is wrong
     model: str = ""  # its name at the server
     key: str = ""  # environment variable that holds the server's key; empty: it needs none
-    max_tokens: Count = 512  # that the server may answer with
+    max_tokens: Count = 512  # most that the server may answer with
     in_flight: Count = 16  # requests of a shard at the server at a time
     deadline_s: Positive = 60.0  # for one verdict
     patience_s: NonNegative = 600.0  # for one that has to be asked for again
@@ -134,7 +134,7 @@ class RewardPartConfig(Table):
 
     use: Text  # module:function, or a built-in reward's name
     weight: float = 1.0
-    options: Options = field(default_factory=dict)  # of a built-in one
+    options: Options = field(default_factory=dict)  # a built-in reward's options
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class RewardConfig(Table):
     """`[reward]`: how finished trajectories are scored."""
 
     use: str = ""  # module:function, or math | code_tests | regex | exact | choice
-    options: Options = field(default_factory=dict)  # of a built-in one
+    options: Options = field(default_factory=dict)  # a built-in reward's options
     parts: list[RewardPartConfig] = field(default_factory=list)  # a weighted sum, in place of `use`
     deadline_s: Positive = 10.0
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -163,15 +163,15 @@ class SandboxConfig(Table):
     processes: Count = 1  # sandbox processes of the mesh
     python: File = ""  # interpreter of the model's code; empty: ours, with the standard library
     imports: list[str] = field(default_factory=list)  # modules that it finds imported already
-    wall_s: Annotated[float, Ge(0.1)] = 10.0  # of one call, less what it waited for a core
+    wall_s: Annotated[float, Ge(0.1)] = 10.0  # for one call, less what it waited for a core
     cpu_s: Annotated[float, Ge(0.1)] = 10.0
     memory_mb: Annotated[int, Interval(ge=32, le=1 << 20)] = 512
-    max_processes: Annotated[Count, Le(4096)] = 32  # of a call, threads included
+    max_processes: Annotated[Count, Le(4096)] = 32  # for one call, threads included
     open_files: Annotated[int, Interval(ge=16, le=1024)] = 128
-    scratch_mb: Annotated[Count, Le(1 << 20)] = 64  # of files that a call may write
-    files: Annotated[Whole, Ge(16)] = 4096  # that it may make
-    output_kb: Count = 64  # that it may print
-    sessions: Count = 32  # of a sandbox process at a time
+    scratch_mb: Annotated[Count, Le(1 << 20)] = 64  # size of the files that a call may write
+    files: Annotated[Whole, Ge(16)] = 4096  # files that a call may make
+    output_kb: Count = 64  # output that a call may print
+    sessions: Count = 32  # open at a time in one sandbox process
     session_idle_s: Annotated[float, Ge(1)] = 600.0
 
 
@@ -189,12 +189,12 @@ class RolloutConfig(Table):
     """`[rollout]`: engines, shards, and how the model samples."""
 
     engine: Literal["torch", "sglang"] = "torch"
-    path: EnginePath = "auto"  # of the built-in engine: native (C++), eager, graphs (GPU), auto
-    dtype: Dtype = "float32"  # of the engine's weights and cache
+    path: EnginePath = "auto"  # the built-in engine: native (C++), eager, graphs (GPU), auto
+    dtype: Dtype = "float32"  # type of the engine's weights and cache
     kv_tokens: Natural = 0  # tokens that the engine's cache holds; 0: all slots full
     shards: Count = 1
     slots: Count = 64  # sequences that an engine decodes together
-    # of a whole trajectory, prompt and tool results included
+    # longest trajectory, prompt and tool results included
     max_tokens: Annotated[Whole, Ge(2)] = 320
     max_turns: Count = 26
     temperature: Positive = 1.0
@@ -235,23 +235,23 @@ class AlgorithmConfig(Table):
     kl: Literal["k1", "k2", "k3"] = "k3"  # estimate of the divergence from the reference
     kl_coefficient: NonNegative = 0.0  # 0: no reference is needed
     kl_in: Literal["loss", "reward"] = "loss"
-    correction: Literal["none", "decoupled", "tis", "mis"] = "none"  # of older policies' tokens
+    correction: Literal["none", "decoupled", "tis", "mis"] = "none"  # for older policies' tokens
     correction_level: Literal["token", "sequence"] = "token"
     correction_low: float = -1.0  # lowest weight that mis keeps; negative: its own
     correction_high: float = -1.0  # largest weight; negative: the correction's own
-    updates: Count = 1  # of the optimizer in a step, each on its share of the groups
-    discount: Share = 1.0  # of later rewards, per token; ppo and reinforce_pp
+    updates: Count = 1  # optimizer updates in a step, each on its share of the groups
+    discount: Share = 1.0  # weight of later rewards, per token; ppo and reinforce_pp
     gae_lambda: Share = 1.0  # ppo: from one-step advantages, 0, to those of whole trajectories, 1
     # ppo: how far a value may move in a step without losing its gradient
     value_clip: NonNegative = 0.2
-    value_coefficient: NonNegative = 0.5  # ppo: of the value loss beside the policy's
+    value_coefficient: NonNegative = 0.5  # ppo: weight of the value loss beside the policy's
 
 
 @dataclass(frozen=True)
 class LoraConfig(Table):
     """`[lora]`: low-rank adapters that are trained in place of the model."""
 
-    rank: Natural = 0  # of the adapters that are trained in place of the model; 0: the model itself
+    rank: Natural = 0  # rank of the trained adapters; 0: the model itself is trained
     alpha: Positive = 32.0  # what adapters add is multiplied by alpha / rank
     targets: list[str] = field(default_factory=list)  # projections; empty: all that take adapters
 
@@ -278,7 +278,7 @@ class TrainingConfig(Table):
     """`[training]`: how gradients are computed, and when checkpoints are written."""
 
     bin_tokens: Count = 2560  # token budget of a bin, the unit of training work
-    dtype: Dtype = "float32"  # of passes; what is trained stays float32
+    dtype: Dtype = "float32"  # type of passes; what is trained stays float32
     activation_checkpointing: bool = False  # layers are computed again on the way back
     checkpoint_every: Count = 8  # steps; those since are repeated from their records
     keep_checkpoints: Count = 3
@@ -310,7 +310,7 @@ class EvaluationDataset(Table):
     name: Figure  # what its figures are called by
     path: Annotated[File, MinLen(1)]  # rows as in dataset.held_out
     problems: Count = 256  # its first ones
-    samples: Count = 1  # of each problem
+    samples: Count = 1  # samples drawn of each problem
     temperature: NonNegative = 1.0  # 0: greedy
     pass_at: list[Count] = field(default_factory=list)  # each k of pass@k, at most `samples`
     solved: float = 1.0  # reward from which a sample counts as right
@@ -323,10 +323,10 @@ class EvaluationConfig(Table):
     every: Natural = 10  # steps; 0: only before and after
     before: bool = True
     after: bool = True
-    problems: Natural = 256  # of the held-out set
+    problems: Natural = 256  # first problems of the held-out set
     datasets: list[EvaluationDataset] = field(default_factory=list)  # beside the held-out set
     best: str = ""  # figure whose best version is kept, as held_out.greedy; empty: none
-    hold_s: NonNegative = 900.0  # that the next step may wait for the evaluation of the last
+    hold_s: NonNegative = 900.0  # longest wait of the next step for the last one's evaluation
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from common.job.config import AlgorithmConfig
 
 # Largest weight, by correction: what their sources use, and what decoupled PPO does without.
 LARGEST = {"decoupled": math.inf, "tis": 2.0, "mis": 5.0}
-LOWEST = {"mis": 0.5}  # that is kept
+LOWEST = {"mis": 0.5}  # smallest weight that is kept
 
 
 def bounds(config: AlgorithmConfig) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.errors import ConfigError
 
-BUSY_SHARE = 0.55  # of peak arithmetic that prefill reaches,
+BUSY_SHARE = 0.55  # share of peak arithmetic that prefill reaches,
 READ_SHARE = 0.85  # and of peak bandwidth that decoding does (Libra's cost model, model.py)
 
 
@@ -14,7 +14,7 @@ READ_SHARE = 0.85  # and of peak bandwidth that decoding does (Libra's cost mode
 class Pace:
     """How fast an accelerator is: decoding is flat up to `plateau` sequences and linear beyond."""
 
-    decode_s: float  # of a step with up to `plateau` sequences
+    decode_s: float  # a step with up to `plateau` sequences
     plateau: int
     prefill_tokens_per_s: float
 

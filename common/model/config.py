@@ -29,7 +29,7 @@ _LLAMA3_KEYS = (
 class ModelConfig:
     """What `Decoder` needs to know; widths in features, `rope_scaling` as config.json has it."""
 
-    architecture: str  # of ARCHITECTURES
+    architecture: str  # a key of ARCHITECTURES
     vocab_size: int
     hidden_size: int
     layers: int
@@ -47,12 +47,12 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
-    experts: int = 0  # of a layer whose feed-forward part is a mixture; 0: every layer is dense
+    experts: int = 0  # experts in a layer that is a mixture; 0: every layer is dense
     experts_per_token: int = 0
     expert_ffn_size: int = 0
     normalise_routing: bool = False  # the chosen experts' probabilities are made to sum to 1
-    balance_coefficient: float = 0.0  # of the load-balancing loss
-    dense_layers: tuple[int, ...] = ()  # of a mixture of experts, ascending
+    balance_coefficient: float = 0.0  # weight of the load-balancing loss
+    dense_layers: tuple[int, ...] = ()  # indices of a mixture's dense layers, ascending
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:

@@ -39,7 +39,7 @@ _MIXTURE = {  # architecture -> where a layer has its router, and its experts' g
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
 }
-SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers cuts them
+SHARD_BYTES = 5 * 10**9  # most in one file of weights, as transformers cuts them
 _UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _TOKENIZER_FILES = (  # what may lie beside a tokenizer.json and belongs to it

@@ -124,7 +124,7 @@ class Fetcher:
     def __init__(self, mesh: Mesh, bulk: BulkClient) -> None:
         self._mesh, self._bulk = mesh, bulk
         self._kept: dict[str, bytes] = {}
-        self.bytes = 0  # that came over
+        self.bytes = 0  # bytes that came over the network
 
     async def fetch(self, digest: str) -> tuple[Manifest, dict[str, torch.Tensor]]:
         """As the function `fetch`."""

@@ -15,7 +15,7 @@ from typing import Protocol
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from common.process.child import FRAME_LIMIT, take_frame
 
-UNKNOWN_EXIT = 255  # of a process that is not our child: nobody can tell us its status
+UNKNOWN_EXIT = 255  # for a process that is not our child: nobody can tell us its status
 POLL_S = 0.05  # where the kernel has no pidfd_open (before 5.3)
 
 

@@ -15,7 +15,7 @@ from common.state import registry
 from common.state.client import State
 
 INTERVAL_S = 0.7
-EXPIRED_S = 2.0  # of seen expiry before a process counts as stopped
+EXPIRED_S = 2.0  # seconds of seen expiry before a process counts as stopped
 GRACE_S = 10.0  # after an outage of Redis, in which all register again
 ANSWER_S = 2.0  # for one look; an outage is anything slower
 

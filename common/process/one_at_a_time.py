@@ -13,7 +13,7 @@ from common.runtime.mesh import Mesh
 
 T = TypeVar("T")
 STUCK = 70  # exit status of a process with a thread that no deadline has ended
-OPEN_S = 1e9  # of a piece itself: those who wait for it have deadlines
+OPEN_S = 1e9  # a piece itself has no deadline: those who wait for it have
 
 
 class OneThread:

@@ -61,7 +61,7 @@ class Best:
 
     version: int
     manifest: str  # digest of its weights
-    value: float  # of the figure that it was judged by
+    value: float  # the figure that it was judged by
 
 
 def best(run_dir: Path) -> Best | None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNKNOWN = -1  # in place of an expert's number: nobody noted it
-NO_EXPERTS: NDArray[np.int16] = np.zeros((0, 0), np.int16)  # of tokens of a dense model
+NO_EXPERTS: NDArray[np.int16] = np.zeros((0, 0), np.int16)  # for tokens of a dense model
 
 
 def laid_out(parts: Iterable[tuple[NDArray[np.int16], int]]) -> NDArray[np.int16]:

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from common.records.append_file import AppendFile
 
 MAGIC = b"MRLEDGR"
-FORMAT = 2  # of segments
+FORMAT = 2  # version of the segments' format
 HEADER = MAGIC + bytes([FORMAT])
 FRAME = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
 DEFLATED = 0x80  # in a kind: the payload is compressed
 DEFLATE_BYTES = 256  # a turn's text shrinks by half, what is shorter hardly
-_WINDOW, _MEMORY = -12, 5  # of zlib: 4 KiB, no header; its default clears 256 KiB for each record
+_WINDOW, _MEMORY = -12, 5  # zlib: 4 KiB, no header; its default clears 256 KiB for each record
 SEGMENT_BYTES = 8 << 20  # a new segment from here on, so that finished ones can be deleted
 MAX_RECORD = 64 << 20
 
@@ -135,7 +135,7 @@ class Ledger:
         self._owner = owner
         self._number = 0
         self._file: AppendFile | None = None
-        self.path = Path()  # of the segment that is open
+        self.path = Path()  # the open segment
         self._live: dict[Path, set[int]] = {}  # groups that still need a segment
         self._deferred: list[tuple[Kind, Any]] = []
         self.bytes_written = 0

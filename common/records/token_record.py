@@ -26,11 +26,11 @@ from common.records.experts import NO_EXPERTS
 
 FORMAT = 1
 _HEAD = struct.Struct("<6BH3Iq")
-MEMBER_BITS = 12  # of a trajectory's number, below its group's
+MEMBER_BITS = 12  # low bits of a trajectory's number; its group is above
 _MEMBER = (1 << MEMBER_BITS) - 1
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _EXPERTS = {1: np.uint8, 2: np.int16}
-_BYTES = 24  # of a token less its experts, at most
+_BYTES = 24  # most that a token takes, without its experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class TokenRows:
     counts: NDArray[np.int32]  # at least 1
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]  # of the weights that sampled each
+    versions: NDArray[np.int32]  # the weights that sampled each token
     experts: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)  # see `experts`
 
     def columns(

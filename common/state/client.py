@@ -37,8 +37,8 @@ RENEWAL_RETRIES = 1  # the renewal thread tries again by itself
 # Both tries of a renewal together are shorter than a lease: one that is answered late, after an
 # outage, would not know yet that Redis was away.
 RENEWAL_TIMEOUT_S = 2.0
-DEADLINE_S = 20.0  # of one script, all its retries included
-CONNECTIONS = 16  # of one process; further coroutines queue for one
+DEADLINE_S = 20.0  # for one script, all its retries included
+CONNECTIONS = 16  # most in one process; further coroutines queue for one
 UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OSError)
 FULL = ("MISCONF", "NOREPLICAS")  # how answers begin that a full disk brings about
 

@@ -24,7 +24,7 @@ class Gang:
     accelerator: str
     desired_role: str  # idle | rollout | training | serving
     desired_job: str
-    desired_core: bool  # of a training role: owns parameters and optimizer
+    desired_core: bool  # in a training role: owns parameters and optimizer
     epoch: int
     actual_role: str
     actual_state: str  # idle | starting | ready | draining | failed | lost
@@ -60,7 +60,7 @@ class Moving:
     """A move that a leader has decided and that is not complete yet."""
 
     gang: str
-    epoch: int  # of the decision
+    epoch: int  # number of the decision
     started_ms: int
     details: dict[str, Any]  # as they were given to `set_desired`
 

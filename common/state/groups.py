@@ -23,7 +23,7 @@ class Admitted:
     group: int
     prompt: int
     version: int  # current when it was admitted, or where its lineage has ended since
-    lineage: int  # that the job is in
+    lineage: int  # the job's current lineage
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class GroupRow:
     version: int
     samples: int
     scored: int  # members with a reward; the others failed by a typed error
-    digest: str  # of its bytes in the weight store
+    digest: str  # names its bytes in the weight store
     nbytes: int
-    min_version: int  # of its tokens
+    min_version: int  # oldest weights that sampled one of its tokens
     max_version: int
     passed: int  # steps that took younger groups
     foreign_above: int = NATIVE  # tokens of later versions are of an abandoned lineage

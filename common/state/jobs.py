@@ -40,7 +40,7 @@ class JobRow:
     submitted_ms: int
     phase_ms: int  # when the phase began
     error: str
-    initial_manifest: str = ""  # of version 0, once there is one
+    initial_manifest: str = ""  # manifest of version 0, once there is one
     best_version: int = -1  # by `evaluation.best`; -1: none yet
     best_manifest: str = ""
 

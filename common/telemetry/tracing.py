@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 from common.random import Random
 
-PREFIX = 36  # of a W3C traceparent: version, trace id and their dashes
+PREFIX = 36  # characters of a W3C traceparent's version, trace id and dashes
 LENGTH = 55
 
 _trace: ContextVar[str] = ContextVar("trace", default="")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kernels.ops.declined import Declined
 
-WIDTHS = (32, 64, 128)  # of a head, that paged_decode.cu is compiled for
+WIDTHS = (32, 64, 128)  # head widths that paged_decode.cu is compiled for
 WIDEST = 1024  # head that paged_write takes: a thread for each feature
-MOST_QUERIES = 8  # of a head that a thread block takes
+MOST_QUERIES = 8  # query heads of one key-value head that a thread block takes
 RESIDENT = 4  # thread blocks of paged_decode.cu on a multiprocessor, at its 128 registers
 BLOCKS_LEAST = 16  # cache blocks of a split: 256 tokens, below which joining costs more
 

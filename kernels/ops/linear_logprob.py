@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Logits that exist at once: those of a CPU fit its cache, those of a GPU keep it busy.
 AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 27}
-NARROWEST = 512  # of the vocabulary, in a chunk: products of fewer rows are slow
+NARROWEST = 512  # smallest chunk of the vocabulary: products of fewer rows are slow
 
 
 def linear_logprob(

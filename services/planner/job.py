@@ -15,8 +15,8 @@ class PlannedJob:
     id: str
     phase: str
     steps_done: int
-    workers: int  # that its file names
-    ranks: int  # of its core, a worker each
+    workers: int  # workers that its file asks for
+    ranks: int  # ranks of its core, a worker each
     samples: bool  # whether anything is rolled out for it
     scoring: bool  # whether it has frozen models, which one gang hosts
     groups_per_step: int

@@ -27,7 +27,7 @@ class Decision:
     role: str
     core: bool
     policy: str  # default | repair | stage_time | user | release
-    details: dict[str, Any] = field(default_factory=dict)  # of a move: what it was decided by
+    details: dict[str, Any] = field(default_factory=dict)  # a move: the figures that decided it
 
 
 def next_decision(

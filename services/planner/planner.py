@@ -37,7 +37,7 @@ class Term:
 
     def __init__(self) -> None:
         self.watch = Watch()
-        self.times: StageTimes | None = None  # that were decided by last
+        self.times: StageTimes | None = None  # the times that the last decision was made by
         self.missing: dict[str, float] = {}  # gang -> since when
         self.short: Shortfall | None = None
 
@@ -47,7 +47,7 @@ class Planner(Actor):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.token = 0  # of the leadership; 0: standing by
+        self.token = 0  # fencing token of the leadership; 0: standing by
         self._term = Term()
         self._stale = False
         self._keeper: Stoppable | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.state.gangs import Gang, Move
 from services.planner.placement import IDLE, ROLLOUT, SCORING, TRAINING, Decision
 
-ROLES = (ROLLOUT, TRAINING, IDLE)  # that a gang may be given by hand
+ROLES = (ROLLOUT, TRAINING, IDLE)  # roles that a gang may be given by hand
 
 
 def refusal(move: Move, gang: Gang | None) -> str:

@@ -16,7 +16,7 @@ from services.rollout.job import EVALUATION_GROUP, ShardJob
 from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.trajectory import Trajectory
 
-TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # of the modes of the held-out set
+TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # the modes in which the held-out set is evaluated
 SETS = 64  # datasets and modes of one version that have groups of their own
 LINEAGE_BIT, LINEAGES = 45, 32  # where a lineage shows in their numbers, and how many differ
 
@@ -25,7 +25,7 @@ LINEAGE_BIT, LINEAGES = 45, 32  # where a lineage shows in their numbers, and ho
 class Drawn:
     """Samples of a set, problem by problem."""
 
-    rewards: list[list[float]]  # of those that neither failed nor ran on into another version
+    rewards: list[list[float]]  # without samples that failed or ran on into another version
     lengths: list[int] = field(default_factory=list)
     failed: int = 0
     mixed: int = 0  # samples that another version has had a part in

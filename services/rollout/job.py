@@ -39,8 +39,8 @@ from services.rollout.trajectory import Ending, Round, Trajectory
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again
-BOUNDS = (32, 64, 96, 128, 192, 256, 512, 1024, 4096, 32768)  # of the histogram of lengths
-CALLS = 1024  # of tools in one turn: an environment that asks for more does not end
+BOUNDS = (32, 64, 96, 128, 192, 256, 512, 1024, 4096, 32768)  # bounds of the lengths' histogram
+CALLS = 1024  # most tool calls in a turn: an environment that asks for more does not end
 EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
 
 
@@ -72,7 +72,7 @@ class ShardJob:
         self._groups: dict[int, asyncio.Task[None]] = {}
         self.hungry = asyncio.Event()
         self.admitting = False  # the job is in its training phase
-        self.lineage = -1  # that the job is in
+        self.lineage = -1  # the job's current lineage
         self._beginning = 0  # its version when the lineage was seen
 
     def _sampling(self) -> Sampling:

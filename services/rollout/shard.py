@@ -28,8 +28,8 @@ class RolloutShard(Actor):
         self.mesh, self.logs = mesh, logs
         self.serving: ShardJob | None = None
         self._changed = asyncio.Event()
-        self._lineage = -1  # that the job is in
-        self._evaluated: set[str] = set()  # of it
+        self._lineage = -1  # the job's current lineage
+        self._evaluated: set[str] = set()  # what has been evaluated in that lineage
         self._evaluating: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[Any]] = set()
 

@@ -64,7 +64,7 @@ class Trajectory:
         self.ending: Ending | None = None
         self.recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
-        self.scores: dict[str, np.ndarray] = {}  # of frozen models, beside the tokens
+        self.scores: dict[str, np.ndarray] = {}  # frozen models' numbers, one for each token
 
     @property
     def length(self) -> int:

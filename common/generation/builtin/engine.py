@@ -67,7 +67,7 @@ class TorchEngine:
         self.steps = 0
         self.tokens_generated = 0
         self.busy_s = 0.0
-        self.compute_s = 0.0  # of busy_s: in the model
+        self.compute_s = 0.0  # the part of busy_s that the model took
         self.due_s = 0.0
         self.tokens_computed = 0  # sampled or given, by the model; what was shared does not count
         self.tensor_parallel = 1
@@ -78,7 +78,7 @@ class TorchEngine:
         self._recompute = kv_on_update == "recompute"
         self._moves = Moves(slots, compute, memory, not self._recompute, self._drop)
         self._prefill_rate = PrefillRate()
-        self._steps, self._budget_s = steps, budget_s  # of one call, while nothing joins or ends
+        self._steps, self._budget_s = steps, budget_s  # most in one call, if nothing joins or ends
         self._stretch = max(2, compute.prefill_from)  # tokens to compute from which a slot joins
         self._stop_text = StopText(decode)
         self._queue: dict[int, Request] = {}  # waiting for a slot, by id, in order

@@ -23,7 +23,7 @@ class Compute(Protocol):
 
     vocab_size: int
     prefill_from: int  # known tokens from which one run of their own beats a token a step
-    layout: str  # of what `read` gives: path, type, order and shape
+    layout: str  # what `read` gives: path, type, order and shape
     cache_bytes_per_token: int
 
     def run(self, slots: Rows, counts: Rows, steps: int, budget_s: float, version: int) -> int:

@@ -21,7 +21,7 @@ class StopText:
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None) -> None:
         self._decode = decode
-        self._texts: dict[int, tuple[str, ...]] = {}  # of the slots that have some
+        self._texts: dict[int, tuple[str, ...]] = {}  # by slot, where there are some
         self._begin: dict[int, int] = {}  # where their turns begin
 
     def __bool__(self) -> bool:

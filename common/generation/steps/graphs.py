@@ -79,7 +79,7 @@ class GraphCompute:
         self._buckets = Buckets(slots.count, slots.max_length)
         self._table: NDArray[np.int32] | None = None
         self._captured: dict[Bucket, Captured] = {}
-        self._pool: Any = None  # of the graphs, once there is one
+        self._pool: Any = None  # memory that the graphs share, once there is a graph
 
     def attach(self, table: NDArray[np.int32]) -> None:
         """The block table that steps read."""
@@ -205,7 +205,7 @@ class GraphCompute:
         that the last of them went to."""
         state = self._slots
         starts = state.computed[slots]
-        order = np.argsort(starts > 0, kind="stable")  # those from the beginning go first
+        order = np.argsort(starts > 0, kind="stable")  # sequences from their beginning go first
         rows = np.repeat(slots[order], counts[order])
         ends = np.cumsum(counts[order])
         positions = np.arange(ends[-1]) - np.repeat(

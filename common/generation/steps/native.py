@@ -23,7 +23,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import rope_table
 from kernels.build import Library, library
 
-WIDTHS = (32, 64, 128)  # of a head, for which there are kernels; others are padded with zeros
+WIDTHS = (32, 64, 128)  # head widths with kernels; others are padded with zeros
 SCORED = 512  # tokens of one call
 DTYPES = {"float32": "", "bfloat16": "MESHRL_STORAGE=bf16"}
 PARTS = (  # in the order of Part in decoder.cpp
@@ -109,7 +109,7 @@ class NativeCompute:
         self._width = next(width for width in WIDTHS if width >= config.head_dim)
         self._table: NDArray[np.int32] | None = None
         self._described: _Slots | None = None
-        self._stops: NDArray[np.int64] | None = None  # that the description points to
+        self._stops: NDArray[np.int64] | None = None  # the array that the description points to
         self._lib = _declared(found.load())
         heads, item = config.kv_heads, self._lib.decoder_item_bytes()
         shape = f"{config.layers}, 2, blocks, {heads}, {BLOCK} x {self._width}"

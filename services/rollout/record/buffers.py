@@ -37,7 +37,7 @@ class TokenBuffer:
 
     def __init__(self) -> None:
         self._row: Row | None = None  # while a request is out
-        self._length = 0  # of what is in the columns
+        self._length = 0  # tokens in the columns
         self._tokens = np.zeros(FIRST_TOKENS, np.int32)
         self._logprobs = np.zeros(FIRST_TOKENS, np.float32)
         self._versions = np.full(FIRST_TOKENS, NOT_SAMPLED, np.int32)

@@ -23,7 +23,7 @@ from services.rollout.trajectory import Restored, Trajectory
 
 SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
 FULL_RETRY_S = 0.5
-PART_BYTES = MAX_RECORD // 2  # of a record of tokens, which grows while the disk is full
+PART_BYTES = MAX_RECORD // 2  # most in a record of tokens, which grows while the disk is full
 WRITE_S = 60.0  # a disk that takes longer has failed
 
 Done = asyncio.Future[None]

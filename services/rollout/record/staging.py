@@ -18,7 +18,7 @@ from common.records.experts import NO_EXPERTS, UNKNOWN
 from common.records.token_record import TokenRows
 from services.rollout.trajectory import Trajectory
 
-ROW_BITS = 20  # of a request's number: where its row is; above them, how many went before it
+ROW_BITS = 20  # low bits of a request's number: its row; above them, earlier uses of the row
 ROW_TOKENS = 128  # a row is moved once in so many tokens
 FIRST_ROWS = 64
 NOBODY = -1  # request of a row that is free
@@ -32,7 +32,7 @@ class Request:
     id: int
     trajectory: Trajectory
     done: asyncio.Future[int]  # its finish code, once every token of it is written down
-    length: int  # of the trajectory when it was made
+    length: int  # the trajectory's length when it was made
     row: int
     staging: Staging
 
@@ -157,7 +157,7 @@ class Staging:
         while len(rows):
             mark = np.arange(len(rows))
             place = np.zeros(int(rows.max()) + 1, np.int64)
-            place[rows[::-1]] = mark[::-1]  # of repeated rows, the first
+            place[rows[::-1]] = mark[::-1]  # where rows repeat, the first counts
             first = place[rows] == mark
             if first.all():
                 return self._add(rows, new)

@@ -16,7 +16,7 @@ from services.rollout.rewards.judge import SAID, JudgeFailed, parsed, question
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 AGAIN = {408, 409, 425, 429}  # statuses, beside 5xx, that pass
-ANSWER_BYTES = 1 << 20  # of a server's answer
+ANSWER_BYTES = 1 << 20  # most that a server may answer
 
 
 class _Again(Exception):

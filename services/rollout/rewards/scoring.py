@@ -20,9 +20,9 @@ from services.rollout.trajectory import Trajectory
 Q = TypeVar("Q")
 R = TypeVar("R")
 Floats = NDArray[np.float32]
-Scores = dict[str, Floats]  # of each role, beside the tokens of one trajectory
+Scores = dict[str, Floats]  # by role, one number for each token of one trajectory
 
-ROLES = ("reference", "teacher")  # those that read trajectories
+ROLES = ("reference", "teacher")  # roles that read trajectories
 BATCH = 32  # sequences of one call
 CALL_S = 30.0  # for a call, beside what its tokens take
 SLOWEST = 50.0  # tokens a second: below, a model is not slow but stuck

@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any, Literal
 
 RECOMPUTED = 4096  # tokens up to which a context is computed again while nothing is measured
-RECOMPUTED_ACROSS = 2048  # likewise from one host to another; both are Libra's
+RECOMPUTED_ACROSS = 2048  # the same from one host to another; both are Libra's
 ENOUGH = 3  # moves before they count: the first one opens the connection
 REMEMBERED = 16  # moves: what a network gives changes with what else it carries
 APART = 1.5  # two moves tell a time for each byte if one is so many times as large
@@ -43,8 +43,8 @@ class MoveCosts:
 
     def __init__(self, across_hosts: bool = False) -> None:
         self.across_hosts = across_hosts
-        self.bytes_per_token = 0  # of the target's cache; 0: it takes nothing over
-        self.prefill_tokens_per_s = 0.0  # of the target; 0: not measured yet
+        self.bytes_per_token = 0  # in the target's cache; 0: it takes nothing over
+        self.prefill_tokens_per_s = 0.0  # the target's rate; 0: not measured yet
         self.found_slow = 0  # answers in a row that moving takes longer
         self._probes = 0
         self._moves: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # (bytes, seconds)

@@ -31,7 +31,7 @@ class Scheduler:
     def __init__(self, buckets: Sequence[Bucket], prompts: int, lengths: Lengths) -> None:
         self.buckets = list(buckets)
         self.lengths = lengths
-        self.outcomes: Counter[str] = Counter()  # of decisions so far
+        self.outcomes: Counter[str] = Counter()  # decisions so far, by outcome
         self._prompts = max(1, prompts)  # rows of the data set: epochs share their trees
 
     def order(self, t: Trajectory, course: Course) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from services.rollout.trajectory import Trajectory
 if TYPE_CHECKING:
     from services.rollout.routing.stay import Stay
 
-NO_VERSION = -1  # of an engine that may serve nobody now
+NO_VERSION = -1  # the version of an engine that may serve nobody now
 REST_S = 0.5  # an engine that failed a turn gets no other for so long: it may be draining
 SILENT_S = 1.0  # an engine with requests flushes every 20 ms
 TURN_S = 600.0  # a turn that takes longer is handed to another engine
@@ -63,14 +63,14 @@ class EngineLink:
         self.seats = seats  # trajectories that it holds
         self.batch = self.bound = seats  # requests that it runs, and that it may have from here
         self.bucket = 0
-        self.lineage = 0  # that the job is in: weights of earlier ones may serve nobody
-        self._weights = 0, NO_VERSION  # that it has: lineage and version
-        self.held: set[Stay] = set()  # whose seats are here
-        self.out: dict[Stay, None] = {}  # those of them that are having a turn, oldest first
+        self.lineage = 0  # the job's lineage: weights of earlier ones may serve nobody
+        self._weights = 0, NO_VERSION  # (lineage, version) of its weights
+        self.held: set[Stay] = set()  # stays that have a seat here
+        self.out: dict[Stay, None] = {}  # stays among them with a turn under way, oldest first
         self.ended: set[int] = set()  # trajectories whose slots the engine may reuse
         self._unwanted: list[int] = []  # requests to abort before the next is submitted
         self.host = ""
-        self._costs = {across: MoveCosts(across) for across in (False, True)}  # of moves to here
+        self._costs = {across: MoveCosts(across) for across in (False, True)}  # moves to here
         self._others: dict[str, int] = {}  # requests of other shards
         self._plateau = 0
         self._rests_until = 0.0
@@ -78,7 +78,7 @@ class EngineLink:
         self._on_version = on_version  # its weights are newer now
         self._ref: Ref = mesh.ref(name)
         self._aborts: set[asyncio.Task[None]] = set()
-        self._heard = mesh.clock.monotonic()  # of a flush, or of a first request
+        self._heard = mesh.clock.monotonic()  # when a flush came, or a first request went out
         self._silence = ExitStack()  # holds the wait that is published while it is silent
         self._batcher: Batcher[tuple[Request, int], None] = Batcher(self._submit, in_flight=2)
 
@@ -136,7 +136,7 @@ class EngineLink:
         """A stay has a seat here, and a turn."""
         self.held.add(stay)
         self.out[stay] = None
-        self.ended.discard(stay.trajectory.id)  # of an earlier stay here
+        self.ended.discard(stay.trajectory.id)  # left by an earlier stay here
 
     def free(self, stay: Stay) -> None:
         """A stay has nothing here any more."""

@@ -24,7 +24,7 @@ class Bucket:
 
     max_tokens: int
     batch: int  # requests that one of its engines decodes together
-    share: float = 1.0  # of the job's engines, beside the other buckets' shares
+    share: float = 1.0  # its share of the job's engines, beside the other buckets' shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class EngineLoad:
     name: str
     bound: int  # requests that it may have from here
     running: int  # requests that it has from here
-    version: int  # of its weights
+    version: int  # version of its weights
     bucket: int = 0
     seats: int = 1 << 30  # trajectories whose keys and values it may hold
     held: int = 0

@@ -27,7 +27,7 @@ from services.rollout.routing.stay import Stay
 from services.rollout.trajectory import Trajectory
 
 PLACE_S = 24 * 3600.0  # a trajectory may wait so long for an engine: spot capacity can be away
-LOOK_AHEAD = 64  # of the queue: so many may go before its head when an engine holds what they need
+LOOK_AHEAD = 64  # requests that may overtake the queue's head when an engine holds their cache
 BALANCE_S = 1.0  # between two looks at what could move (RLBoost's manager polls as often)
 
 
@@ -51,7 +51,7 @@ class Router:
         self.scheduler = scheduler or Scheduler([Bucket(1 << 30, seats)], 1, Lengths())
         self.links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._lineage = 0  # that the job is in
+        self._lineage = 0  # the job's current lineage
         self.stays: dict[int, Stay] = {}  # by trajectory
         self._queue: list[Stay] = []  # in the order of their turn
         self._lack = ExitStack()  # holds the wait that is published while no engine may serve them

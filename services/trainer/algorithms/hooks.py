@@ -37,7 +37,7 @@ class Algorithm:
     sequence_ratio: bool = False  # ratios are those of sequences, not of tokens
     refill: bool = False  # filtered groups are always replaced by others
     sampled: bool = True  # tokens are a policy's, with its log-probabilities to compare with
-    overlong_share: float = 0.0  # of the longest trajectory in which length is punished
+    overlong_share: float = 0.0  # last share of the longest trajectory, in which length is punished
 
 
 def advantage_of_one(

@@ -31,7 +31,7 @@ class Outputs:
     hidden: Tensor  # [t, hidden_size], normalised
     logprobs: Tensor  # [t] float32, of the targets, with a gradient
     entropy: Tensor  # [t] float32, of the distribution, without
-    aux_loss: Tensor | None  # of a mixture of experts: a sum over the trained places
+    aux_loss: Tensor | None  # balance loss of a mixture of experts, summed over the trained places
 
 
 def forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> Outputs:

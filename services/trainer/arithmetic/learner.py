@@ -43,7 +43,7 @@ class Learner:
     ) -> None:
         """Passes compute in `dtype`; `temperature` is that at which trajectories were sampled."""
         self.model = model
-        self.steps = 0  # that the optimizer has taken
+        self.steps = 0  # steps that the optimizer has taken
         self._config = algorithm_config
         hooks = algorithm(algorithm_config.name)
         self._critic, self._sampled = hooks.critic, hooks.sampled
@@ -87,7 +87,7 @@ class Learner:
             slopes.append(None)
             describe_values(stats, terms, losses)
         if out.aux_loss is not None:
-            share = weight.sum() / max(1, len(weight))  # of a token in the loss, as the others'
+            share = weight.sum() / max(1, len(weight))  # weight of a token's loss, as above
             roots.append(out.aux_loss * share)
             slopes.append(None)
         torch.autograd.backward(roots, slopes)

@@ -32,7 +32,7 @@ class Sequence:
     mask: Bools  # the model's own tokens
     versions: Ints  # weight version that computed the token
     advantages: Floats = field(default_factory=lambda: np.zeros((), np.float32))  # [n], or one
-    weight: float = 1.0  # of each of its token losses
+    weight: float = 1.0  # factor of each of its token losses
     extras: dict[str, Floats] = field(default_factory=dict)  # [n] each, such as "reference"
     experts: Experts | None = None  # [n, layers, k], that the place before a token was routed to
     group: int = 0

@@ -21,14 +21,14 @@ from services.trainer.losses.aggregation import token_weight
 from services.trainer.losses.shaping import divergences, kl_in_reward, overlong
 
 REFILLS = 10  # groups replaced in a step, per group that it takes, before it takes what there is
-EXTRAS = ("reference", "teacher")  # of a group's arrays, those that losses may ask for
+EXTRAS = ("reference", "teacher")  # arrays of a group that losses may ask for
 
 
 @dataclass
 class Batch:
     """What a step trains on, group by group, and what its metrics say of it."""
 
-    version: int  # that is being trained
+    version: int  # version that is being trained
     config: JobConfig
     sequences: list[Sequence] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Refill:
         self._config = config
         wanted = refills(config.algorithm)
         self._most = REFILLS * config.algorithm.groups_per_step if wanted else 0
-        self.count = 0  # that did
+        self.count = 0  # groups that did
 
     def replaces(self, group: Group) -> bool:
         """Whether the group has nothing to teach and may be replaced; counts it if so."""

@@ -39,7 +39,7 @@ class Checkpoints:
         self._mesh, self._data, self._compute, self._config = mesh, data, compute, config
         self._enter = enter
         self.name, self.step = "", -1
-        self.pause_s = 0.0  # that training stood still for the last one
+        self.pause_s = 0.0  # seconds that training stood still for the last checkpoint
         self._writing: asyncio.Task[None] | None = None
 
     def due(self, step: int) -> bool:

@@ -62,7 +62,7 @@ class TrainerCore(Actor):
         self.learner = arithmetic if isinstance(arithmetic, Learner) else None
         self.bulk = BulkClient(mesh)
         self.ready = False
-        self.phase = "starting"  # of its work, for whoever looks
+        self.phase = "starting"  # phase of its work, for its published counters
         self._entered = 0  # phases so far
         self.steps_done, self.lineage, self.manifest = 0, 0, ""
         self.tokens = 0

@@ -22,7 +22,7 @@ from services.trainer.core.publishing import Publisher
 from services.trainer.core.step import Enter, Step
 from services.trainer.ranks.compute import Compute
 
-MakeStep = Callable[[int, str], Step]  # of a step's number, and the manifest that it begins with
+MakeStep = Callable[[int, str], Step]  # from a step's number and the manifest that it begins with
 
 
 @dataclass(frozen=True)

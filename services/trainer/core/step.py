@@ -35,7 +35,7 @@ class Stepped:
     batch: Batch
     stats: BinStats = field(default_factory=BinStats)
     counted: float = 0.0  # what the gradients of its updates were divided by, added up
-    norm: float = 0.0  # of the gradient, before clipping; of the last update
+    norm: float = 0.0  # norm of the last update's gradient, before clipping
     bins: int = 0
     updates: list[RoundPlan] = field(default_factory=list)
 

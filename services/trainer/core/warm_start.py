@@ -25,7 +25,7 @@ Segments = list[tuple[str, bool]]  # text, and whether the model writes it; the 
 Demonstrate = Callable[[Random, float], Segments]  # a generator, progress from 0 to 1
 Progress = Callable[[int, float], None]  # steps done, loss per token
 
-FORMAT = 2  # of the cache's key: raise it when a change here changes what the same job learns
+FORMAT = 2  # part of the cache's key: raise it when the same job would learn something else
 MAX_REFUSED = 10_000  # demonstrations in a row that cannot be used, before giving up
 
 

@@ -20,7 +20,7 @@ from common.wire.chunks import ChunkStore, digest_of, failure
 
 PIECE_BYTES = 64 << 20
 PIECE_S = 30.0  # deadline of moving one
-FILE_S = 600.0  # of writing or reading a whole gradient
+FILE_S = 600.0  # to write or read a whole gradient
 
 
 def hybrid_name(gang: str) -> str:
@@ -37,7 +37,7 @@ class Outbox:
     def __init__(self, mesh: Mesh, gang: str) -> None:
         settings = mesh.settings
         directory = Path(settings.run_root) / "mesh" / "lent" / gang
-        shutil.rmtree(directory, ignore_errors=True)  # of an earlier process of the gang
+        shutil.rmtree(directory, ignore_errors=True)  # left by an earlier process of the gang
         self._run = mesh.host.run_blocking
         self._chunks = ChunkStore(directory)
         self._server = BulkServer(self._chunks, mesh.host, settings.bind, settings.advertise)

@@ -20,7 +20,7 @@ from services.trainer.ranks.compute import Compute, Round
 
 PATIENT_ROUNDS = 5.0  # a leased round may take this many times as long as rounds take on average
 LEAST_ROUND_S = 1.0
-LONGEST_HOLD_S = 10.0  # of a hybrid's question, while there is no round
+LONGEST_HOLD_S = 10.0  # longest wait of a hybrid's request while there is no round
 LOOK_S = 5.0  # how long the core waits for rounds before it looks again
 
 

@@ -49,9 +49,9 @@ class Hybrid(Actor):
         self.rounds, self.bins = 0, 0
         self.busy_s = 0.0
         self._core = mesh.ref(f"trainer/{data.id}")
-        self._generation = 0  # of the join; 0: in none
+        self._generation = 0  # generation of the join; 0: not joined
         self._fetcher = Fetcher(mesh, self.bulk)
-        self._manifest = ""  # of the weights that the learner has
+        self._manifest = ""  # names the weights that the learner has
         self._draining = False
         self._left = asyncio.Event()
 

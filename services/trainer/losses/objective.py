@@ -26,7 +26,7 @@ class Objective:
     """Of the trained tokens of a bin, [t] each, without a gradient."""
 
     losses: Tensor  # weighted: their sum is the loss of the bin
-    slope: Tensor  # of that sum, with respect to the log-probabilities
+    slope: Tensor  # gradient of that sum with respect to the log-probabilities
     clipped: Tensor  # bool: the algorithm gives the token no gradient, though it has an advantage
     likelier: Tensor  # bool: than under the old policy; of its sequence where ratios are of those
     corrected: Tensor  # bool: its importance weight met a bound

@@ -44,7 +44,7 @@ from services.trainer.ranks.rank import Rank, filler
 from services.trainer.ranks.thread import RankThread
 
 WHOLE_S = 280.0  # until all ranks are there: below what a worker gives a role process to get ready
-GENERATIONS = 1_000_000  # of one incarnation of the core; the next one's are higher
+GENERATIONS = 1_000_000  # most in one incarnation of the core; the next one's are higher
 
 Q = TypeVar("Q")
 R = TypeVar("R")

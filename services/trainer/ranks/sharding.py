@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-KEEP_BYTES = 2 << 30  # of float32 parameters: what a rank may hold whole beside its rows
+KEEP_BYTES = 2 << 30  # float32 parameters that a rank may hold whole beside its rows
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
