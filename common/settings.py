@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import ConfigError
 
 SETTINGS_ENV = "MESHRL_SETTINGS"
-OFF = "off"  # as `metrics`
+OFF = "off"  # value of `metrics` that serves none
 
 
 def this_host() -> str:

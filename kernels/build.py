@@ -77,7 +77,9 @@ def library(name: str, define: str = "") -> Library:
 
 
 def found(name: str, define: str = "") -> Library:
-    """As `library`, but builds nothing: a reason where it would have to be built first."""
+    """The library if it is built already; otherwise the reason why `library` would have to build
+    it.
+    """
     command = _command(name, define)
     if not command:
         return Library(None, NO_COMPILER)

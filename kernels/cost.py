@@ -35,13 +35,14 @@ class BinCost:
         return self.token * length + self.square * length * length
 
     def of(self, lengths: Sequence[int]) -> float:
-        """Of a bin; one without sequences costs nothing."""
+        """The cost of a bin; one without sequences costs nothing."""
         return self.bin + sum(map(self.sequence, lengths)) if lengths else 0.0
 
 
 def expected(parameters: int, attention_width: int, layers: int) -> BinCost:
-    """Of a decoder nobody has measured, in floating-point operations: 6 a token and parameter
-    (Kaplan et al. 2020), 6 a pair of causal tokens and feature of all heads (`attention_width`).
+    """The cost of a decoder that nobody has measured, in floating-point operations: 6 a token and
+    parameter (Kaplan et al. 2020), 6 a pair of causal tokens and feature of all heads
+    (`attention_width`).
     """
     return BinCost(token=6.0 * parameters, square=6.0 * attention_width * layers)
 

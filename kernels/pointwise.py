@@ -34,7 +34,7 @@ Norms = tuple[Tensor, Tensor] | None
 
 
 class Operators(Protocol):
-    """As `common.model.pointwise.Pointwise`."""
+    """The protocol `common.model.pointwise.Pointwise`, which this package may not import."""
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [.., n] over its last dimension."""

@@ -171,7 +171,7 @@ class _Native(torch.autograd.Function):
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """With the numbers of a token beside each other; tokens may lie further apart."""
+    """The tensor with each token's numbers side by side; tokens may lie further apart."""
     beside = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
     return tensor if beside else tensor.contiguous()
 

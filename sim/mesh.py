@@ -39,8 +39,8 @@ from sim.state import simulated_state
 JOB = "simulated"
 TOKENS_PER_S = 40.0
 SLOTS = 8
-FLUSH_S = 0.8  # of the simulated engines: 32 tokens of each request
-TRAIN_S = 24.0  # of a step, by one gang
+FLUSH_S = 0.8  # seconds between flushes of a simulated engine: 32 tokens of each request
+TRAIN_S = 24.0  # seconds that a step takes on one gang
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
 
 

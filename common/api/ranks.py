@@ -19,7 +19,9 @@ COMPUTE_S = 3600.0  # the group's own deadline strikes before: a rank that is lo
 
 @message
 class Order:
-    """Of a generation; a newer one ends the rank's part in the group of an older one."""
+    """An order for the ranks of a generation; a newer generation ends a rank's part in an older
+    one.
+    """
 
     generation: int
 

@@ -121,8 +121,10 @@ class EndSessions:
 
 @message
 class Outcome:
-    """Of tools that run the model's code, `value` is {"status", "output"} whatever the status is,
-    and "exit" where that is not 0: the model reads it.
+    """How one call ended.
+
+    A tool that runs the model's code gives {"status", "output"} as its `value`, whatever the status
+    is, and "exit" where that is not 0: the model reads it.
     """
 
     id: int

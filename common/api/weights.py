@@ -111,7 +111,9 @@ class Group:
 
     @property
     def sampled_versions(self) -> NDArray[np.int32]:
-        """Of the tokens that the model sampled in scored members, which alone are trained."""
+        """The weight versions, int32 [n], of the tokens that the model sampled in scored members;
+        only these tokens are trained.
+        """
         scored = np.repeat(np.isfinite(self.rewards), self.lengths)
         found: NDArray[np.int32] = self.versions[scored & (self.versions >= 0)]
         return found

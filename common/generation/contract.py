@@ -184,7 +184,7 @@ class Engine(Protocol):
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Of keys and values; 0: they cannot be moved."""
+        """Bytes of a token's keys and values; 0: they cannot be moved."""
 
     def export(
         self, session: int, start: int = 0, most_bytes: int = WHOLE_BYTES
@@ -220,7 +220,7 @@ def flush_of(pieces: Sequence[Piece]) -> Flush | None:
 
 
 def joined(first: Flush, second: Flush) -> Flush:
-    """Both, one after the other."""
+    """Both flushes as one, the first before the second."""
     unmodified = NO_FLOATS
     if len(first.unmodified) or len(second.unmodified):
         parts = (f.unmodified if len(f.unmodified) else _unasked(f) for f in (first, second))

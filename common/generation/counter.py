@@ -27,7 +27,9 @@ def draws(keys: Keys, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def uniforms(keys: Keys, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """In the open interval (0, 1), on a grid of 2**32: never 0, never 1, also after scaling."""
+    """Numbers in the open interval (0, 1), on a grid of 2**32: never 0, never 1, also after
+    scaling.
+    """
     return ((draws(keys, positions) >> _S32).astype(np.float64) + 0.5) * 2.0**-32
 
 

@@ -66,7 +66,7 @@ def is_mcp(use: str) -> bool:
 
 
 def jailed(uses: list[str]) -> list[str]:
-    """Those that run code which the model wrote."""
+    """The names among `uses` that run code which the model wrote."""
     found: list[str] = []
     for use in uses:
         tool, reward = TOOLS.get(use), REWARDS.get(use)

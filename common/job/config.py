@@ -119,13 +119,13 @@ class JudgeConfig(Table):
     use: str = ""  # model: [models.reward]; or the base URL of an OpenAI-compatible server
     template: str = ""  # what it is asked, with {prompt} and {answer}; or a file that says it
     yes: Text = "yes"  # what it answers to what is right
-    no: Text = "no"  # and to what is wrong
+    no: Text = "no"  # what it answers to what is wrong
     model: str = ""  # its name at the server
     key: str = ""  # environment variable that holds the server's key; empty: it needs none
     max_tokens: Count = 512  # most that the server may answer with
     in_flight: Count = 16  # requests of a shard at the server at a time
     deadline_s: Positive = 60.0  # for one verdict
-    patience_s: NonNegative = 600.0  # for one that has to be asked for again
+    patience_s: NonNegative = 600.0  # for a verdict that has to be asked for again
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,7 @@ class JobConfig(Table):
 
     @property
     def jailed(self) -> list[str]:
-        """Its tools and rewards that run code which the model wrote."""
+        """The job's tools and rewards that run code which the model wrote."""
         rewards = [part.use for part in self.reward.declared]
         return builtin.jailed([*self.environment.tools.values(), *rewards])
 

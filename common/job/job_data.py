@@ -21,7 +21,7 @@ class JobData:
 
     @classmethod
     def of(cls, job: str, document: dict[str, Any], run_dir: str) -> JobData:
-        """From a job's row in Redis; the document holds the configuration and `bundle: {dir,
+        """The job of a row in Redis, whose document holds the configuration and `bundle: {dir,
         digest}`.
         """
         values = {key: value for key, value in document.items() if key != "bundle"}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 
 BUSY_SHARE = 0.55  # share of peak arithmetic that prefill reaches,
-READ_SHARE = 0.85  # and of peak bandwidth that decoding does (Libra's cost model, model.py)
+READ_SHARE = 0.85  # share of peak bandwidth that decoding reaches (Libra's cost model, model.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Pace:
 
 
 def pace_of(parameters: float, bytes_per_s: float, flops: float) -> Pace:
-    """Of a dense model in 16 bits: a decode step reads every weight once, until the arithmetic of
-    the batch takes longer than the reading.
+    """The pace of a dense model in 16 bits: a decode step reads every weight once, until the
+    arithmetic of the batch takes longer than the reading.
     """
     decode_s = 2 * parameters / (bytes_per_s * READ_SHARE)
     token_s = 2 * parameters / (flops * BUSY_SHARE)

@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         self.register_buffer("rope", table.to(dtype), persistent=False)
 
     def use(self, pointwise: Pointwise) -> None:
-        """From now on all of its parts compute with these operators."""
+        """Makes all parts compute with these operators from now on."""
         for part in self.modules():
             if isinstance(part, Decoder | Layer | Experts):
                 part.pointwise = pointwise

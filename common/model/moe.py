@@ -52,7 +52,7 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, experts: Tensor | None = None, counted: Tensor | None = None
     ) -> tuple[Tensor, Routed]:
-        """Of tokens x [.., hidden_size]: what the experts add, and where each token was sent.
+        """What the experts add to tokens x [.., hidden_size], and where each token was sent.
 
         `experts` [.., k] says where to; a token for which one of them is
         `common.records.experts.UNKNOWN` goes where the router sends it.

@@ -38,7 +38,7 @@ class Pointwise(Protocol):
 
 
 class Plain:
-    """On every device and in every type."""
+    """PyTorch's operators, which run on every device and in every type."""
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [.., n] over its last dimension."""

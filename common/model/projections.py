@@ -37,7 +37,7 @@ class Projection:
 
 
 def projections(config: ModelConfig) -> dict[str, Projection]:
-    """By Hugging Face's name, those of one (dense) layer."""
+    """The projections of one dense layer, by Hugging Face's name."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     rows = {
         "qkv": (queries, keys, keys),

@@ -20,7 +20,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a tokenizer.json, or the directory that holds one; ConfigError without any."""
+        """The tokenizer of a tokenizer.json, or of the directory that holds one; ConfigError if
+        there is none.
+        """
         file = Path(path)
         if file.is_dir():
             file /= "tokenizer.json"

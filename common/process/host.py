@@ -279,5 +279,5 @@ def _program(argv: list[str]) -> list[str]:
 
 
 def own_start_time() -> int:
-    """With the pid, what names this process: a number that is used again has another start."""
+    """The start time of this process, which names it together with its pid: pids are used again."""
     return start_time(os.getpid())

@@ -17,9 +17,11 @@ OPEN_S = 1e9  # a piece itself has no deadline: those who wait for it have
 
 
 class OneThread:
-    """`patience_s`: that the next piece waits for one whose caller has gone, or whose deadline has
-    passed. One that outlives this cannot be stopped: the process ends, and its worker starts it
-    again.
+    """A thread for one piece of work at a time.
+
+    The next piece waits up to `patience_s` seconds for one whose caller was cancelled, or whose
+    deadline has passed. A piece that outlives this cannot be stopped: the process ends, and its
+    worker starts it again.
     """
 
     def __init__(self, mesh: Mesh, patience_s: float) -> None:
@@ -28,9 +30,7 @@ class OneThread:
         self._busy = asyncio.Lock()
 
     async def run(self, work: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        """What `work` returns. DeadlineExceeded, or being cancelled, leaves it running: see
-        `ended`.
-        """
+        """What `work` returns. DeadlineExceeded and cancellation leave it running; see `ended`."""
         async with self._busy:
             await self.ended()
             running = self._mesh.host.run_blocking(work, *args, deadline_s=OPEN_S)
@@ -40,7 +40,7 @@ class OneThread:
                 return await asyncio.shield(task)
 
     async def ended(self) -> None:
-        """Until no piece of work runs any more."""
+        """Returns when no piece of work runs any more; ends the process after `patience_s`."""
         task = self._task
         if task is None or task.done():
             return
@@ -52,6 +52,6 @@ class OneThread:
 
 
 def looked_at(task: asyncio.Task[Any]) -> None:
-    """Its error was told to whoever waited, or to nobody if that one has gone."""
+    """Marks a task's error as seen: its caller has been told, or was cancelled."""
     if not task.cancelled():
         task.exception()

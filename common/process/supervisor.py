@@ -126,7 +126,7 @@ class Supervisor:
 
     @property
     def children(self) -> dict[str, Child]:
-        """Those that run now, by name."""
+        """The children that run now, by name."""
         return {
             name: running.child
             for name, running in self._children.items()

@@ -10,7 +10,7 @@ STATE = "state"  # below a checkpoint's directory: all that training depends on 
 
 
 def checkpoint_name(lineage: int, step: int, manifest: str) -> str:
-    """Of a checkpoint's manifest, without `.json`, and of the directory beside it."""
+    """The name of a checkpoint's manifest, without `.json`, and of the directory beside it."""
     return f"step-{lineage:03d}-{step:06d}-{manifest[:8]}"
 
 
@@ -65,8 +65,8 @@ class Best:
 
 
 def best(run_dir: Path) -> Best | None:
-    """By the run's record; None: no evaluation has compared versions, or none since a new lineage
-    abandoned the best one.
+    """The best version by the run's record; None: no evaluation has compared versions, or none
+    since a new lineage abandoned the best one.
     """
     found: Best | None = None
     for line in _recorded(run_dir):

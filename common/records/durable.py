@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Onto the disk: what a file holds, or which names a directory has. A file that was made or
-    renamed is there after a power cut once both it and its directory were synced.
+    """Writes a file's content, or a directory's list of names, to the disk. After a power cut a new
+    or renamed file is there if both it and its directory were synced.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -18,6 +18,6 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """A directory with all that is below it."""
+    """Syncs a directory and all that is below it."""
     for path in [*directory.rglob("*"), directory]:
         sync(path)

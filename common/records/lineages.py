@@ -13,12 +13,14 @@ NATIVE = -1  # `foreign_above` of what was sampled in one lineage
 
 
 def counted(versions: NDArray[np.int32], foreign_above: int) -> NDArray[np.int32]:
-    """The versions by which tokens' staleness is counted: those of an abandoned lineage are as old
-    as the version that it ended at.
+    """The versions, int32 [n], by which tokens' staleness is counted: tokens of an abandoned
+    lineage count as old as the version at which it ended.
     """
     return versions if foreign_above == NATIVE else np.minimum(versions, foreign_above)
 
 
 def foreign(version: int, foreign_above: int) -> bool:
-    """Whether tokens that say `version` may be of other weights than those that have it now."""
+    """Whether `version` may name other weights than those that the current lineage gave that
+    number.
+    """
     return NATIVE < foreign_above < version

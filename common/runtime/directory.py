@@ -90,10 +90,8 @@ class Directory:
             return await asyncio.shield(task)
 
     async def dead(self, routes: Iterable[Route]) -> list[Route]:
-        """Those of `routes` whose process has lost its name: it may be stopped, its connection
-        open.
-
-        Nobody is declared dead while Redis is away, nor at the first look after it came back.
+        """The routes of `routes` whose process has lost its name: it may be stopped, its connection
+        open. Nobody is declared dead while Redis is away, nor at the first look after it came back.
         """
         doubted = self._doubts
         self._doubts = {}

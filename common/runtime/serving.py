@@ -115,7 +115,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
 
     def offer(self, methods: dict[str, Bound]) -> None:
-        """From now on requests run; those that came early do so first."""
+        """Runs requests from now on; those that came early go first."""
         self._methods = methods
         self._open = True
         early, self._early = self._early, []

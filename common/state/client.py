@@ -150,7 +150,7 @@ class State:
         return _answer(script, reply)
 
     def away_ms(self) -> int:
-        """For how long Redis has given the renewal thread no answer; 0 while it answers."""
+        """How long Redis has given the renewal thread no answer, in ms; 0 while it answers."""
         return int((self._monotonic() - self._answered) * 1000) if self._away else 0
 
     async def command(self, *words: Any, deadline_s: float = DEADLINE_S) -> Any:

@@ -203,7 +203,7 @@ async def in_flight(state: State, job: str) -> InFlight:
 
 
 async def digests(state: State, job: str) -> set[str]:
-    """Of the bytes of groups that a step, or its replay, may still ask for."""
+    """The digests of the bytes of groups that a step, or its replay, may still ask for."""
     return set((await state.run("digests", [job_prefix(job)], {}))["digests"] or [])
 
 

@@ -23,7 +23,7 @@ class Entry:
     metrics: str = ""  # where its metrics and health are served
     host: str = ""
     pid: int = 0
-    start_time: float = 0.0  # with the pid it names the process even after the pid was reused
+    start_time: float = 0.0  # with the pid it names one process, even after the pid was reused
     incarnation: str = ""
     token: int = 0  # fencing token of the lease
     stats: dict[str, Any] = field(default_factory=dict)

@@ -100,8 +100,8 @@ async def commit_step(
 
 
 async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, Any]]:
-    """Of each step after `since`, in order: its metrics, and step, lineage, manifest, checkpoint,
-    committed_ms and the trajectories trained and filtered.
+    """A row for each step after `since`, in order: its metrics, and step, lineage, manifest,
+    checkpoint, committed_ms and the trajectories trained and filtered.
     """
     rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
     return [

@@ -51,7 +51,7 @@ class Watchdog:
 
     @property
     def behind_s(self) -> float:
-        """By how much the loop was late at its last tick, or is now."""
+        """Seconds by which the loop was late at its last tick, or is now."""
         return max(self.lag_s, self._clock.monotonic() - self._ticked - TICK_S)
 
     def stalled(self, starting: bool = False) -> str:

@@ -24,11 +24,10 @@ class Transport(Protocol):
         """Where others reach this process."""
 
     def start(self, deliver: Deliver, lost: Lost, gone: Gone) -> None:
-        """From now on `deliver(peer, frames)` runs on the loop for every message; never before.
+        """Runs `deliver(peer, frames)` on the loop for every message from now on; never before.
 
         `lost(address, reached)`: the process at `address` has gone; unless `reached`, nothing sent
-        to it has arrived.
-        `gone(peer)`: a requester has gone.
+        to it has arrived. `gone(peer)`: a requester has gone.
         """
 
     def send(self, address: str, frames: Frames) -> None:
@@ -37,7 +36,7 @@ class Transport(Protocol):
         """
 
     def reply(self, peer: Peer, frames: Frames) -> None:
-        """Back to the requester. Parks like `send`; a peer that has gone is reported by `gone`."""
+        """Sends an answer to the requester. Parks like `send`; `gone` reports a peer that has gone."""
 
     def forget(self, address: str) -> None:
         """Closes the connection to `address`, if there is one; the next `send` opens another."""

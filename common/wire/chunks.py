@@ -145,7 +145,9 @@ class ChunkStore:
         return found
 
     def older_than(self, age_s: float, now: float) -> dict[str, int]:
-        """As `written`, of all chunks last written `age_s` before `now` (wall time) or earlier."""
+        """What `written` tells, for all chunks last written `age_s` before `now` (wall time) or
+        earlier.
+        """
         old = {}
         for path in self.directory.glob("??/*"):
             try:

@@ -110,7 +110,7 @@ def built() -> ctypes.CDLL | str:
         place = folder() / name
         place.mkdir(exist_ok=True)
         with alone(place / "meshrl.lock"):
-            # torch's own lock outlives whoever dies with it, and would be waited for for ever.
+            # torch's own lock outlives whoever dies with it, and would be waited for without end.
             (place / "lock").unlink(missing_ok=True)
             path = cpp_extension.load(
                 name=name,

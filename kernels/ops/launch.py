@@ -138,7 +138,7 @@ def splits(groups: int, table_width: int, processors: int) -> int:
 
 
 def _need_contiguous(*tensors: Tensor) -> None:
-    """For what is written in place, or too large to be copied first."""
+    """Declined for a tensor that is written in place, or too large to copy, and not contiguous."""
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise Declined
 

@@ -119,7 +119,7 @@ def tile(width: int, dtype: torch.dtype) -> dict[str, int]:
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float
 ) -> Tensor:
-    """As reference.varlen_prefill, for contiguous tensors; starts are not checked."""
+    """Computes reference.varlen_prefill for contiguous tensors; starts are not checked."""
     tokens, heads, width = queries.shape
     out = queries.new_empty(queries.shape)
     if out.numel() == 0:
@@ -148,7 +148,7 @@ def varlen_prefill(
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """As reference.token_logprob, for contiguous tensors; tokens are not checked."""
+    """Computes reference.token_logprob for contiguous tensors; tokens are not checked."""
     out = temperature.new_empty(temperature.shape)
     if out.numel() == 0:
         return out

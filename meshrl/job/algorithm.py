@@ -11,8 +11,8 @@ from common.errors import ConfigError
 from common.job.config import JobConfig
 from common.job.correction_bounds import bounds
 
-REWARDLESS = ("sft", "distill")  # that learn from something else
-FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # of sampling, and where they leave nothing out
+REWARDLESS = ("sft", "distill")  # algorithms that learn from something else
+FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # with values that filter nothing
 Fail = Callable[..., ConfigError]
 
 

@@ -22,7 +22,7 @@ class Isolation:
 
 
 def found() -> Isolation:
-    """By trying it, in a process of its own; a second or two."""
+    """The tier of this host, found by trying it in a process of its own; takes a second or two."""
     command = [sys.executable, "-m", "services.sandbox.isolation.tiers"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)

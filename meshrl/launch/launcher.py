@@ -192,7 +192,7 @@ class Launcher(Hooks):
                 f"{embedded.without_password(embedded.configured_url())}",
                 fix="Stop it with `meshrl down`, or use another Redis",
             )
-        for entry in alive:  # of an earlier launcher here; its processes have just been ended
+        for entry in alive:  # left by an earlier launcher, whose processes have just been ended
             await registry.evict(self.state, entry.name, entry.incarnation)
 
     def _write_settings(self, url: str) -> None:

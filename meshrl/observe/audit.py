@@ -15,7 +15,7 @@ from common.state.events import Event
 from meshrl.launch.places import existing_run, read_json
 from meshrl.observe.recorder import job_of, read_events
 
-BEGUN_WITHIN_MS = 10_000  # of its admission a group is in the ledger
+BEGUN_WITHIN_MS = 10_000  # a group is in the ledger so soon after its admission
 
 EXPLAINED = {
     "opened": "trajectories admitted",

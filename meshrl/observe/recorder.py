@@ -66,7 +66,7 @@ class Recorder:
 
     @property
     def wall_s(self) -> float:
-        """Of this session and those before it."""
+        """Seconds of wall time of this session and those before it."""
         return self.tally.wall_s + self.session_s
 
     async def look(self) -> Snapshot | None:

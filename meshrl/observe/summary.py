@@ -67,8 +67,8 @@ def moves(events: Sequence[Event]) -> list[Event]:
 
 
 def stage_time_moves(events: Sequence[Event]) -> list[Event]:
-    """Those that the stage-time policy decided after the first step, each once, while every other
-    gang went on: it generated, computed bins or committed between start and end.
+    """The moves that the stage-time policy decided after the first step, each once, while every
+    other gang went on: it generated, computed bins or committed between start and end.
     """
     first = next((e.ms for e in events if e.kind == "step"), None)
     if first is None:

@@ -53,7 +53,7 @@ class Limits:
 class Progress:
     """How far one tracker has come; kept in the run directory."""
 
-    id: str  # of the run, as the tracker knows it
+    id: str  # the run's id, as the tracker knows it
     step: int = 0  # rows up to this one are shown
     evaluations: list[str] = field(default_factory=list)  # tags that are shown
     dropped: int = 0  # records that were never shown

@@ -111,7 +111,9 @@ TRACKERS: dict[str, Callable[[dict[str, Any]], Tracker]] = {
 
 
 def serve(name: str, channel: Channel) -> None:
-    """Until the parent closes the channel; each frame is answered when it has been shown."""
+    """Shows figures until the parent closes the channel; each frame is answered when it has been
+    shown.
+    """
     first = channel.recv()
     if first is None:
         return

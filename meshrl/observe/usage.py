@@ -22,7 +22,7 @@ class Tally:
 
     cpu: dict[str, dict[str, float]] = field(default_factory=dict)
     tokens: dict[str, dict[str, float]] = field(default_factory=dict)
-    wall_s: float = 0.0  # of earlier sessions
+    wall_s: float = 0.0  # wall time of earlier sessions
     warm_start_cached: bool = False
     _own_names: dict[str, str] = field(default_factory=dict)  # incarnation -> name
 

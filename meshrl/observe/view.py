@@ -235,7 +235,7 @@ def evaluation_line(evaluation: Evaluation) -> str:
 
 
 def other_figures(evaluation: Evaluation) -> str:
-    """Those of the datasets beside the held-out set."""
+    """The figures of the datasets beside the held-out set."""
     others = {k: v for k, v in evaluation.figures.items() if not k.startswith(f"{HELD_OUT}.")}
     return ", ".join(f"{name} {value:.3f}" for name, value in others.items())
 

@@ -34,9 +34,9 @@ class Worker:
 class Evaluation:
     tag: str  # before | step-10 | after
     step: int
-    sampled: float | None  # of the held-out set; None: the job has none
+    sampled: float | None  # mean reward on the held-out set; None: the job has none
     greedy: float | None  # before, after, and when the best version is chosen by it
-    figures: dict[str, float] = field(default_factory=dict)  # of all datasets, by name
+    figures: dict[str, float] = field(default_factory=dict)  # figures of all datasets, by name
     best: bool = False  # it is the best version so far
 
 
@@ -58,7 +58,7 @@ class Snapshot:
     trained_s: float = 0.0
     staleness: float = 0.0
     max_staleness: int = 0
-    logprob_gap: float | None = None  # of the last step that could be measured
+    logprob_gap: float | None = None  # gap in the last step that could be measured
     entropy: float = 0.0
     workers: tuple[Worker, ...] = ()
     in_flight: int = 0
@@ -146,7 +146,7 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
 
 
 def evaluation(row: dict[str, Any]) -> Evaluation:
-    """From the fields of an event `evaluation`."""
+    """The evaluation that the fields of an event `evaluation` tell of."""
     sampled, greedy = row.get("sampled"), row.get("greedy")
     return Evaluation(
         tag=str(row["tag"]),

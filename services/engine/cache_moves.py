@@ -26,9 +26,9 @@ from common.runtime.mesh import Mesh
 
 R = TypeVar("R")
 
-PAUSE_S = 0.01  # that copying a part may keep the source's requests waiting; it fits parts to this
-PART_BYTES = 8 << 20  # of the first part
-LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # of later ones
+PAUSE_S = 0.01  # longest stop of the source to copy a part; parts are sized to it
+PART_BYTES = 8 << 20  # size of the first part
+LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # sizes of later parts
 FRAME_BYTES = 1 << 20  # larger ones travel at a third of the speed
 LARGEST_PART_BYTES = 1 << 30  # a block of 16 tokens of the largest models takes a tenth of it
 AT_ONCE = 4  # moves to one engine; each holds two parts

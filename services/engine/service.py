@@ -93,8 +93,8 @@ class EngineService(Actor):
         self.asleep = False  # by request: new versions are not fetched until it wakes
         self._flushed_step = 0
         self._flushed_at = 0.0
-        self.manifest = ""  # of the weights that are loaded
-        self.lineage = 0  # of their version; never ahead of them
+        self.manifest = ""  # names the weights that are loaded
+        self.lineage = 0  # lineage of their version; never ahead of them
         self._computing = ""  # the same, as the driver's side knows it
         self.moves = Moves(mesh, engine, self._between_steps, lambda: self._computing)
 

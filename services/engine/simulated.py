@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NORMAL = NormalDist()
-_ROUNDING = 1e-9  # of a token: a step at exactly the time of a token brings it
+_ROUNDING = 1e-9  # share of a token: a step at exactly the time of a token brings it
 NEVER_S = math.inf  # when a slot without a request ends it
 NO_STOP = np.iinfo(np.int32).max  # above every token
 
@@ -128,7 +128,7 @@ class SimulatedEngine:
         vocab_size: int = 64,
         max_length: int = 32768,
         median_length: float = 200.0,  # tokens
-        sigma: float = 0.8,  # of the logarithm of the length
+        sigma: float = 0.8,  # deviation of the logarithm of the length
         version: int = 0,
     ) -> None:
         self.version = version

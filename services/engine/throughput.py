@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WEIGHT = 0.1  # of a new step in a size's running mean: contexts grow, so old steps must fade
+WEIGHT = 0.1  # a new step's share in a size's mean: contexts grow, so old steps must fade
 ENOUGH = 8  # steps of one size before it counts
 GAIN = 0.1  # a size is on the plateau when no larger one brings more than this on top
 

@@ -101,7 +101,7 @@ class ChatSession:
         self._conversation: Conversation | None = None
         self._opening: tuple[list[Message], Any] = ([], [])
         self._waiting: deque[Call] = deque()
-        self._calling: Call | None = None  # whose value the shard will bring
+        self._calling: Call | None = None  # the call whose value the shard will bring
         self._answers: list[Message] = []
 
     @property

@@ -50,7 +50,7 @@ class BuiltIn:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """In the form that chat templates take."""
+        """The tool's description in the form that chat templates take."""
         return specified(self.name, self.description, self.parameters)
 
     def input(self, arguments: dict[str, Any]) -> Any:

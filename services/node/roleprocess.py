@@ -45,7 +45,7 @@ class RoleProcess(Hooks):
         self.leases = LeaseWatch(
             mesh.state, mesh.clock, mesh.settings.host, lambda: self._supervisor.children.values()
         )
-        self._since = 0.0  # of the state
+        self._since = 0.0  # when the state began
         self._progress: Any = None  # what a process that starts has published of it
         self._moved = 0.0  # when it last changed
         self._detail = ""

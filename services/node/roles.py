@@ -27,7 +27,7 @@ class Assignment:
     job: str
     core: bool
     epoch: int
-    rank: int = 0  # of the worker in its gang
+    rank: int = 0  # the worker's rank in its gang
     ranks: int = 1  # workers of the gang
 
     @classmethod

@@ -111,7 +111,9 @@ class GangWorker(Actor):
         await self._role.stop(reason)
 
     async def _report(self, record: Gang, role: str, state: str, detail: str) -> None:
-        """By compare-and-set on the epoch: the record of a later decision is left alone."""
+        """Writes what runs by compare-and-set on the epoch: the record of a later decision is left
+        alone.
+        """
         news = (record.epoch, role, state, detail)
         on_record = (record.actual_epoch, record.actual_role, record.actual_state)
         if news == self._reported and on_record == (record.epoch, role, state):

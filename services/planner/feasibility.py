@@ -20,7 +20,7 @@ class Shortfall:
 
     job: str
     since_s: float
-    why: str  # and what to do
+    why: str  # what is missing, and what to do
 
 
 def shortfall(

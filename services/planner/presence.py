@@ -14,7 +14,7 @@ from common.state.gangs import Gang
 
 GATHER_S = 5.0  # workers of a new mesh may take this long to join before the split is made
 LOST_S = 10.0  # a worker whose lease has been gone this long is not waited for
-GONE_S = 300.0  # and after this long it does not count as one of the mesh: hosts boot in less
+GONE_S = 300.0  # missing so long, it no longer belongs to the mesh: hosts boot in less
 
 
 def missing_since(

@@ -21,7 +21,7 @@ class Counters:
 
     sources: frozenset[str]
     engines: int
-    occupied_s: float  # by all engines: of a half-empty engine, half counts
+    occupied_s: float  # seconds that engines were occupied; half-empty ones count half
     groups: int
     train_busy_s: float
     steps: int

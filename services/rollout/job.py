@@ -193,7 +193,7 @@ class ShardJob:
     def _group_done(self, group: int, task: asyncio.Task[None]) -> None:
         self._groups.pop(group, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # A group that stops without a fate would be waited for for ever: begin again from the
+            # A group that stops without a fate would be awaited without end: begin again from the
             # ledger.
             self.mesh.host.exit(70, f"group {group} of {self.mesh.name} failed: {error!r}")
 
@@ -262,7 +262,7 @@ class ShardJob:
 
     @property
     def active(self) -> list[Trajectory]:
-        """Those that are under way."""
+        """The trajectories that are under way."""
         return [stay.trajectory for stay in self.router.stays.values()]
 
     async def _member(self, t: Trajectory, row: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ class RolloutShard(Actor):
         return next((row for row in rows if row.phase in ACTIVE), None)
 
     async def _pause(self) -> None:
-        """Until the phase has changed here, LOOK_S at most."""
+        """Returns when the phase has changed here, after LOOK_S seconds at most."""
         self._changed.clear()
         try:
             async with self.mesh.clock.timeout(LOOK_S, "a change of phase"):

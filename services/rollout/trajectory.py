@@ -85,7 +85,9 @@ class Trajectory:
 
     @property
     def experts(self) -> Experts:
-        """As `common.records.experts` has them: NO_EXPERTS if no token came with any."""
+        """The tokens' experts as `common.records.experts` lays them out: NO_EXPERTS if no token
+        came with any.
+        """
         return self.buffer.experts
 
     @property

@@ -8,6 +8,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Answer:
-    status: str  # of common.api.sandbox
+    status: str  # a status of common.api.sandbox
     value: Any
     error: str

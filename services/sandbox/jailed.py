@@ -22,7 +22,7 @@ SOURCE_BYTES = 1 << 20
 
 
 class Jailed:
-    """Of one job."""
+    """The jailed tools and rewards of one job."""
 
     def __init__(self, launcher: Launcher, clock: Clock, slots: Slots, loaded: LoadJob) -> None:
         jailing = loaded.jailing

@@ -107,7 +107,7 @@ class LoadedJob:
 
 
 async def apart(work: Awaitable[Answer]) -> Answer:
-    """Its answer; what goes wrong with one call, unforeseen, does not fail its neighbours."""
+    """The call's answer; an unforeseen error in one call does not fail its neighbours."""
     try:
         return await work
     except Exception as error:

@@ -29,7 +29,7 @@ class _Session:
     used: float
     jail: Jail | None = None  # none yet
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    calls: int = 0  # that run or wait for the lock
+    calls: int = 0  # calls that run or wait for the lock
     cells: int = 0
     ended: bool = False
 
@@ -41,7 +41,7 @@ class _Session:
 
 
 class Sessions:
-    """Of one job: at most `most` at a time, each ended after `idle_s` without a call."""
+    """The sessions of one job: at most `most` at a time, each ended after `idle_s` without a call."""
 
     def __init__(
         self, launcher: Launcher, clock: Clock, limits: JailLimits, most: int, idle_s: float
@@ -50,7 +50,7 @@ class Sessions:
         self._most, self._idle_s = most, idle_s
         self._open: OrderedDict[str, _Session] = OrderedDict()  # in the order of their last use
         self._evicted: OrderedDict[str, str] = OrderedDict()  # name -> why
-        self._told: OrderedDict[str, None] = OrderedDict()  # that their session has ended
+        self._told: OrderedDict[str, None] = OrderedDict()  # sessions whose end has been told
 
     @property
     def size(self) -> int:

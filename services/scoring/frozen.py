@@ -22,7 +22,7 @@ from common.runtime.patience import NotThere
 
 T = TypeVar("T")
 
-COMPUTE_S = 3600.0  # of one batch: callers have deadlines by its size
+COMPUTE_S = 3600.0  # for one batch: callers have deadlines by its size
 WAIT_S = 20.0  # for models that are being loaded; who asks then asks again
 LOOK_S = 0.25  # how soon the process ends after a batch broke it, whose caller is told first
 
@@ -32,7 +32,7 @@ class FrozenModel:
     """A model as it was loaded, once and for all."""
 
     engine: Engine
-    tokenizer: Tokenizer | None = None  # of its own; only a judge needs one
+    tokenizer: Tokenizer | None = None  # the model's own; only a judge needs one
 
 
 class FrozenModels(Actor):

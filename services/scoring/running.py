@@ -23,9 +23,9 @@ from common.state import jobs
 from common.wire.bulk import BulkClient
 from services.scoring.frozen import FrozenModel, FrozenModels
 
-LOAD_S = 3600.0  # of one model into memory
+LOAD_S = 3600.0  # to load one model into memory
 LOOK_S = 0.5  # how often version 0 is looked for
-VERSION = 0  # of weights that never change
+VERSION = 0  # these weights never change
 BROKEN = 70  # exit status after a batch that left the models in an unknown state
 
 

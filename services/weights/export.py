@@ -28,7 +28,7 @@ from common.records.checkpoints import all_checkpoints, best
 from common.wire.blob import unpack
 from common.wire.bulk import ChunkStore
 
-MARKER = "meshrl.json"  # of a directory that an export wrote, and the next one may replace
+MARKER = "meshrl.json"  # marks a directory that an export wrote, and the next one may replace
 COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version
 
 
@@ -39,7 +39,9 @@ class Version:
 
 
 def versions(run: Path) -> list[Version]:
-    """Those of the lineage that a run ended in, or is in, ascending; most are no longer stored."""
+    """The versions of the lineage that a run ended in, or is in, ascending; most are no longer
+    stored.
+    """
     found: dict[int, str] = {}
     for event in _events(run):
         fields = event["fields"]

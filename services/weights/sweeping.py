@@ -38,7 +38,7 @@ class _Need:
 
     manifests: set[str] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
-    leftovers: list[Path] = field(default_factory=list)  # of checkpoints that are not needed
+    leftovers: list[Path] = field(default_factory=list)  # files of checkpoints that are not needed
 
 
 class Sweeper:
@@ -175,7 +175,9 @@ class Sweeper:
             await self._records.save(job)
 
     def _remove(self, directories: list[Path]) -> None:
-        """In the background, one sweep's after the other's; what fails is tried again."""
+        """Removes files in the background, one sweep's after the other's; what fails is tried
+        again.
+        """
         if directories and (self._removal is None or self._removal.done()):
             self._removal = asyncio.create_task(self._removed(directories), name="remove")
 

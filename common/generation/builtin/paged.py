@@ -120,7 +120,7 @@ class PagedMemory:
         return self.pool.count - taken >= blocks_of(tokens) + spare
 
     def short(self, slots: Rows, tokens: Rows) -> Rows:
-        """Those of `slots` whose first `tokens[i]` tokens have no blocks yet."""
+        """The slots of `slots` whose first `tokens[i]` tokens have no blocks yet."""
         return slots[self.held[slots] * BLOCK < tokens]
 
     def free(self, slot: int) -> None:

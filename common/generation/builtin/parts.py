@@ -78,7 +78,7 @@ class Memory(Protocol):
         the slots `beside` kept what they have."""
 
     def short(self, slots: Rows, tokens: Rows) -> Rows:
-        """Those of `slots` whose first `tokens[i]` tokens have no room yet."""
+        """The slots of `slots` whose first `tokens[i]` tokens have no room yet."""
 
     def free(self, slot: int) -> None:
         """Gives up what the slot has."""

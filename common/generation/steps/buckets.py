@@ -27,7 +27,7 @@ class Bucket:
 
     @property
     def cost(self) -> int:
-        """In tokens of context of one lane."""
+        """What a step of this bucket costs, in tokens of context of one lane."""
         return LAUNCH + self.lanes * (LANE + self.context)
 
 

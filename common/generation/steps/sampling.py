@@ -14,7 +14,7 @@ from kernels.ops import token_logprob
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Of n rows."""
+    """How n rows sample."""
 
     temperature: NDArray[np.float32]  # 0: the likeliest token
     top_p: NDArray[np.float32]  # 1: all

@@ -109,7 +109,7 @@ class Control:
             self._http.call("POST", path, body, deadline_s=CONTROL_S)
 
     def close(self) -> None:
-        """As it was found, but for its weights."""
+        """Leaves the server as it was found, but for its weights."""
         self._watch.close()
         try:
             self.regain()

@@ -168,7 +168,7 @@ class SGLangEngine:
             sent.stream = self._http.stream(v0_5.GENERATE, body, partial(self._put, sent.rid))
 
     def _put(self, rid: str, event: dict[str, Any] | Exception | None) -> None:
-        """On the loop: an event of a stream, its error, or None at its end."""
+        """Hands over an event of a stream, its error, or None at its end; runs on the loop."""
         self._control.heard()
         self._arrived.put((rid, event))
 

@@ -23,9 +23,9 @@ from services.engine.sglang.http import Http
 START_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
 PROBE_S, LOOK_S = 5.0, 0.25
 STOP_S = 5.0  # for a killed process to be gone
-TAIL_LINES, LINE = 25, 300  # of the log in an error, and characters of each
+TAIL_LINES, LINE = 25, 300  # lines of the log in an error, and characters of each
 ROOM = 16  # positions beyond a slot: SGLang keeps some for itself
-LAUNCHER = "env"  # of coreutils: changes the directory, then becomes the server
+LAUNCHER = "env"  # coreutils' env changes the directory, then becomes the server
 
 # Where the interpreter is ours, not the server's.
 OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
@@ -42,7 +42,7 @@ class Launch:
     log: Path
     slots: int  # requests that run together
     max_length: int  # tokens of a slot
-    kv_tokens: int  # of the cache; 0: all slots full on a CPU, SGLang's choice on a GPU
+    kv_tokens: int  # size of the cache; 0: all slots full on a CPU, SGLang's choice on a GPU
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
@@ -109,7 +109,7 @@ class Server:
         """`name`: what it was told to call its model, by which it is known."""
         self.launch, self.child, self.http, self.name = launch, child, http, name
         self._clock = clock
-        self.version = ""  # of SGLang
+        self.version = ""  # SGLang's version
         self.seeded = False  # samples from each request's seed
         self.ranks = 1  # processes that hold a share of the weights
         self.pid = child.pid
@@ -164,9 +164,8 @@ class Server:
         )
 
     async def _examine(self, weights: str) -> None:
-        """Its version, and whether it offers what the adapter uses.
-
-        Its port was free when it was chosen, and another server may have taken it since.
+        """Reads the server's version, and checks that it offers what the adapter uses. Its port was
+        free when it was chosen, and another server may have taken it since.
         """
         about = await self._fetch(v0_5.INFO)
         if about.get("served_model_name") != self.name:

@@ -158,9 +158,9 @@ class Chunk:
     """New tokens of one request."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of the distribution sampled from
+    logprobs: list[float] = field(default_factory=list)  # under the distribution sampled from
     unmodified: list[float] = field(default_factory=list)  # at temperature 1
-    version: int = -1  # that was current when the chunk was handled
+    version: int = -1  # the version that was current when the chunk was handled
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # (version, start, end)
     computed: int = 0  # tokens of prompt and answer that were not found in the cache
     retractions: int = 0  # how often it has given up its cache

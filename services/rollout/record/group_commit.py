@@ -104,7 +104,7 @@ class GroupCommit:
                 flushes = [flush for layer in self._layers for flush in layer]
                 self._layers, self._depth, self._backlog = [], {}, 0
                 await self._commit(flushes)
-        except Exception as error:  # tokens that cannot be written would be waited for for ever
+        except Exception as error:  # tokens that cannot be written would be waited for without end
             self._mesh.host.exit(70, f"{self._mesh.name} cannot write tokens: {error!r}")
         finally:
             self._task = None

@@ -46,7 +46,7 @@ PATIENCE_S = 600.0  # the sandbox service itself may be away this long
 RETRY_S = 0.25
 LOOK_S = 2.0  # between two looks at which sandboxes there are
 SLOWEST = 5  # times its limit that a jailed call may take with the queue before it
-QUEUE_S = 1800.0  # in it, at most
+QUEUE_S = 1800.0  # longest wait in the queue
 KEPT = (OK, OUT_OF_MEMORY, REFUSED)  # how a cell may end whose session goes on
 SANDBOX = "sandbox/0"  # the one that every mesh has
 

@@ -48,7 +48,9 @@ class Scorer:
         self._texts: Batcher[str, float] = Batcher(self._verdicts, limit=BATCH, in_flight=2)
 
     async def score(self, tokens: NDArray[np.int32]) -> Scores:
-        """Of each role that the job has, float32 [n]; ScoringFailed when it cannot be had."""
+        """The scores of each role that the job has, float32 [n]; ScoringFailed when they cannot be
+        had.
+        """
         return await self._sequences.put(tokens) if self.roles else {}
 
     async def verdict(self, text: str) -> float:

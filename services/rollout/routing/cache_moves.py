@@ -107,7 +107,9 @@ class MoveCosts:
 
 
 def cheaper(tokens_cached: int, tokens_known: int, costs: MoveCosts) -> Choice:
-    """For a session of `tokens_known` tokens, `tokens_cached` of them computed where it was."""
+    """The cheaper choice for a session of `tokens_known` tokens, `tokens_cached` of them computed
+    where it was.
+    """
     if tokens_cached <= 0 or not costs.bytes_per_token:
         return Choice("recompute", "there is nothing to move")
     lost = min(tokens_cached, tokens_known)

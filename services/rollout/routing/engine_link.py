@@ -84,7 +84,7 @@ class EngineLink:
 
     @property
     def version(self) -> int:
-        """Of its weights; NO_VERSION while they are none of the job's."""
+        """The version of its weights; NO_VERSION while they are none of the job's."""
         lineage, version = self._weights
         return version if lineage >= self.lineage else NO_VERSION
 

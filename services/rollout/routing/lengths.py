@@ -83,9 +83,9 @@ class Lengths:
             self._insert(past)
 
     def estimate(self, prompt: int | None, path: Sequence[State]) -> Estimate | None:
-        """Of the deepest node that matches `path`: at its full depth in the prompt's own tree, in
-        the tree of all, or else their deepest common ancestors in that order. None: no tool return
-        has been seen often enough.
+        """The estimate of the deepest node that matches `path`: at its full depth in the prompt's
+        own tree, in the tree of all, or else their deepest common ancestors in that order. None: no
+        tool return has been seen often enough.
         """
         own = self._prompts.get(prompt) if prompt is not None else None
         found = [_deepest(root, path) for root in (own, self._all) if root is not None]

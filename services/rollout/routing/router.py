@@ -59,7 +59,7 @@ class Router:
         self._balanced_at = mesh.clock.monotonic()
         self.caches: Counter[str] = Counter()  # what became of them: move, recompute
         self.continued = 0  # trajectories that went on elsewhere after their engine failed
-        self.moved = 0  # and those that went because it was better
+        self.moved = 0  # moves made because another engine was better
 
     @property
     def capacity(self) -> int:

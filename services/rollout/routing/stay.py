@@ -24,7 +24,7 @@ from services.rollout.routing.engine_link import EngineLink
 from services.rollout.trajectory import Trajectory
 
 ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
-PATIENCE_S = 120.0  # for so long they may refuse it: engines drain and move as a matter of course
+PATIENCE_S = 120.0  # longest time that engines may refuse it: they drain and move all the time
 AWAY_S = 2.0  # who waits longer finds no engine: that is no refusal, an engine rests for less
 
 
@@ -45,7 +45,7 @@ class Engines(Protocol):
     stop: frozenset[int]  # tokens that end a turn
     caches: Counter[str]  # what became of those that were left behind: move, recompute
     continued: int  # trajectories that went on elsewhere after their engine failed
-    moved: int  # and those that went because it was better
+    moved: int  # moves made because another engine was better
 
     async def place(self, stay: Stay) -> None:
         """Finds an engine, and has the stay take its place there."""
@@ -90,11 +90,11 @@ class Stay:
         self.source: EngineLink | None = None  # the engine that it left, with its cache
         self.target = ""  # the engine that the balancer means it for
         self.request: Request | None = None  # while one is out
-        self.order: tuple[int, ...] = ()  # in the queue
-        self.since = 0.0  # by the clock: in the queue
+        self.order: tuple[int, ...] = ()  # place in the queue
+        self.since = 0.0  # when it came into the queue
         self.placed: asyncio.Future[None] | None = None  # while it is in the queue
         self._attempts = 0  # engines that failed since the last token
-        self._failing_since = 0.0  # by the clock: the first of them
+        self._failing_since = 0.0  # when the first of them was
 
     async def __aenter__(self) -> Stay:
         self._engines.joined(self)

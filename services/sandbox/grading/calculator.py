@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-DIGITS = 4000  # of a whole number; beyond them it is an error
+DIGITS = 4000  # most in a whole number; more is an error
 CHARACTERS = 1000
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,

@@ -26,12 +26,12 @@ from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail, JailFailed
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import Slots
 
-CASE_S = 4.0  # of CPU time, for one case
-TESTS_BYTES = 256 * MIB  # of the jail that holds tests in Python
+CASE_S = 4.0  # CPU time for one case
+TESTS_BYTES = 256 * MIB  # memory of the jail that holds tests in Python
 SEND_S = 30.0
-WAITING_S = 10.0  # that solution and tests may wait for each other, beside their own time
-LATE_CASES = 5  # that end their jail, by time mostly; those after them are not passed
-RETRIES = 3  # of jails that ended before they were asked anything
+WAITING_S = 10.0  # longest wait of solution and tests for each other, beside their own time
+LATE_CASES = 5  # cases that end their jail, mostly by time; later ones are not passed
+RETRIES = 3  # for jails that ended before they were asked anything
 
 
 class BadTests(Exception):
@@ -39,7 +39,7 @@ class BadTests(Exception):
 
 
 class Grading:
-    """Of one answer."""
+    """The grading of one answer."""
 
     def __init__(
         self,

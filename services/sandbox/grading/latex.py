@@ -134,12 +134,12 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Without the commands that set words."""
+    """The text without the commands that set words."""
     return re.sub(TEXT + r"\s*\{([^{}]*)\}", r"\1", text)
 
 
 def words(text: str) -> str | None:
-    """In small letters, if it is nothing but words."""
+    """The text in small letters, if it is nothing but words; else None."""
     text = re.sub(r"\s+", " ", plain(text)).strip(" .*$()").lower()
     return text if re.fullmatch(r"[a-z][a-z ,'-]*", text) else None
 

@@ -18,7 +18,7 @@ from services.sandbox.grading import latex
 from services.sandbox.grading.answers import answer_of
 
 LONGEST = 100_000  # characters of an answer that is looked at; what is longer is wrong
-BOXED = 2_000  # of what is in its box
+BOXED = 2_000  # longest content of a box
 CPU_S = 4.0  # for one pair; sympy that takes longer does not find them equal
 
 # Numbers that nobody writes out, which sympy would try to.

@@ -120,7 +120,7 @@ class Group:
         return all(not (place / "cgroup.procs").read_text() for place in self._places)
 
     def remove(self) -> None:
-        """Its directories vanish if nobody is left in them."""
+        """Removes the directories of the group, if nobody is left in them."""
         for fd in self.lists:
             os.close(fd)
         self.lists = []

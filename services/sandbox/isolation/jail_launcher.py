@@ -30,11 +30,11 @@ from services.sandbox.isolation.pipes import Output, Pipe
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
-TRIES = 3  # of starting a jail, should its zygote have ended
+TRIES = 3  # attempts to start a jail, should its zygote have ended
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
 OVERHEAD_PROCESSES = 1  # the keeper
-OVERHEAD_BYTES = 16 << 20  # of a forked interpreter and its kernel structures, in a control group
+OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Launcher:
 
     @property
     def pid(self) -> int:
-        """Of the outer jail; 0 while there is none."""
+        """The pid of the outer jail; 0 while there is none."""
         return self._zygote.pid if self._zygote is not None else 0
 
     async def start(self) -> None:

@@ -38,7 +38,7 @@ class Ran:
     cpu_s: float = 0.0
     wall_s: float = 0.0
     error: str = ""
-    laps: int = 0  # that had begun before it ended
+    laps: int = 0  # laps that had begun before it ended
 
 
 class Jail:
@@ -59,7 +59,7 @@ class Jail:
         self.keeper, self.cells, self.output = keeper, cells, output
         self._group, self._ended = group, ended
         self._closed = False
-        self.laps = 0  # that its keeper was told to begin
+        self.laps = 0  # laps that its keeper was told to begin
         self._killed_before = group.killed() if group else 0
         self.nonce = secrets.token_hex(16)
 
@@ -72,7 +72,7 @@ class Jail:
         return self.output.streams[1].taken()
 
     def lap(self, pause: bool = False) -> None:
-        """Its clocks start anew, or stand still until the next lap."""
+        """Starts the jail's clocks anew, or stops them until the next lap."""
         self.laps += 1
         self.keeper.send_now({"lap": True, "pause": pause})
 

@@ -12,10 +12,10 @@ MIB = 1 << 20
 class JailLimits:
     wall_s: float = 10.0  # less what it waited for a core
     cpu_s: float = 10.0
-    memory_bytes: int = 512 * MIB  # of all its processes with a control group, else of each
+    memory_bytes: int = 512 * MIB  # all its processes with a control group, else each
     processes: int = 32  # threads included
     open_files: int = 128
-    scratch_bytes: int = 64 * MIB  # of files in its scratch directory, which is in memory
+    scratch_bytes: int = 64 * MIB  # files in its scratch directory, which is in memory
     files: int = 4096
     output_bytes: int = 64 * 1024  # standard output and error together
 

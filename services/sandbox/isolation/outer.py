@@ -17,7 +17,7 @@ from pathlib import Path
 
 from services.sandbox.jail import kernel
 
-PLAIN_ID = 64_200  # of user and group that own nothing; in no range that distributions give out
+PLAIN_ID = 64_200  # user and group that own nothing, outside the ranges of distributions
 GATHERED = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
 INSIDE = "/run/meshrl"  # where this package's jail folder lies in a jail
 SYSTEM = ("/usr",)
@@ -28,7 +28,7 @@ START = (
     "import sys; sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); jail.zygote.main()"
 )
 OUT_OF_MEMORY_SCORE = "500"
-MOST_PROCESSES = 8192  # of all jails together
+MOST_PROCESSES = 8192  # most in all jails together
 
 
 @dataclass(frozen=True)

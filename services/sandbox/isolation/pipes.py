@@ -15,7 +15,7 @@ from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.jail import frames
 
 READ_BYTES = 1 << 16
-FRAME_BYTES = 1 << 20  # of what a jail answers; it may be the model that writes it
+FRAME_BYTES = 1 << 20  # most in a jail's answer; it may be the model that writes it
 
 
 class _Reader(ABC):
@@ -50,7 +50,7 @@ class _Reader(ABC):
             asyncio.get_running_loop().remove_reader(self._fd)
 
     async def arrival(self) -> None:
-        """Until something has happened since the last look."""
+        """Returns when something has happened since the last look."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
@@ -76,7 +76,7 @@ class Output:
         return writing
 
     async def drained(self, clock: Clock, deadline_s: float) -> None:
-        """Until all streams have ended, or the deadline."""
+        """Returns when all streams have ended, or at the deadline."""
         with contextlib.suppress(DeadlineExceeded):
             async with clock.timeout(deadline_s, "the end of a jail's output"):
                 for stream in self.streams:

@@ -22,7 +22,7 @@ class Slots:
         self._clock, self.count = clock, count
         self._queues: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of the last turn
         self._running: dict[str, int] = {}
-        self.jobs = 1  # that are loaded, whether they ask for slots or not
+        self.jobs = 1  # loaded jobs, whether they ask for slots or not
 
     @property
     def busy(self) -> int:

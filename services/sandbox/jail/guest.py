@@ -112,7 +112,7 @@ def _exit_code(request: SystemExit) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """As an interpreter ends: threads that are no daemons, exit handlers, buffers."""
+    """Ends as an interpreter does: threads that are no daemons, exit handlers, buffers."""
     try:
         if code == 0 and "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

@@ -63,7 +63,7 @@ def drop_capabilities() -> None:
 
 
 def map_own_ids(user: int, group: int) -> None:
-    """In a new user namespace: the ids that we had outside."""
+    """Maps the ids that we had outside into a new user namespace."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user} {user} 1"),

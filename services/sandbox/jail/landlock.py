@@ -37,8 +37,8 @@ def abi() -> int:
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """From now on this process, and all that it starts, sees no other files and signals nobody
-    outside; takes PR_SET_NO_NEW_PRIVS.
+    """Makes this process, and all that it starts, see no other files and signal nobody outside;
+    takes PR_SET_NO_NEW_PRIVS.
     """
     version = abi()
     everything = FILES[max(known for known in FILES if known <= version)]

@@ -28,7 +28,7 @@ def jsonable(value: Any, depth: int = 0) -> Any:
         items = [jsonable(item, depth + 1) for item in value]
         try:
             return sorted(items)
-        except TypeError:  # of several kinds
+        except TypeError:  # items of several kinds
             return sorted(items, key=repr)
     if isinstance(value, dict):
         return {_key(key): jsonable(item, depth + 1) for key, item in value.items()}

@@ -165,7 +165,7 @@ _CONDITIONAL = (
     Refusal("clone3", error=errno.ENOSYS),  # its flags are out of a filter's sight: use clone
     Refusal("ioctl", test="is", argument=1, values=(TIOCSTI, TIOCLINUX)),
     Refusal("personality", test="is not", values=(ASK_PERSONALITY,)),
-    Refusal("prlimit64", test="is not", values=(0,)),  # of others; one's own is bounded anyway
+    Refusal("prlimit64", test="is not", values=(0,)),  # others' limits; its own are bounded
     Refusal("socketpair", test="is not", values=(AF_UNIX,)),
 )
 _ONE_GROUP = ("setsid", "setpgid")  # where only a process group can be killed as a whole

@@ -20,7 +20,7 @@ from typing import Any
 from . import frames, keeper, kernel, seccomp
 
 PACKET = 1 << 16  # bytes of a request
-DESCRIPTORS = 16  # that come with one, at most
+DESCRIPTORS = 16  # most that come with one packet
 
 # What most programs import first. Each is paid for in every jail, whose pages are copied.
 WARM = (

@@ -26,10 +26,10 @@ LOAD_S = 30.0  # for the import of the job's modules
 BASELINE_S = 0.05  # into a call its CPU time is first read: most have ended by then
 RECHECK_S = 0.02  # the least between two looks at a call that is nearly over its deadline
 ENDING_S = 2.0  # for a killed process to be gone
-ATTEMPTS = 2  # of a call whose process ended: someone else may have killed the first
+ATTEMPTS = 2  # for a call whose process ended: another call may have killed the first
 WAITING_MOST = 20_000  # calls; beyond them callers are refused
-WAIT_S = 900.0  # that a batch may take in all, queue included; callers have shorter deadlines
-START_TRIES = 3  # of a worker, before those who wait are told
+WAIT_S = 900.0  # longest time of a batch, queue included; callers have shorter deadlines
+START_TRIES = 3  # attempts to start a worker before those who wait are told
 RETRY_S = 0.2
 
 # One thread for numeric libraries: their pools cost more than they bring, and count as CPU time.
@@ -39,7 +39,7 @@ RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a pool and of each of its processes."""
+    """The limits of a pool and of each of its processes."""
 
     warm: int = 2  # workers started with the job
     most: int = 4  # workers, when calls wait

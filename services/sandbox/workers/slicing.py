@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from common.process.handle import Usage
 
-SLICE_S = 0.002  # of work at once: long against a frame's cost, short against anyone's patience
+SLICE_S = 0.002  # work at once: long against a frame's cost, short against anyone's patience
 LONGEST_SLICE = 64  # calls; bounds what a crash sends back to the queue
-FIRST_GUESS_S = 0.001  # of a call's duration, before any was seen
-WEIGHT = 0.2  # of the newest slice in the mean duration
-BACKLOG_S = 0.05  # of waiting work per worker that is worth the start of another
+FIRST_GUESS_S = 0.001  # a call's duration, before any was seen
+WEIGHT = 0.2  # share of the newest slice in the mean duration
+BACKLOG_S = 0.05  # waiting work per worker that is worth the start of another
 
 
 class Durations:

@@ -23,7 +23,7 @@ import msgpack
 
 from common.process.child import Channel
 
-OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # of common.api.sandbox, which imports numpy
+OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # as in common.api.sandbox, which imports numpy
 REWARD = "reward:"  # before a reward's number: what it returns is a finite number
 TOOL = "tool:"  # before a tool's name
 MCP = "mcp:"
@@ -31,7 +31,7 @@ LOADED = 0  # the id of the first answer
 CHANNEL_ABOVE = 100  # user code that writes to small descriptors by mistake misses the channel
 OUT_OF_MEMORY = 72  # exit status: a fresh process may have room for the same call
 FORKED = 73  # exit status of a child of user code that returned into this loop
-VALUE_BYTES = 1 << 20  # of one packed value: it enters a context, or it is a mistake
+VALUE_BYTES = 1 << 20  # most in a packed value, which enters a context or is a mistake
 DEPTH = 16  # nesting of one value; the wire allows 32 for all of a message
 ERROR_CHARS = 500
 LOG_BYTES = 4 << 20  # the log of prints starts again past this

@@ -43,5 +43,5 @@ class Algorithm:
 def advantage_of_one(
     rewards: NDArray[np.float64], config: AlgorithmConfig
 ) -> NDArray[np.float64] | None:
-    """For losses that do not ask what a trajectory is worth."""
+    """Advantage 1 for each member, for losses that do not ask what a trajectory is worth."""
     return np.ones_like(rewards)

@@ -72,12 +72,12 @@ def critic_of(policy: Decoder) -> Critic:
 
 
 def published(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Of named parameters, those of the policy alone."""
+    """The parameters among named ones that belong to the policy."""
     return {name: tensor for name, tensor in weights if not name.startswith(CRITIC)}
 
 
 def own(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Of named parameters, those of the critic alone."""
+    """The parameters among named ones that belong to the critic."""
     return {name: tensor for name, tensor in weights if name.startswith(CRITIC)}
 
 

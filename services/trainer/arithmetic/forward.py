@@ -24,7 +24,9 @@ from services.trainer.arithmetic.packing import Bin
 
 @dataclass(slots=True)
 class Outputs:
-    """Of the t trained places of a bin, in their order; on the model's device."""
+    """What the forward pass gives for the t trained places of a bin, in order, on the model's
+    device.
+    """
 
     places: Tensor  # int64 [t], of the bin
     sequence: Tensor  # int64 [t], that each belongs to

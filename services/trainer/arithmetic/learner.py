@@ -64,7 +64,7 @@ class Learner:
         self._copy = WorkingCopy(self.model, self._dtype) if narrow else None
 
     def adapt(self, config: LoraConfig, seed: int) -> None:
-        """From now on adapters learn, and the model's own weights stand still."""
+        """Makes adapters learn from now on, and freezes the model's own weights."""
         lora.adapt(self.model, config, seed)
         if self._critic:
             critic.critic_of(self.model).requires_grad_(True)
@@ -98,7 +98,7 @@ class Learner:
         return add(self.gradient(bin) for bin in bins)
 
     def supervised_gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
-        """As `gradient`, of the cross-entropy of the bin's own tokens, each of weight 1."""
+        """What `gradient` gives, for the cross-entropy of the bin's own tokens, each of weight 1."""
         gradient, out = self._fresh_gradient(), self._forward(bin)
         loss = -out.logprobs.sum()
         roots = [loss] if out.aux_loss is None else [loss, out.aux_loss]
@@ -141,7 +141,7 @@ class Learner:
         return critic.published((name, p.detach()) for name, p in self.model.named_parameters())
 
     def copied_weights(self) -> dict[str, Tensor]:
-        """As `weights`; copies in the host's memory, which stay."""
+        """What `weights` gives, as copies in the host's memory, which stay."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
 
     def optimizer_state(self) -> dict[str, Tensor]:

@@ -32,7 +32,9 @@ def adapt(model: Decoder, config: LoraConfig, seed: int) -> None:
 
 @torch.no_grad()
 def _normal(a: Tensor, generator: torch.Generator) -> None:
-    """With the model's own spread, std fan_in**-0.5; drawn on the CPU, whatever `a` lies on."""
+    """Normal values with the model's own spread, std fan_in**-0.5; drawn on the CPU, wherever `a`
+    lies.
+    """
     a.copy_(torch.empty(a.shape).normal_(std=a.shape[1] ** -0.5, generator=generator))
 
 

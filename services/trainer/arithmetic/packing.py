@@ -41,7 +41,7 @@ class Sequence:
 
     @property
     def places(self) -> int:
-        """Of a bin, that it takes: its last token predicts nothing."""
+        """The places of a bin that it takes: its last token predicts nothing."""
         return len(self.tokens) - 1
 
     @property

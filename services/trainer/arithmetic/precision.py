@@ -31,8 +31,8 @@ class WorkingCopy:
         torch._foreach_copy_(self._parameters, self._masters)
 
     def collect(self, gradients: list[Tensor | None]) -> None:
-        """From now on a parameter's gradients are added to its tensor of `gradients`, in float32
-        and of its shape, in the order of the parameters; None: its gradient is not wanted.
+        """Adds a parameter's gradients to its tensor of `gradients` from now on, in float32 and in
+        its shape, in the order of the parameters; None: its gradient is not wanted.
         """
         pairs = zip(self._parameters, gradients, strict=True)
         self._sums = {parameter: total for parameter, total in pairs if total is not None}

@@ -58,7 +58,9 @@ class BinStats:
 
 @torch.no_grad()
 def describe(terms: Terms, found: Objective, entropy: Tensor, fresh: Tensor | None) -> BinStats:
-    """Of the trained tokens of a bin, [t] each; `fresh` is bool, None: no policy sampled them."""
+    """The statistics of a bin's trained tokens, [t] each; `fresh` is bool, None: no policy sampled
+    them.
+    """
     if not len(found.losses):
         return BinStats()
     now = terms.logprobs.detach()
@@ -119,7 +121,7 @@ def describe_values(stats: BinStats, terms: Terms, losses: Tensor) -> None:
 
 
 def _numbers(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Of scalars on any device, in one transfer; counts stay whole."""
+    """The values of scalars on any device, in one transfer; counts stay whole."""
     numbers = torch.stack([tensor.double() for tensor in tensors.values()]).tolist()
     whole = [not tensor.is_floating_point() for tensor in tensors.values()]
     named = zip(tensors, numbers, whole, strict=True)

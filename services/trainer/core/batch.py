@@ -92,7 +92,7 @@ class Batch:
         }
 
     def _filtered_share(self) -> float:
-        """Of all groups that the step looked at."""
+        """The share of filtered groups among all that the step looked at."""
         left_out = len(self.filtered) + self.refilled
         return left_out / max(1, len(self.groups) + self.refilled)
 
@@ -145,7 +145,7 @@ class Refill:
 
 
 def scored_rewards(group: Group) -> NDArray[np.float64]:
-    """Of the scored members, in their order."""
+    """The rewards of the scored members, in their order."""
     return group.rewards[np.isfinite(group.rewards)].astype(np.float64)
 
 

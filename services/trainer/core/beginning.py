@@ -40,12 +40,12 @@ def compile_kernels() -> None:
 
 
 def fresh_learner(data: JobData) -> Learner:
-    """Of the job's model as it is given, or initialised from the job's seed."""
+    """A learner on the job's model as it is given, or initialised from the job's seed."""
     return fresh(data, Learner)
 
 
 def fresh(data: JobData, make: Callable[..., L]) -> L:
-    """As `fresh_learner`, of another kind."""
+    """What `fresh_learner` gives, for a learner of another kind."""
     config = data.config
     if config.model.path:
         _, model = load_model(str(data.bundle / config.model.path), torch.float32)

@@ -74,8 +74,8 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._write(request, snapshot, weights))
 
     async def settled(self, *, required: bool = False) -> None:
-        """Until nothing is being written. What could not be written is tried again with the next
-        one, unless it is `required`.
+        """Returns when nothing is being written. What could not be written is tried again with the
+        next checkpoint, unless it is `required`.
         """
         writing, self._writing = self._writing, None
         if writing is None:

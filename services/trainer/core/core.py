@@ -288,7 +288,7 @@ class TrainerCore(Actor):
         self.tokens += done.batch.tokens
 
     def _stale(self, group: Group) -> bool:
-        """Of its stored tokens, whatever its row in Redis says."""
+        """Whether the group's stored tokens are too old, whatever its row in Redis says."""
         return staleness(group, self.steps_done) > self.data.config.algorithm.max_staleness
 
     # -- staging and the commit ------------------------------------------------------------------

@@ -30,7 +30,7 @@ LOOK_S = 60.0  # deadline of a look at one group's rewards
 class Intake:
     def __init__(self, mesh: Mesh, bulk: BulkClient, job: str) -> None:
         self._mesh, self._bulk, self._job = mesh, bulk, job
-        self.waited_s = 0.0  # for groups, over all steps
+        self.waited_s = 0.0  # seconds of waiting for groups, over all steps
 
     async def groups(
         self,
@@ -64,7 +64,7 @@ class Intake:
         return list(await asyncio.gather(*(self._content(row) for row in rows)))
 
     async def _lease(self, step: int, given: set[int]) -> Leased:
-        """With what is new since `given`, or complete."""
+        """A lease that holds groups beyond `given`, or all of the step's."""
         began = self._mesh.clock.monotonic()
         answer = await self._try_lease(step, given)
         if answer.waiting is not None and not answer.groups:

@@ -15,7 +15,9 @@ from common.wire.weight_store import STORE
 
 
 class Publisher:
-    """Of a job that trains adapters, only these go out after version 0."""
+    """Writes versions to the store. A job that trains adapters publishes only these after version
+    0.
+    """
 
     def __init__(self, mesh: Mesh, bulk: BulkClient, data: JobData) -> None:
         self._mesh, self._bulk, self._data = mesh, bulk, data

@@ -178,7 +178,7 @@ def _all_rounds(maker: RoundMaker, sequences: Iterable[Sequence]) -> list[list[B
 
 
 def _spread(name: str, sequences: list[Sequence], scores: NDArray[np.float32]) -> None:
-    """Of a bin's places, to the tokens after them."""
+    """Sets extra `name` of each sequence: a place's score goes to the token that follows it."""
     start = 0
     for sequence in sequences:
         values = np.zeros(len(sequence.tokens), np.float32)
@@ -188,7 +188,7 @@ def _spread(name: str, sequences: list[Sequence], scores: NDArray[np.float32]) -
 
 
 async def both(feeding: Awaitable[None], computing: Awaitable[BinStats]) -> BinStats:
-    """Both at once; when one fails the other ends, and the error is what it was."""
+    """Runs both at once; when one fails the other ends, and the error goes through unchanged."""
     tasks = asyncio.ensure_future(feeding), asyncio.ensure_future(computing)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

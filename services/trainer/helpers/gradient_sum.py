@@ -18,7 +18,7 @@ class KeptGradients:
         self._sum: Tensor | None = None
         self._added = 0
         self._first: dict[int, object] = {}  # which call brought a round first
-        self._waiting: dict[int, Tensor] = {}  # for their turn
+        self._waiting: dict[int, Tensor] = {}  # gradients that wait for their turn
 
     def keep(self, index: int, gradient: Tensor) -> None:
         """A round's gradient; that of a round which is there already changes nothing."""

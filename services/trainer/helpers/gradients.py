@@ -209,7 +209,7 @@ class Gradients:
         self.busy_s[gang] = self.busy_s.get(gang, 0.0) + seconds
 
     async def _others(self, work: StepWork) -> None:
-        """Until a round or a result comes, or a hybrid's lease runs out."""
+        """Returns when a round or a result comes, or a hybrid's lease runs out."""
         expiry = work.board.next_expiry()
         now = self._mesh.clock.monotonic()
         left_s = LOOK_S if expiry is None else min(LOOK_S, max(0.01, expiry - now))

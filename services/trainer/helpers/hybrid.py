@@ -85,7 +85,7 @@ class Hybrid(Actor):
         return Drained(0)
 
     async def serve(self) -> None:
-        """Until drained; a core that is away is asked again."""
+        """Serves until drained; a core that is away is asked again."""
         while not self._draining:
             try:
                 await self._help()

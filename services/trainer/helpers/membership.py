@@ -40,7 +40,7 @@ class Member:
 
 
 class Membership:
-    """Of one incarnation of a core; the next one's hybrids join again."""
+    """The hybrids of one incarnation of a core; those of the next one join again."""
 
     def __init__(self, silent_s: float = SILENT_S) -> None:
         self._silent_s = silent_s

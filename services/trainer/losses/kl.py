@@ -31,7 +31,7 @@ def estimate(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
 def sampled(
     kind: str, logprobs: NDArray[np.floating], reference: NDArray[np.floating]
 ) -> NDArray[np.float64]:
-    """As `estimate`, of numpy arrays."""
+    """What `estimate` computes, for numpy arrays."""
     difference = np.asarray(logprobs, np.float64) - reference
     if kind == "k1":
         return difference

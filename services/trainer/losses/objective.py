@@ -23,7 +23,7 @@ from services.trainer.losses.terms import Terms
 
 @dataclass(slots=True)
 class Objective:
-    """Of the trained tokens of a bin, [t] each, without a gradient."""
+    """The objective of a bin's trained tokens, [t] each, without a gradient."""
 
     losses: Tensor  # weighted: their sum is the loss of the bin
     slope: Tensor  # gradient of that sum with respect to the log-probabilities

@@ -157,8 +157,8 @@ class GangCompute:
         return sum(counted, BinStats())
 
     async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
-        """Of a round that the ranks compute themselves it is dropped: theirs is the same, and all
-        of them must keep the same one.
+        """Keeps a hybrid's gradient of a round. It is dropped if the ranks compute that round
+        themselves: theirs is the same, and all of them must keep the same one.
         """
         if index in self._claimed:
             return
@@ -293,7 +293,7 @@ class GangCompute:
             raise await self._lost(error) from error
 
     async def _kept(self) -> None:
-        """Until the gradients of hybrids are where they belong."""
+        """Returns when the gradients of hybrids are where they belong."""
         keeping = list(self._keeping)
         if keeping:
             await asyncio.wait(keeping, return_when=asyncio.FIRST_EXCEPTION)

@@ -7,7 +7,7 @@ from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state import events
 
-LOSSES = 3  # in a row and at one step: what is wrong does not mend by repeating it
+LOSSES = 3  # losses in a row at one step that end the job: repeating mends nothing
 
 
 class RankLosses:

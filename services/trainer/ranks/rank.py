@@ -125,7 +125,7 @@ class ShardedLearner(Learner):
         return float(squares.sqrt())
 
     def own_part(self, whole: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
-        """Of a flat gradient over all that learns, the part of a rank."""
+        """The part of a rank in a flat gradient over all that learns."""
         return cut(whole, self._trained, rank, self._group.size())
 
     # -- the whole state, which rank 0 has -------------------------------------------------------
@@ -184,7 +184,9 @@ class ShardedLearner(Learner):
         dist.broadcast(piece, group=self._group, group_src=0)
 
     def _shape_of(self, name: str) -> torch.Size | None:
-        """Of the parameter that a tensor of the state belongs to; None: it is the same on all."""
+        """The shape of the parameter that a tensor of the state belongs to; None: it is the same on
+        all.
+        """
         parts = name.split(".")
         names = (".".join(parts[i:]) for i in range(len(parts)))
         return next((self._shapes[name] for name in names if name in self._shapes), None)
@@ -240,7 +242,7 @@ class Rank:
         self._kept = KeptGradients()
 
     def compute(self, index: int, bin: Bin) -> BinStats:
-        """Its part of a round; the gradient's rows are kept."""
+        """Computes this rank's part of a round, and keeps its rows of the gradient."""
         gradient, stats = self.learner.gradient(bin)
         self._kept.keep(index, gradient)
         return stats
