@@ -160,7 +160,9 @@ def _first_error(stderr: str) -> str:
 
 @contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Others who want the same library wait; the kernel frees the lock of whoever dies."""
+    """Holds a lock while a library is built; others wait, and the kernel frees the lock of a
+    process that dies.
+    """
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -22,8 +22,8 @@ PATIENCE = 5  # outliers in a row: it is the machine that has changed
 
 @dataclass(frozen=True)
 class BinCost:
-    """Seconds, or any unit: `token` for each token, `square` for each square of a sequence's
-    length, `bin` for each bin.
+    """The terms of a bin's cost, in seconds or any unit: `token` for each token, `square` for each
+    square of a sequence's length, `bin` for each bin.
     """
 
     token: float = 1.0
@@ -61,7 +61,9 @@ class Calibration:
         self._in_a_row = 0  # bins in a row that were not, up to the latest
 
     def cost(self) -> BinCost:
-        """As far as it is known: the prior in its own unit before the first bin."""
+        """The cost in seconds as far as it is known; before the first bin, the prior in its own
+        unit.
+        """
         if self._scale is None:
             return self._prior
         token, square, bin = (float(x) for x in self._scale * np.maximum(self._factor, 0.0))
@@ -70,7 +72,7 @@ class Calibration:
         return BinCost(token / self._tokens, square / self._tokens**2, bin)
 
     def learn(self, lengths: Sequence[int], seconds: float) -> None:
-        """A bin with sequences of these lengths took so long."""
+        """Takes in that a bin with sequences of these lengths took so many seconds."""
         if not lengths or not np.isfinite(seconds) or seconds <= 0:
             return
         sizes = np.asarray(lengths, np.float64) / self._tokens

@@ -71,7 +71,7 @@ def pack_rounds(
 
 
 def makespan(rounds: Iterable[Round], lengths: Sequence[int], cost: BinCost) -> float:
-    """How long the rounds take when ranks wait for each other: of each its dearest bin, summed."""
+    """The cost of rounds when ranks wait for each other: the sum of each round's dearest bin."""
     return sum(max(cost.of([lengths[i] for i in bin]) for bin in one) for one in rounds)
 
 

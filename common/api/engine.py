@@ -95,7 +95,7 @@ class Submitted:
 
 @message
 class Rest:
-    """Whether the engine pauses, and whether it also gives back weights and cache."""
+    """Asks an engine to pause or go on, and whether it gives back weights and cache meanwhile."""
 
     paused: bool
     asleep: bool
@@ -118,7 +118,9 @@ class Abort:
 
 @message
 class Move:
-    """Take over what `source` has computed of a session between two turns, for its next one."""
+    """Asks an engine to take over what `source` has computed of a session, between two of its
+    turns.
+    """
 
     owner: str  # a shard that is attached, and will say when the session has ended
     session: int
@@ -144,7 +146,9 @@ class Export:
 
 @message
 class CachePart:
-    """What the next frames bring: keys and values of `tokens[start:end]`; see `SessionCache`."""
+    """The header of a part of a cache: the frames after it hold keys and values of
+    `tokens[start:end]`; see `SessionCache`.
+    """
 
     tokens: Array  # int32, all that is computed
     start: int

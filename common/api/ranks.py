@@ -51,16 +51,14 @@ class RoundPart:
 
 @message
 class RoundStats:
-    """The answer to RoundPart: what is known of the bin's gradient, as `arithmetic/stats.py` sums
-    it.
-    """
+    """The answer to RoundPart: the statistics of the bin's gradient, see `arithmetic/stats.py`."""
 
     stats: Any
 
 
 @message
 class LentGradient:
-    """What a hybrid computed, of which each rank takes its rows."""
+    """An order to add a hybrid's gradient of a round; each rank takes its rows of it."""
 
     generation: int
     index: int

@@ -30,7 +30,7 @@ def packed(message: Any) -> bytes:
 
 
 def checked(answer: Any) -> None:
-    """BadMessage when an answer cannot travel in the message that will hold it."""
+    """BadMessage when the answer cannot travel in the message that will hold it."""
     packed([answer, bytes(ENVELOPE)])
 
 

@@ -36,8 +36,8 @@ class Server:
         return {tool.name: (tool.description or "", _schema(tool)) for tool in found}
 
     def call(self, tool: str, arguments: Any) -> Any:
-        """What the tool answers: its text, or the structure that it gives; ToolError if it is an
-        error.
+        """What the tool answers: its text, or the structure that it gives; {"error": text} if it
+        failed. TypeError if the arguments are no table, TimeoutError after `CALL_S`.
         """
         if not isinstance(arguments, dict):
             raise TypeError(f"an MCP tool takes a table of arguments, not {arguments!r:.80}")
@@ -85,7 +85,7 @@ class Server:
 
 
 def listed(command: list[str], directory: str) -> Listed:
-    """What a server offers; it is ended again."""
+    """The tools of a server, which is started for this and ended again."""
     server = Server(command, directory)
     try:
         return server.tools()

@@ -95,11 +95,13 @@ class SessionCache:
 
 
 class Engine(Protocol):
-    """Driven by one thread: `step` until it returns False, `drain` when it suits."""
+    """The contract. One thread drives an engine: `step` until it returns False, `drain` at any
+    time.
+    """
 
     @property
     def path(self) -> str:
-        """What computes, for people."""
+        """The name of what computes, for people to read."""
 
     @property
     def tensor_parallel(self) -> int:
@@ -146,22 +148,24 @@ class Engine(Protocol):
         """Seconds that may pass before the next step brings anything; 0: step at once."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Takes all or none (Refused, naming the request). An id that is in work is left alone."""
+        """Takes all requests or none (Refused, naming one). An id that is in work is left alone."""
 
     def abort(self, ids: Iterable[int]) -> None:
-        """Ends these with ABORTED; what they had generated is still flushed."""
+        """Ends these requests with ABORTED; what they had generated is still flushed."""
 
     def release(self, sessions: Iterable[int]) -> None:
-        """Nothing more will come of these sessions: their slots are free."""
+        """Frees the slots of sessions that have ended."""
 
     def step(self) -> bool:
-        """A token more, or a few, for what runs; False when paused, asleep or without work."""
+        """Brings a token or a few for each request that runs; False when paused, asleep or without
+        work.
+        """
 
     def drain(self, ended_only: bool = False) -> Flush | None:
         """What has come since the last drain, each token once; of ended requests only, or all."""
 
     def swap(self, state: Mapping[str, Tensor], version: int) -> None:
-        """New weights from the next step on."""
+        """Loads new weights, which hold from the next step on."""
 
     def pause(self) -> None:
         """Makes `step` do nothing until `resume`."""
@@ -263,7 +267,7 @@ def _unmodified(piece: Piece) -> NDArray[np.float32]:
 
 
 def check(request: Request, vocab_size: int) -> None:
-    """Refused, with the reason, when no engine could serve this."""
+    """Refused, with the reason, when no engine could serve this request."""
     tokens = request.tokens
     reason = ""
     if tokens.ndim != 1 or len(tokens) == 0:

@@ -56,7 +56,7 @@ REWARDS = {
 
 
 def is_builtin(use: str) -> bool:
-    """Whether it names something of this module's kind, known or not."""
+    """Whether `use` is a built-in's name, which has no colon, known or not."""
     return bool(use) and ":" not in use
 
 

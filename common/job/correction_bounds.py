@@ -8,13 +8,13 @@ import math
 
 from common.job.config import AlgorithmConfig
 
-# Largest weight, by correction: what their sources use, and what decoupled PPO does without.
+# Largest weight of each correction, as its source has it; decoupled PPO has no bound.
 LARGEST = {"decoupled": math.inf, "tis": 2.0, "mis": 5.0}
 LOWEST = {"mis": 0.5}  # smallest weight that is kept
 
 
 def bounds(config: AlgorithmConfig) -> tuple[float, float]:
-    """(lowest, largest) weight: the job's, or the correction's own."""
+    """The lowest and largest weight: those of the job file, or else the correction's own."""
     low, high, name = config.correction_low, config.correction_high, config.correction
     return (
         low if low >= 0 else LOWEST.get(name, 0.0),

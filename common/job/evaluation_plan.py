@@ -26,7 +26,7 @@ class Plan:
 
 
 def bracket(config: JobConfig, tag: str, version: int) -> Plan | None:
-    """The evaluation `before` or `after` training; None: the job wants none."""
+    """The evaluation before or after training, as `tag` says; None: the job wants none."""
     plan = config.evaluation
     wanted = plan.before if tag == BEFORE else plan.after
     return Plan(tag, version, ("sampled", "greedy")) if wanted and measurable(config) else None
@@ -68,7 +68,7 @@ def figures(config: EvaluationConfig, held_out: bool) -> list[str]:
 
 
 def figures_of(dataset: EvaluationDataset) -> list[str]:
-    """`NAME.mean` and each `NAME.pass@k`."""
+    """The names of one dataset's figures: `NAME.mean` and each `NAME.pass@k`."""
     return [f"{dataset.name}.mean", *(f"{dataset.name}.pass@{k}" for k in dataset.pass_at)]
 
 

@@ -22,14 +22,16 @@ UNREADABLE = (AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 
 class ChatBroken(MeshError):
-    """The format offers no way on from this turn that would leave earlier ids alone."""
+    """After this turn the format cannot go on without changing earlier token ids."""
 
     code = "chat_broken"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call as the model wrote it; `problem` says why it is none that can be made."""
+    """A tool call as the model wrote it; `problem` says why it cannot be made, and is empty if it
+    can.
+    """
 
     name: str
     arguments: dict[str, Any]

@@ -99,7 +99,9 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        """Raises ConfigError on any key whose meaning this decoder does not implement."""
+        """The shape that a config.json declares; ConfigError on a key whose meaning this decoder
+        lacks.
+        """
         architecture = str(raw.get("model_type", "llama"))
         _refuse_unsupported(raw)
         heads, hidden = _need(raw, "num_attention_heads"), _need(raw, "hidden_size")

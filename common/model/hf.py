@@ -64,7 +64,9 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Mo
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """ConfigError when there is none, or one that says something else than a decoder's shape."""
+    """The shape that a directory's config.json declares; ConfigError if there is none, or if it is
+    no decoder's.
+    """
     file = _present(Path(path) / "config.json")
     with _readable(file):
         return ModelConfig.from_hf(json.loads(file.read_text()))

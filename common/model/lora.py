@@ -61,7 +61,7 @@ class Adapters(nn.Module):
             self._fused.setdefault(part.fused, []).append((part.rows, own))
 
     def added(self, fused: str, x: Tensor, y: Tensor) -> Tensor:
-        """`y`, which is `x` through our matrix `fused`, with what the adapters add."""
+        """`y`, which is `x` through our matrix `fused`, plus what the adapters add."""
         parts = self._fused[fused]
         present: list[Tensor] = [own.a for _, own in parts if own is not None]
         if not present:

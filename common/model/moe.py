@@ -23,7 +23,7 @@ _ALIGNED = 16  # bytes, of which a grouped product wants rows to be a multiple
 
 @dataclass(slots=True)
 class Routing:
-    """What a forward pass is asked about its routing, and its answers."""
+    """The routing of a forward pass: what it is asked about it, and its answers."""
 
     counted: Tensor | None = None  # bool [..]: tokens that `balance` is measured over
     experts: Tensor | None = None  # [.., sparse layers, k]: where each token was sent

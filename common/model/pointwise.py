@@ -12,7 +12,9 @@ from torch.nn.functional import silu
 
 
 class Pointwise(Protocol):
-    """Shapes [..] are any, the same in all tensors of a call."""
+    """The protocol of a decoder's pointwise operations. Shapes [..] are any, the same in all
+    tensors of a call.
+    """
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [.., n] over its last dimension."""

@@ -117,8 +117,8 @@ async def fetch(
 
 
 class Fetcher:
-    """Fetches one version after the other. Of versions with adapters it keeps the other chunks,
-    which all of them share.
+    """Fetches one version after the other; it keeps the chunks of a base that versions with
+    adapters share.
     """
 
     def __init__(self, mesh: Mesh, bulk: BulkClient) -> None:
@@ -127,7 +127,7 @@ class Fetcher:
         self.bytes = 0  # bytes that came over the network
 
     async def fetch(self, digest: str) -> tuple[Manifest, dict[str, torch.Tensor]]:
-        """As the function `fetch`."""
+        """The tensors of a manifest, in its order; digests are checked chunk by chunk."""
         mesh = self._mesh
         ref = mesh.ref(STORE)
         manifest = await patiently(mesh.clock, lambda: ref.call(Weights.manifest, Fetch(digest)))

@@ -23,7 +23,9 @@ ORPHANED = 71  # exit status of a child whose parent was gone before it could be
 
 
 def tie_to_parent(parent: int) -> None:
-    """SIGKILL for this process when the parent's spawning thread ends, or now if it has ended."""
+    """Has the kernel kill this process when the parent's spawning thread ends, or now if it has
+    ended.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -34,7 +36,9 @@ def tie_to_parent(parent: int) -> None:
 
 
 def end_with(death_fd: int) -> None:
-    """A thread that waits for the end of file of the pipe whose write end only the parent has."""
+    """Ends this process when its parent does: a thread waits for the end of the pipe whose write
+    end only the parent has.
+    """
 
     def watch() -> None:
         while os.read(death_fd, 1):
@@ -85,7 +89,9 @@ class Channel:
             self._buffer += more
 
     def move_above(self, lowest_fd: int) -> None:
-        """Puts the descriptor where code that writes to small numbers by mistake does not hit."""
+        """Moves the descriptor to a number that code does not hit that writes to small numbers by
+        mistake.
+        """
         import fcntl
 
         moved = fcntl.fcntl(self._stream.fileno(), fcntl.F_DUPFD_CLOEXEC, lowest_fd)

@@ -39,7 +39,7 @@ class Child(Protocol):
         """Sends SIGKILL, to its whole session if it leads one."""
 
     async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
-        """One frame down the channel; PeerLost when the child has closed it."""
+        """Sends one frame down the channel; PeerLost when the child has closed it."""
 
     async def recv(self, deadline_s: float) -> bytes:
         """The next frame; DeadlineExceeded, PeerLost at its end, BadMessage if it is no frame."""
@@ -48,7 +48,7 @@ class Child(Protocol):
         """Closes our end of the channel."""
 
     def usage(self) -> Usage | None:
-        """What the kernel has charged it so far; None once it has ended."""
+        """The CPU time and state that the kernel reports; None once it has ended."""
 
 
 class Usage:
@@ -216,7 +216,9 @@ class SystemChild:
             raise PeerLost(f"channel closed ({error})", where=self.name) from error
 
     async def recv(self, deadline_s: float) -> bytes:
-        """Bytes reach a buffer through a callback: a deadline that strikes loses none of them."""
+        """The next frame; errors as in `Child.recv`. A callback fills a buffer, so that a deadline
+        loses no bytes.
+        """
         if (frame := self._taken()) is not None:
             return frame
         loop = asyncio.get_running_loop()

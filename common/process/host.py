@@ -71,13 +71,17 @@ class Host(Protocol):
         """
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        """`fn(*args)` off the event loop; DeadlineExceeded leaves it running, its result unused."""
+        """The result of `fn(*args)`, run off the event loop; DeadlineExceeded leaves it running,
+        its result unused.
+        """
 
     def open_append(self, path: Path) -> AppendFile:
         """A file to append records to; it is created if it is missing."""
 
     def replace_file(self, path: Path, content: bytes) -> None:
-        """`path` holds either its old content or all of the new, whenever the power goes."""
+        """Puts `content` at `path`, which holds the old content or all of the new, whenever the
+        power goes.
+        """
 
     def exit(self, code: int, why: str) -> NoReturn:
         """Ends this process at once with `code`, and prints why."""

@@ -43,16 +43,15 @@ class ChildSpec:
 
 
 class Hooks:
-    """What the owner of a supervisor wants to know; override what is needed.
-
-    One that raises is printed and passed over: a child is restarted though Redis is away.
+    """Callbacks for the owner of a supervisor; override what is needed. An error in one is printed
+    and passed over: a child is restarted though Redis is away.
     """
 
     async def started(self, child: Child) -> None:
         """A child has been started, for the first time or again."""
 
     async def ended(self, child: Child, code: int, why: str) -> None:
-        """After the end and before a restart: the place to free the child's registry name."""
+        """A child has ended and is not restarted yet: the moment to free its registry name."""
 
     def lease_expired(self, child: Child) -> bool:
         """Whether the child runs although its lease has been gone for long: it is then killed."""

@@ -15,14 +15,16 @@ def checkpoint_name(lineage: int, step: int, manifest: str) -> str:
 
 
 def newest_due(version: int, every: int, last: int) -> int:
-    """The newest version up to this one that a checkpoint is written of: each `every`th is, and the
-    last one.
+    """The newest version up to this one for which a checkpoint is due: each `every`th, and the
+    last.
     """
     return version if version >= last else version - version % every
 
 
 def all_checkpoints(run_dir: Path) -> list[Path]:
-    """Manifests in the order of lineage and step; one may be of a step that was never committed."""
+    """Manifests of checkpoints in the order of lineage and step; the step of one may never have
+    been committed.
+    """
     return sorted((run_dir / "checkpoints").glob("step-*.json"))
 
 
@@ -40,7 +42,7 @@ def committed(run_dir: Path) -> Path | None:
 
 
 def last_lineage(run_dir: Path) -> int:
-    """The highest that a run's record or its checkpoints tell of; 0 when nothing does."""
+    """The highest lineage that a run's record or its checkpoints mention; 0 when none does."""
     found = [int(path.name.split("-")[1]) for path in all_checkpoints(run_dir)]
     for line in _recorded(run_dir):
         if b'"lineage"' in line:
@@ -82,5 +84,5 @@ def best(run_dir: Path) -> Best | None:
 
 
 def is_first(path: Path) -> bool:
-    """Whether it is of version 0 of the first lineage: nothing has been trained."""
+    """Whether it is version 0 of the first lineage, for which nothing has been trained."""
     return path.name.startswith("step-000-000000-")

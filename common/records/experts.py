@@ -14,8 +14,9 @@ NO_EXPERTS: NDArray[np.int16] = np.zeros((0, 0), np.int16)  # for tokens of a de
 
 
 def laid_out(parts: Iterable[tuple[NDArray[np.int16], int]]) -> NDArray[np.int16]:
-    """All of (experts, number of tokens), one after the other; UNKNOWN where a part has none, and
-    NO_EXPERTS if no part has any. ValueError if they are of models of different shapes."""
+    """The parts' (experts, number of tokens) as one array, in their order: UNKNOWN where a part has
+    none, NO_EXPERTS if no part has any. ValueError if models of different shapes made them.
+    """
     every = list(parts)
     width = max((experts.shape[1] for experts, _ in every), default=0)
     if not width:

@@ -36,7 +36,7 @@ class Transport(Protocol):
         """
 
     def reply(self, peer: Peer, frames: Frames) -> None:
-        """Sends an answer to the requester. Parks like `send`; `gone` reports a peer that has gone."""
+        """Sends an answer to the requester, parking like `send`; `gone` reports a lost peer."""
 
     def forget(self, address: str) -> None:
         """Closes the connection to `address`, if there is one; the next `send` opens another."""

@@ -15,7 +15,7 @@ class Throughput:
         self._steps: dict[int, int] = {}
 
     def stepped(self, batch: int, tokens: int, seconds: float) -> None:
-        """A step, or a few at once, of `batch` requests brought `tokens` tokens."""
+        """Takes in that one or more steps of `batch` requests brought `tokens` tokens."""
         if batch <= 0 or tokens <= 0 or seconds <= 0:
             return
         size, rate = size_class(batch), tokens / seconds

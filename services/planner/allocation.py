@@ -16,7 +16,7 @@ from common.job.config import PlannerConfig
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds that the present gangs need for one step's work."""
+    """The seconds that each stage needs for one step's work, with the present gangs."""
 
     rollout_s: float
     train_s: float
@@ -24,15 +24,14 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Gangs of a job by role."""
+    """The number of gangs of a job in each role."""
 
     rollout: int
     training: int
 
 
 def growing_role(times: StageTimes, split: Split, config: PlannerConfig) -> str | None:
-    """`training` or `rollout`: the role that should get one gang of the other; None: leave it.
-
+    """The role that should get a gang of the other, `training` or `rollout`; None: leave the split.
     Training keeps its core, rollout `min_rollout` gangs.
     """
     if min(times.rollout_s, times.train_s) <= 0:

@@ -16,8 +16,7 @@ from services.planner.stages import Published
 def rebalance(
     times: StageTimes, job: PlannedJob, gangs: Sequence[Gang], entries: Sequence[Published]
 ) -> Decision | None:
-    """The gang that changes sides, and what that was decided by; None: the split is kept.
-
+    """The gang that changes sides, with the figures of that decision; None: the split is kept.
     `entries` are those of live processes.
     """
     there = usable(gangs)

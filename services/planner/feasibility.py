@@ -26,7 +26,9 @@ class Shortfall:
 def shortfall(
     gangs: Sequence[Gang], job: PlannedJob, before: Shortfall | None, now_s: float
 ) -> Shortfall | None:
-    """What these gangs are short of; None when the job can run. `before`: at the last look."""
+    """What these gangs lack for the job; None when it can run. `before` is the shortfall at the
+    last look.
+    """
     why = shortage(gangs, job.ranks, job.samples, job.scoring)
     if not why:
         return None
@@ -35,5 +37,5 @@ def shortfall(
 
 
 def hopeless(short: Shortfall, now_s: float) -> bool:
-    """Whether it has lasted so long that the job fails."""
+    """Whether the shortfall has lasted so long that the job fails."""
     return now_s - short.since_s > SHORT_S

@@ -24,7 +24,7 @@ class PlannedJob:
 
 
 def planned(row: JobRow) -> PlannedJob:
-    """The job of a row."""
+    """The job that a row of Redis describes."""
     document = row.document
     return PlannedJob(
         id=row.id,

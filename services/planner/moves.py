@@ -16,8 +16,7 @@ COUNTS = {"engine": "tokens", "trainer": "step", "hybrid": "bins"}  # what a pro
 def finished(
     moving: Iterable[Moving], gangs: Sequence[Gang], entries: Sequence[Published]
 ) -> list[tuple[Moving, dict[str, Any]]]:
-    """The moves that are complete, in the order of their gangs, and what there is to tell of each.
-
+    """The moves that are complete, in the order of their gangs, each with what its event reports.
     `entries` are those of live processes.
     """
     under_way = {(move.gang, move.epoch): move for move in moving}

@@ -20,8 +20,8 @@ GONE_S = 300.0  # missing so long, it no longer belongs to the mesh: hosts boot 
 def missing_since(
     gangs: Sequence[Gang], alive: AbstractSet[str], before: Mapping[str, float], now_s: float
 ) -> dict[str, float]:
-    """Since when each missing gang is, by its id; `before` is the last look's, `alive` names
-    processes.
+    """The time since which each missing gang is missing, by its id. `before` is the last look's
+    answer, `alive` names live processes.
     """
     missing = (g.id for g in gangs if _away(g, alive) or not g.whole)
     return {gang: before.get(gang, now_s) for gang in missing}
@@ -30,7 +30,7 @@ def missing_since(
 def newly_lost(
     gangs: Sequence[Gang], alive: AbstractSet[str], missing: Mapping[str, float], now_s: float
 ) -> list[str]:
-    """Ids of the gangs to mark lost now. One that has never been whole is none of them."""
+    """The ids of gangs to mark as lost now; a gang that has never been whole is not among them."""
     return [
         g.id
         for g in gangs

@@ -9,7 +9,9 @@ ROLES = (ROLLOUT, TRAINING, IDLE)  # roles that a gang may be given by hand
 
 
 def refusal(move: Move, gang: Gang | None) -> str:
-    """Why a move is declined; empty when it is made. `gang`: the one it names, if there is one."""
+    """Why a requested move is declined; empty when it is made. `gang` is the one it names, if there
+    is one.
+    """
     if gang is None:
         return f"no gang is called {move.gang}"
     if move.role not in ROLES:
@@ -24,6 +26,6 @@ def refusal(move: Move, gang: Gang | None) -> str:
 
 
 def granted(move: Move, gang: Gang) -> Decision:
-    """The decision that makes the move."""
+    """The decision that makes the move that was asked for."""
     details = {"policy": "user", "from": gang.desired_role, "to": move.role}
     return Decision(gang.id, move.role, False, "user", details)

@@ -29,16 +29,16 @@ class Watch:
     last_move_step: float = -math.inf
 
     def moved(self, step: int) -> Watch:
-        """A gang moves from that step on: times of before say nothing of those after."""
+        """The watch after a move at this step: times from before say nothing of those after."""
         return replace(self, window=self.window.emptied(), last_move_step=step)
 
     def arrived(self, details: Mapping[str, Any]) -> Watch:
-        """A move of these details is complete, which may have been a predecessor's."""
+        """The watch after a move of these details is complete; a predecessor may have made it."""
         return replace(self, last_move_step=details.get("step", self.last_move_step))
 
 
 def following(watch: Watch, job: PlannedJob | None) -> Watch:
-    """The watch of this job, which begins when the mesh takes it up."""
+    """The watch of this job; it begins anew when the mesh takes up another job."""
     if job is None:
         return replace(Watch(), observed_s=watch.observed_s)
     if job.id == watch.job:

@@ -28,7 +28,7 @@ class Counters:
 
 
 class Published(Protocol):
-    """What is read of a registry entry."""
+    """What the planner reads of a registry entry."""
 
     name: str
     kind: str
@@ -37,7 +37,7 @@ class Published(Protocol):
 
 
 def read(job: str, entries: Iterable[Published]) -> Counters:
-    """Counters of a job's live processes."""
+    """The counters of a job's live processes, from their registry entries."""
     mine = [e for e in entries if e.stats.get("job") == job]
     engines = [e for e in mine if e.kind == "engine"]
     trainers = [e for e in mine if e.kind == "trainer"]

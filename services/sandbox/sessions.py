@@ -41,7 +41,7 @@ class _Session:
 
 
 class Sessions:
-    """The sessions of one job: at most `most` at a time, each ended after `idle_s` without a call."""
+    """The sessions of one job: at most `most` at a time, each ended after `idle_s` idle."""
 
     def __init__(
         self, launcher: Launcher, clock: Clock, limits: JailLimits, most: int, idle_s: float
@@ -194,7 +194,7 @@ class Sessions:
             self._told.popitem(last=False)
 
     def end(self, name: str) -> None:
-        """Its trajectory has ended, or there is no session of that name."""
+        """Ends the session of a trajectory that is over; nothing happens if there is none."""
         self._evicted.pop(name, None)
         self._told.pop(name, None)
         session = self._open.pop(name, None)

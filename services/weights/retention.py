@@ -43,7 +43,7 @@ def pinned(row: JobRow) -> set[str]:
 
 
 def awaited(row: JobRow, versions: Mapping[str, Number]) -> set[str]:
-    """Those of `versions` that something is about to name.
+    """The manifests among `versions` that something is about to name.
 
     A step that is being committed names a version above the current one. A checkpoint names the
     version that it was begun with, however long it is written; the next one is begun when it is

@@ -21,7 +21,7 @@ Tokens = NDArray[np.int64]
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks that so many tokens take."""
+    """The number of blocks that so many tokens take."""
     return -(-tokens // BLOCK)
 
 
@@ -49,7 +49,7 @@ class BlockPool:
         self.holders[block] += 1
 
     def drop(self, block: int) -> None:
-        """One holder fewer; the block of nobody is free."""
+        """Counts one holder fewer; a block without holders is free."""
         self.holders[block] -= 1
         if not self.holders[block]:
             self._free.append(block)
@@ -68,7 +68,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What is there of a prefix: whole blocks, and the first `tail` tokens of `copied`."""
+    """The known part of a prefix: whole blocks, and the first `tail` tokens of block `copied`."""
 
     blocks: list[int]
     tail: int = 0
@@ -81,7 +81,7 @@ class Match:
 
 
 class PrefixCache:
-    """The radix tree of the version that is loaded."""
+    """The radix tree of known prefixes, all under the loaded weights."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -89,7 +89,7 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Other weights: nothing that is known serves any more."""
+        """Forgets all prefixes, because there are other weights."""
         for node in self._nodes.values():
             self._pool.drop(node.block)
         self._last = ROOT  # node ids are never used twice
@@ -99,7 +99,7 @@ class PrefixCache:
 
     @property
     def blocks(self) -> int:
-        """Blocks that the tree holds."""
+        """The number of blocks that the tree holds."""
         return len(self._nodes)
 
     def match(self, tokens: Tokens) -> Match:
@@ -143,7 +143,7 @@ class PrefixCache:
         self._node(parent).tails[block] = self._tail_at[block]
 
     def forget_tail(self, block: int) -> None:
-        """A block that is not whole yet is going to hold other tokens."""
+        """Forgets a block that is not whole yet, since it is going to hold other tokens."""
         if block in self._tail_at:
             self._remove(self._tail_at[block])
 
@@ -160,7 +160,7 @@ class PrefixCache:
         return best, found
 
     def evict(self, count: int) -> None:
-        """Lets go of up to `count` blocks that nobody else holds, longest unused first."""
+        """Frees up to `count` blocks that nobody else holds, longest unused first."""
         while count > 0:
             gone: list[int] = []
             for node, found in self._nodes.items():

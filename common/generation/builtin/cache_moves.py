@@ -21,7 +21,9 @@ OLDER = -1  # swaps before a cache that these weights did not compute, or not al
 
 
 class Moves:
-    """`keep`: caches of several versions are allowed. `drop` takes an idle slot's cache away."""
+    """Exports and adopts sessions. `keep`: caches of several versions are allowed. `drop` takes an
+    idle slot's cache away.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,9 @@ class Moves:
     def adopt(
         self, session: int, cache: SessionCache, swaps: int, version: int, spare: int
     ) -> bool:
-        """`spare`: blocks that are left to requests that run."""
+        """Takes a part of a session's cache into a slot; False if it must not or cannot be taken
+        over. `spare` blocks are left to requests that run.
+        """
         slots = self._slots
         weights = self._weights(cache, swaps, version)
         if weights is None or not self._fits(cache) or session < 0 or slots.runs(session):

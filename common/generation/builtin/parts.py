@@ -49,17 +49,17 @@ class Compute(Protocol):
         """Puts what `read` gave into a slot that has room for it."""
 
     def sleep(self) -> None:
-        """Gives back weights and cache."""
+        """Frees the memory of weights and cache."""
 
     def wake(self) -> None:
-        """Makes room for them again; `load` follows."""
+        """Allocates memory for weights and cache again; `load` follows."""
 
 
 class Memory(Protocol):
-    """Which part of the cache is whose."""
+    """The protocol of what decides where the cache of each slot lies."""
 
     def place(self, slot: int) -> None:
-        """The slot has a request now: what lies behind its computed tokens is given up."""
+        """Readies a slot for its new request: what lies behind its computed tokens is given up."""
 
     def share(self, slot: int, swaps: int) -> None:
         """Takes what others have computed of the slot's tokens under the same weights."""
@@ -70,8 +70,9 @@ class Memory(Protocol):
         """
 
     def grow(self, slot: int, tokens: int, spare: int = 0) -> bool:
-        """Has room for the slot's first `tokens` tokens, and `spare` blocks beside; or answers
-        False."""
+        """Makes room for the slot's first `tokens` tokens, with `spare` blocks left; False if there
+        is none.
+        """
 
     def fits(self, tokens: int, spare: int, beside: list[int]) -> bool:
         """Whether a slot could have room for so many tokens, and `spare` blocks be left, if only
@@ -84,7 +85,7 @@ class Memory(Protocol):
         """Gives up what the slot has."""
 
     def forget(self) -> None:
-        """Nothing that is computed may be shared any more: there are other weights."""
+        """Makes nothing shareable that is computed so far, because there are other weights."""
 
     def borrow(self, tokens: int) -> NDArray[np.int64] | None:
         """Blocks for so many tokens, until `give_back`; None: there are not enough."""

@@ -15,7 +15,7 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """0: nothing is measured yet."""
+        """Known tokens computed in a second; 0: nothing is measured yet."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def add(self, tokens: int, rows: int, seconds: float) -> None:

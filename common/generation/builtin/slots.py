@@ -173,15 +173,15 @@ class Slots:
         return bool((self.session[self.live()] == session).any())
 
     def live(self) -> list[int]:
-        """Slots that run a request."""
+        """The slots that run a request."""
         return list(self._slot_of.values())
 
     def idle(self) -> list[int]:
-        """Slots that idle sessions keep, the one idle for longest first."""
+        """The slots that idle sessions keep, longest idle first."""
         return list(self._idle.values())
 
     def release(self, sessions: Iterable[int]) -> list[int]:
-        """Ends sessions; the slots that this frees."""
+        """Ends sessions, and returns the slots that are free because of it."""
         gone = set(sessions)
         freed = [self._idle.pop(session) for session in gone & self._idle.keys()]
         for slot in freed:

@@ -37,7 +37,7 @@ class StopText:
             )
 
     def met(self, request: Request) -> bool:
-        """Whether what the turn has so far, generated elsewhere, completes a text already."""
+        """Whether the turn so far, generated elsewhere, completes a stop text already."""
         if not request.stop_text or self._decode is None:
             return False
         text = self._decode(request.tokens[begin_of(request) :].tolist())

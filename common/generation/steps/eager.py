@@ -49,7 +49,7 @@ def draw(
 
 
 def joined_experts(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The experts of a step's rows, [n, sparse layers, k], from its parts; None for a dense model."""
+    """The experts of a step's rows, [n, sparse layers, k]; None for a dense model."""
     there = [part for part in parts if part is not None]
     return torch.cat(there) if there else None
 

@@ -46,7 +46,7 @@ SCORED = 512  # tokens whose logits are held at once
 
 @dataclass
 class Captured:
-    """A bucket's buffers, and what fills `logits` from the others."""
+    """The buffers of a bucket, and the call that fills `logits` from the others."""
 
     tokens: Tensor  # int64 [lanes]
     positions: Tensor  # int64 [lanes], EMPTY where there is no row
@@ -82,7 +82,7 @@ class GraphCompute:
         self._pool: Any = None  # memory that the graphs share, once there is a graph
 
     def attach(self, table: NDArray[np.int32]) -> None:
-        """The block table that steps read."""
+        """Takes the block table that steps read."""
         self._table = table
         width = max(table.shape[1], self._buckets.contexts[-1] // BLOCK)
         self._shadow = np.zeros((len(table), width), np.int32)
@@ -293,7 +293,7 @@ class GraphCompute:
         return np.concatenate([NO_FLOATS, *parts])
 
     def copy(self, source: int, target: int) -> None:
-        """Keys and values of a block, all layers."""
+        """Copies a block's keys and values of all layers into another block."""
         self.keys[:, target] = self.keys[:, source]
         self.values[:, target] = self.values[:, source]
 

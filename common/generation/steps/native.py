@@ -88,7 +88,7 @@ class _Slots(ctypes.Structure):
 
 
 def native_library(config: ModelConfig, dtype: str = "float32") -> Library:
-    """The library for models of this shape, or why there is none."""
+    """The C++ library for models of this shape, or the reason why there is none."""
     if dtype not in DTYPES:
         return Library(None, f"dtype {dtype} has no native decoder")
     if config.head_dim > WIDTHS[-1]:
@@ -148,11 +148,11 @@ class NativeCompute:
             self._lib.decoder_delete(self._decoder)
 
     def attach(self, table: NDArray[np.int32]) -> None:
-        """The block table that steps read."""
+        """Takes the block table that steps read."""
         self._table = table
 
     def copy(self, source: int, target: int) -> None:
-        """Keys and values of a block, all layers."""
+        """Copies a block's keys and values of all layers into another block."""
         self._lib.decoder_copy_block(self._decoder, source, target)
 
     def span_bytes(self, start: int, end: int) -> int:

@@ -102,7 +102,7 @@ class Episode:
         self._sampled.set_result(ids)
 
     async def _next(self) -> Action:
-        """Returns when the environment asks again, or ends; the pool that waits has the deadline."""
+        """The next action, once the environment asks again or ends; the pool has the deadline."""
         assert self._task is not None and self._asked is not None
         await asyncio.wait([self._task, self._asked], return_when=asyncio.FIRST_COMPLETED)
         if self._asked.done():

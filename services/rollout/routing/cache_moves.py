@@ -61,8 +61,8 @@ class MoveCosts:
             self.found_slow = 0
 
     def choose(self, tokens_cached: int, tokens_known: int) -> Choice:
-        """`cheaper`, but a move where it is not known what that takes, or was found to take long
-        so often that it may not be true any more: nothing else would tell.
+        """`cheaper`'s choice. But a move is made, to measure it, where its cost is unknown, or
+        where it was found slow so often that this may have changed.
         """
         choice = cheaper(tokens_cached, tokens_known, self)
         if choice.answer == "move":

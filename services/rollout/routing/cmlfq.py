@@ -19,14 +19,14 @@ from services.rollout.trajectory import Trajectory
 
 @dataclass(slots=True)
 class Course:
-    """A trajectory as far as it has got: its bucket, and its tool returns with tokens before."""
+    """A trajectory up to now: its bucket, and its tool returns with the tokens before each."""
 
     bucket: int = 0
     returns: list[tuple[State, int]] = field(default_factory=list)
 
 
 class Scheduler:
-    """Which bucket a trajectory belongs to; learns from each that ends."""
+    """Decides the bucket of each trajectory, and learns from each that ends."""
 
     def __init__(self, buckets: Sequence[Bucket], prompts: int, lengths: Lengths) -> None:
         self.buckets = list(buckets)
@@ -43,7 +43,7 @@ class Scheduler:
         return (-course.bucket,) if len(self.buckets) > 1 else (t.id,)
 
     def returned(self, t: Trajectory, course: Course) -> Decision:
-        """A tool has answered the trajectory's open round: where it goes on."""
+        """The decision after a tool has answered the trajectory's open round."""
         course.returns = returns_of(t, course.returns)
         if len(self.buckets) == 1:
             return Decision("already_in_target", 0, "there is one bucket")
@@ -60,12 +60,11 @@ class Scheduler:
             course.bucket = self.decided(t, path, 0).bucket
 
     def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
-        """Where a trajectory in bucket `current` goes on after these tool returns."""
+        """The decision for a trajectory in bucket `current` after these tool returns."""
         return decide(self.lengths.estimate(self._prompt(t), path), current, self.buckets)
 
     def ended(self, t: Trajectory, course: Course) -> Past | None:
-        """The trajectory is over; what is to be remembered of it, if it counts.
-
+        """Takes in a trajectory that is over; returns what is to be remembered of it, if it counts.
         One that failed says nothing of lengths, nor does evaluation, which samples otherwise.
         """
         if len(self.buckets) == 1 or not t.recorded or t.ending is None or t.ending.error:

@@ -74,7 +74,7 @@ class Lengths:
         self._rebuild()
 
     def learn(self, past: Past) -> None:
-        """Takes a finished trajectory in; what is too old is forgotten by and by."""
+        """Takes in a finished trajectory, and forgets the oldest ones beyond the limit."""
         self._history.append(past)
         self._since += 1
         if len(self._history) == self._limit and self._since >= self._limit // 2:

@@ -18,8 +18,8 @@ def most_of_one(slots: int, jobs: int) -> int:
 
 
 def chosen(waiting: Sequence[str], running: Mapping[str, int], slots: int, jobs: int) -> str:
-    """The job whose call starts next, or empty: of those that wait, in the order of their last
-    turn, the one with the fewest jails.
+    """The job whose call starts next; empty: no job may, or no jail is free. It is the one with the
+    fewest jails; among equals, the first of `waiting`, which is in the order of last turns.
     """
     if sum(running.values()) >= slots:
         return ""

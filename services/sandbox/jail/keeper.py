@@ -264,7 +264,7 @@ class _Watch:
             return self._lap_cpu
 
     def _cpu_of_all(self) -> float:
-        """CPU time of the guest and all its children: a bomb that waits for itself is not spared."""
+        """CPU time of the guest and its children: a bomb that waits for itself is not spared."""
         ticks, own, group = 0, str(os.getpid()), str(os.getpgrp()).encode()
         times = os.times()
         orphans = times.children_user + times.children_system

@@ -18,8 +18,8 @@ CLIPS = Clips(1.0, 0.28)
 
 
 def token_loss(terms: Terms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: its log-probability, weighted by the clipped ratio, which has
-    no gradient.
+    """Loss of each trained token [t]: its negative log-probability, weighted by its advantage and
+    by the clipped ratio, which has no gradient.
     """
     clips = CLIPS.chosen(config)
     weight = ratios(terms, config).detach().clamp(1 - clips.low, 1 + clips.high)

@@ -17,12 +17,14 @@ def silent(rewards: NDArray[np.float64], config: AlgorithmConfig) -> bool:
 
 
 def centred(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:
-    """reward - mean."""
+    """reward - mean, float64 [n]; None: the group has nothing to teach."""
     return None if silent(rewards, config) else rewards - rewards.mean()
 
 
 def normalised(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:
-    """(reward - mean) / (deviation + 1e-4), with the deviation of the population."""
+    """(reward - mean) / (deviation + 1e-4), float64 [n], with the deviation of the population;
+    None: the group has nothing to teach.
+    """
     if silent(rewards, config):
         return None
     relative: NDArray[np.float64] = (rewards - rewards.mean()) / (rewards.std() + EPSILON)

@@ -19,7 +19,9 @@ from services.trainer.losses.terms import Terms
 
 
 def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
-    """Generalised advantages from `extras["values"]`; sets `extras["returns"]`, their targets."""
+    """Sets generalised advantages from `extras["values"]`, and `extras["returns"]`, the values'
+    targets.
+    """
     found = []
     for sequence in sequences:
         own = own_tokens(sequence)

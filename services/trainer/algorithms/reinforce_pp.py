@@ -20,12 +20,12 @@ from services.trainer.losses.terms import Terms
 
 
 def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
-    """The rewards, which `prepare` makes advantages of."""
+    """The rewards, float64 [n], unchanged: `prepare` makes advantages of them."""
     return rewards
 
 
 def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
-    """What follows each token, normalised over the step."""
+    """Sets each token's advantage: the discounted rewards after it, normalised over the step."""
     rewards = [token_rewards(s, float(s.advantages), config) for s in sequences]
     set_normalised(sequences, [discounted(own, config.discount) for own in rewards])
 

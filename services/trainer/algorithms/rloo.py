@@ -18,7 +18,7 @@ from services.trainer.losses.terms import Terms
 
 
 def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:
-    """reward - mean of the others; 0 for a trajectory that has no others."""
+    """reward - mean of the others, float64 [n]; 0 for a trajectory that has no others."""
     others = len(rewards) - 1
     if silent(rewards, config):
         return None

@@ -98,7 +98,7 @@ class Learner:
         return add(self.gradient(bin) for bin in bins)
 
     def supervised_gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
-        """What `gradient` gives, for the cross-entropy of the bin's own tokens, each of weight 1."""
+        """What `gradient` gives, for the cross-entropy of the bin's own tokens, all of weight 1."""
         gradient, out = self._fresh_gradient(), self._forward(bin)
         loss = -out.logprobs.sum()
         roots = [loss] if out.aux_loss is None else [loss, out.aux_loss]

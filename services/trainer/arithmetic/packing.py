@@ -46,7 +46,7 @@ class Sequence:
 
     @property
     def trained(self) -> int:
-        """Tokens that carry loss."""
+        """The number of tokens that carry loss."""
         return int(self.mask[1:].sum())
 
 
@@ -72,16 +72,16 @@ class Bin:
 
     @property
     def trained(self) -> int:
-        """Tokens that carry loss."""
+        """The number of tokens that carry loss."""
         return int(self.mask.sum())
 
     @property
     def lengths(self) -> Ints:
-        """Places of each sequence."""
+        """The places of each sequence, int [s]."""
         return np.diff(self.starts)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """What goes over a wire."""
+        """The bin as named arrays, to be sent."""
         arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _DTYPES}
         arrays |= {EXTRA + name: array for name, array in self.extras.items()}
         return arrays if self.experts is None else arrays | {"experts": self.experts}
@@ -134,7 +134,7 @@ def make_bins(sequences: Many[Sequence], budget: int, version: int = UNKNOWN) ->
 
 
 def packed(sequences: Many[Sequence], budget: int) -> list[list[Sequence]]:
-    """Which sequences share a bin; it does not matter in which order they are given."""
+    """The sequences of each bin; the order in which they are given does not matter."""
     _refuse_empty(sequences)
     ordered = sorted(sequences, key=lambda s: (-s.places, s.group, s.member))
     rounds = pack_rounds([s.places for s in ordered], budget)

@@ -54,15 +54,16 @@ class Membership:
         return self._generations
 
     def wanted(self, manifest: str) -> None:
-        """Rounds will need these weights: who has others is not ready any more."""
+        """Takes in that rounds will need these weights: a member that has others is not ready any
+        more.
+        """
         for member in self._members.values():
             if member.manifest != manifest:
                 member.stage = Stage.FETCHING
 
     def asks(self, gang: str, generation: int, manifest: str, wanted: str, now: float) -> bool:
         """Whether a member that has the weights `manifest` may lease rounds that need `wanted`.
-
-        Fenced if it is none, or not any more.
+        Fenced if its join has ended.
         """
         member = self._member(gang, generation)
         member.heard_s, member.manifest = now, manifest
@@ -74,11 +75,11 @@ class Membership:
         return True
 
     def leased(self, gang: str) -> None:
-        """A member that may lease has been given a round."""
+        """Takes in that a member was given a round, which makes it ACTIVE."""
         self._members[gang].stage = Stage.ACTIVE
 
     def gives(self, gang: str, generation: int, now: float) -> None:
-        """A member brings what it computed; Fenced if it is none any more."""
+        """Takes in that a member brings a result; Fenced if its join has ended."""
         self._member(gang, generation).heard_s = now
 
     def leave(self, gang: str, generation: int) -> bool:
@@ -97,7 +98,7 @@ class Membership:
         return failed
 
     def stages(self) -> dict[str, str]:
-        """How far each hybrid is."""
+        """The stage of each hybrid, by gang."""
         return {gang: str(member.stage) for gang, member in self._members.items()}
 
     def _member(self, gang: str, generation: int) -> Member:

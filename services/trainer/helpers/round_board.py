@@ -37,7 +37,7 @@ class RoundBoard:
 
     @property
     def complete(self) -> bool:
-        """Nothing is missing, and nothing more will come."""
+        """Whether every round has its result, and no more rounds will come."""
         return self.closed and len(self.results) == self.count
 
     def grow(self, rounds: int) -> None:

@@ -242,7 +242,7 @@ class Rank:
         self._kept = KeptGradients()
 
     def compute(self, index: int, bin: Bin) -> BinStats:
-        """Computes this rank's part of a round, and keeps its rows of the gradient."""
+        """The statistics of this rank's part of a round, whose rows of the gradient it keeps."""
         gradient, stats = self.learner.gradient(bin)
         self._kept.keep(index, gradient)
         return stats

@@ -42,7 +42,7 @@ class RankThread(OneThread):
 
 
 def _told(work: Callable[..., T]) -> Callable[..., T]:
-    """Runs `work`; its errors tell a lost rank from a mistake of this one."""
+    """`work`, with errors that tell a lost rank from a mistake of this one."""
 
     @wraps(work)
     def run(*args: Any) -> T:
