@@ -17,8 +17,8 @@ OFF = "off"  # value of `metrics` that serves none
 
 
 def this_host() -> str:
-    """Names this boot of this machine (or container): where shared memory and local files are in
-    reach.
+    """The name of this boot of this machine or container, within which shared memory and local
+    files are in reach.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
@@ -85,7 +85,9 @@ class MeshSettings:
             raise ConfigError(f"unusable settings: {error}", where=path) from None
 
     def to_file(self, path: str | Path) -> None:
-        """Whole or not at all, and for this user's eyes: the URL of a Redis may hold a password."""
+        """Writes the file whole or not at all, for this user's eyes: the URL of a Redis may hold a
+        password.
+        """
         place = Path(path)
         fresh = place.with_name(place.name + ".new")
         fresh.unlink(missing_ok=True)

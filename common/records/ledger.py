@@ -70,7 +70,7 @@ def group_of(trajectory: int) -> int:
 
 
 def groups_of(record: Record) -> set[int]:
-    """The groups that a record tells of."""
+    """The groups that a record mentions."""
     if record.kind in (Kind.OPEN, Kind.CLOSE):
         return {record.payload[0]}
     if record.kind is Kind.TOKENS:
@@ -79,7 +79,7 @@ def groups_of(record: Record) -> set[int]:
 
 
 def frame(kind: Kind, payload: Any) -> bytes:
-    """One record as it lies in a segment."""
+    """The bytes of one record as it lies in a segment."""
     body: bytes
     if kind is Kind.TOKENS:
         return _framed(kind, token_record.pack(payload))
@@ -171,8 +171,8 @@ class Ledger:
         self._live[path] = set(groups)
 
     def defer(self, kind: Kind, payload: Any, group: int) -> None:
-        """A record that goes with the next append, before it: one that can be found again from
-        those already written, so that losing it costs work and nothing else.
+        """Keeps a record to be written with the next append, before it. It must be one that can be
+        found again from those already written: losing it costs work and nothing else.
         """
         self._deferred.append((kind, payload))
         self._live[self.path].add(group)

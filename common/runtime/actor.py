@@ -16,7 +16,7 @@ A = TypeVar("A", bound="Actor")
 
 
 class Actor:
-    """Owns its state. All its methods run on one loop: one at a time between two awaits.
+    """The owner of some state. All its methods run on one loop: one at a time between two awaits.
 
     A method that is a plain `def` runs as soon as its message is read, without a task: the fast
     path, for what takes less than a millisecond.

@@ -83,7 +83,7 @@ class Batcher(Generic[Q, R]):
                 future.set_result(answer)
 
     async def close(self) -> None:
-        """Cancels what is out and fails what waits."""
+        """Cancels the batches that are out and the requests that wait."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

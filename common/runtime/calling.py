@@ -53,7 +53,7 @@ class _Link:
 
 
 class Outstanding:
-    """One call that has no answer yet: the row of the table."""
+    """One call that has no answer yet: a row of the table."""
 
     __slots__ = (
         "answered",
@@ -136,7 +136,7 @@ class Caller:
         now: float,
         deadline: float,
     ) -> Outstanding:
-        """Sends the call, or queues it until a credit is free; its future becomes the reply's
+        """Sends the call, or queues it until a credit is free. The call's future gives the reply's
         frames.
         """
         link = self._links.get(route.address)
@@ -194,7 +194,7 @@ class Caller:
         return row
 
     def cancel(self, row: Outstanding) -> None:
-        """The caller no longer waits: the callee need not go on."""
+        """Tells the callee that the caller no longer waits, so that it need not go on."""
         if self._take(row.call_id) is not None and row.sent:
             self._control(CANCEL, row.link.address, row.call_id, row.route)
 
@@ -283,7 +283,7 @@ class Caller:
     # ------------------------------------------------------------ what arrives
 
     def accept(self, header: tuple[Any, ...], frames: list[Frame]) -> None:
-        """A frame that came back to us. Late and repeated ones are counted, nothing else."""
+        """Takes in a frame of an answer. Late and repeated ones are counted and dropped."""
         kind, call_id = header[1], header[2]
         if header[6] != self._incarnation:
             self._telemetry.count("frames_for_another_incarnation")
@@ -325,7 +325,7 @@ class Caller:
             self._streams.pop(incoming.call_id, None)
 
     def lost(self, address: str, reached: bool) -> None:
-        """Everything that waits for `address` ends now."""
+        """Fails all calls and streams that wait for the process at `address`."""
         self._links.pop(address, None)
         for row in [r for r in self._calls.values() if r.link.address == address]:
             del self._calls[row.call_id]
@@ -365,7 +365,9 @@ class Caller:
     # ------------------------------------------------------------ for the watchdog
 
     def waits(self) -> Iterator[tuple[str, str, float]]:
-        """(actor, method, since) of everything that is being waited for."""
+        """(actor, method, since) of every call and stream that is waited for; `since` is monotonic
+        seconds.
+        """
         for row in self._calls.values():
             yield row.route.actor, row.method.label, row.since
         for incoming in self._streams.values():
@@ -394,7 +396,7 @@ class Caller:
                 self._transport.forget(link.address)
 
     def stop(self) -> None:
-        """Ends all that is under way, and tells those who work on it."""
+        """Fails all calls and streams under way, and tells those who work on them."""
         for row in list(self._calls.values()):
             self.cancel(row)
             row.fail(_gone(row.route, row.method))

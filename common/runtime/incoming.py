@@ -16,16 +16,16 @@ R = TypeVar("R")
 
 
 class Flow(Protocol):
-    """What a stream tells its producer, through the mesh."""
+    """The protocol by which the reading end of a stream speaks to its producer."""
 
     def grant(self, incoming: Incoming[Any], taken: int) -> None:
-        """So many items were taken: as many more may come."""
+        """Tells the producer that `taken` items were read, so that as many more may come."""
 
     def abandon(self, incoming: Incoming[Any]) -> None:
-        """Nobody reads any more."""
+        """Tells the producer that nobody reads any more."""
 
     def waiting_until(self, incoming: Incoming[Any]) -> float:
-        """Notes that somebody waits from now on; until when."""
+        """Notes that the reader waits from now on, and returns the time at which it gives up."""
 
 
 class Incoming(AsyncIterator[R], Generic[R]):

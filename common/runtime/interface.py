@@ -51,7 +51,7 @@ class Stream(Method[Q], Generic[Q, R]):
 
 
 class Cast(Method[Q]):
-    """One request, no reply, no promise."""
+    """One request without a reply, which may be lost."""
 
 
 class Interface:

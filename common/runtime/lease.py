@@ -25,7 +25,9 @@ RELEASE_S = 2.0  # it expires by itself if Redis does not answer
 
 
 class Lease:
-    """Snapshots are taken on the loop, each tick; the thread only sends the last one."""
+    """The lease of one process. The loop takes snapshots of its stats with each tick, and a thread
+    sends the last one.
+    """
 
     def __init__(
         self,
@@ -55,8 +57,8 @@ class Lease:
         self.token = 0
 
     async def take(self, entry: registry.Entry) -> int:
-        """The fencing token. Waits for a predecessor's lease to run out, for two lease lengths at
-        most.
+        """Takes the name and returns the fencing token. Waits for a predecessor's lease to run out,
+        for two lease lengths at most.
         """
         self._loop = asyncio.get_running_loop()
         self.entry = entry
@@ -102,13 +104,13 @@ class Lease:
         return f"its lease was renewed {silent_s:.1f} s ago" if silent_s > self._ttl_s else ""
 
     async def renewed(self) -> bool:
-        """Renews now; whether the lease is held. Ends the process if it is lost."""
+        """Renews now and returns whether the lease is held. Ends the process if it is lost."""
         if self._held:
             await self.publish()
         return self._held
 
     def renew(self) -> bool:
-        """One renewal; False ends the thread. Runs off the loop."""
+        """Renews once; False ends the thread. Runs off the loop."""
         if not self._held:
             return False
         hung = self._watchdog.stalled()

@@ -207,9 +207,8 @@ class Mesh:
         )
 
     async def leave(self) -> None:
-        """Ends what runs, stops the actor, gives the name back, then closes the connections.
-
-        All of it, whatever fails on the way or if it is cancelled; the first error is raised.
+        """Ends what runs, stops the actor, gives the name back, then closes the connections. It
+        does all of it, whatever fails on the way or if it is cancelled; the first error is raised.
         """
         await self._close(None)
 
@@ -273,7 +272,7 @@ class Mesh:
 
     @property
     def serving(self) -> int:
-        """How many calls and streams are under way here."""
+        """The number of calls and streams under way here."""
         return self._server.running
 
     def loading(self) -> AbstractContextManager[None]:
@@ -354,7 +353,7 @@ class Mesh:
 
 
 class Ref:
-    """An actor by its name, wherever it runs at the moment."""
+    """A reference to an actor by its name, wherever it runs at the moment."""
 
     __slots__ = ("_mesh", "name")
 
@@ -430,7 +429,7 @@ class Ref:
             pause = min(2 * pause, LONGEST_RETRY_S)
 
     async def cast(self, method: Cast[Q], request: Q) -> None:
-        """Sends it if the actor is there; if not, it is dropped and counted."""
+        """Sends the message if the actor is there; otherwise it is dropped and counted."""
         mesh = self._mesh
         mesh.start()
         body, buffers = encode(request)

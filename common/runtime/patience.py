@@ -21,8 +21,8 @@ class NotThere(MeshError):
 async def patiently(
     clock: Clock, action: Callable[[], Awaitable[T]], *, every_s: float = 0.5, for_s: float = 3600.0
 ) -> T:
-    """`action()`, repeated while it fails with a retryable error, for at most `for_s`; other errors
-    go through.
+    """The result of `action()`, which is repeated every `every_s` seconds while it fails with a
+    retryable error, for at most `for_s`; other errors go through.
     """
     deadline = clock.monotonic() + for_s
     while True:

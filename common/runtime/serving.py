@@ -123,7 +123,9 @@ class Server:
             self.accept(peer, header, frames)
 
     def accept(self, peer: Peer, header: tuple[Any, ...], frames: list[Frame]) -> None:
-        """A frame that a requester sent: it runs, or is answered with why not."""
+        """Takes in a frame of a requester: its method runs, or it is answered with the reason why
+        not.
+        """
         kind, call_id = header[1], header[2]
         if kind in _REQUESTS:
             try:
@@ -292,7 +294,7 @@ class Server:
     # ------------------------------------------------------------ ends
 
     def gone(self, peer: Peer) -> None:
-        """A requester has gone: what runs for it is cancelled."""
+        """Cancels what runs for a requester that has gone."""
         for running in [r for r in self._running.values() if r.key[0] == peer]:
             running.end(None)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Runs all of it side by side. Raises the first error; by then nothing of the others goes on,
-    nor after a cancellation.
+    """Runs all coroutines at once. After an error or a cancellation the others are cancelled and
+    waited for; the first error is raised.
     """
     tasks = [asyncio.create_task(one) for one in work]
     try:

@@ -44,7 +44,7 @@ FULL = ("MISCONF", "NOREPLICAS")  # how answers begin that a full disk brings ab
 
 
 def script_file(name: str) -> Path:
-    """Where a script lies: each name is there once in all folders of `scripts`."""
+    """The path of a script, whose name occurs once in all folders of `scripts`."""
     [found] = SCRIPTS.glob(f"*/{name}.lua")
     return found
 
@@ -61,7 +61,7 @@ def script_source(name: str) -> tuple[str, str]:
 
 
 class State:
-    """Redis as the mesh sees it. `run` is for the loop, `run_sync` for the lease renewal thread."""
+    """The connection to Redis. `run` is for the loop, `run_sync` for the lease renewal thread."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class State:
         return _answer(script, reply)
 
     def run_sync(self, script: str, keys: list[str], *args: Any) -> Any:
-        """`run` for threads, with a client of its own."""
+        """What `run` does, for threads, with a client of its own."""
         source, sha = script_source(script)
         words = [len(keys), *keys, *map(_argument, args)]
         send: Callable[..., Any] = self._sync.execute_command

@@ -56,7 +56,7 @@ def bundled_server() -> str:
 
 @dataclass(frozen=True)
 class EmbeddedServer:
-    """Start `argv`, then talk to `url`."""
+    """How to run a server: the command line `argv`, and the `url` to reach it at."""
 
     argv: list[str]
     url: str

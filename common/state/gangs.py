@@ -17,7 +17,9 @@ MOVING = f"{MESH}:moving"
 
 @dataclass(frozen=True)
 class Gang:
-    """`epoch` counts decisions; what is actual counts for the decision `actual_epoch` only."""
+    """The row of a gang. `epoch` counts decisions; the actual state counts only for the decision
+    `actual_epoch`.
+    """
 
     id: str
     workers: list[str]  # in the order of their ranks

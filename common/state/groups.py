@@ -98,7 +98,7 @@ async def group_ready(
     scored: int,
     op_id: str,
 ) -> None:
-    """The group is finished and its bytes are durable: it may train."""
+    """Records that the group is finished and its bytes are durable: it may be trained on."""
     args = {
         "job": job,
         "shard": shard,
@@ -117,8 +117,8 @@ async def group_ready(
 async def group_dropped(
     state: State, job: str, shard: str, token: int, group: int, reason: str, op_id: str
 ) -> None:
-    """Too many members failed by typed errors: the admission returns, the prompt does not; counts
-    `typed_drops`.
+    """Records that too many members failed by typed errors: the admission returns, the prompt does
+    not; counts `typed_drops`.
     """
     await _return(state, job, shard, token, group, reason, op_id, requeue=False)
 
@@ -126,10 +126,9 @@ async def group_dropped(
 async def group_requeued(
     state: State, job: str, shard: str, token: int, group: int, reason: str, op_id: str
 ) -> None:
-    """The group is lost (host_lost, environment_lost, poisoned): admission and prompt return;
-    counts `host_lost`.
-
-    The trainer may say so too, under its own name, of a group that it has leased.
+    """Records that the group is lost (host_lost, environment_lost, poisoned): admission and prompt
+    return; counts `host_lost`. The trainer may say so too, under its own name, of a group that it
+    has leased.
     """
     await _return(state, job, shard, token, group, reason, op_id, requeue=True)
 
@@ -155,7 +154,7 @@ async def group_stale(
 
 
 async def open_groups(state: State, job: str, shard: str) -> list[Admitted]:
-    """What the shard has to finish, oldest first; its predecessor's groups are among them."""
+    """The groups that the shard has to finish, oldest first, its predecessor's among them."""
     return _admitted(await state.run("open_groups", [job_prefix(job)], {"shard": shard}))
 
 
@@ -198,7 +197,7 @@ async def lease_groups(
 
 
 async def in_flight(state: State, job: str) -> InFlight:
-    """Counted from the rows of groups themselves, for `accounting` and for the live view."""
+    """The groups in flight, counted from their own rows, for `accounting` and for the live view."""
     return InFlight(**await state.run("in_flight", [job_prefix(job)], {}))
 
 

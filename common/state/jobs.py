@@ -18,7 +18,7 @@ COUNTS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed
 
 @dataclass(frozen=True)
 class JobRow:
-    """A job as Redis has it. Counts are in trajectories."""
+    """The row of a job in Redis. Counts are in trajectories."""
 
     id: str
     phase: str
@@ -136,7 +136,7 @@ async def set_phase(
 
 
 async def reopen(state: State, job: str, op_id: str) -> None:
-    """A job that was stopped or failed goes on where it was; Refused when it has finished."""
+    """Lets a job that was stopped or failed go on where it was; Refused when it has finished."""
     await state.run("reopen", [job_prefix(job)], {"job": job, "op": op_id})
 
 

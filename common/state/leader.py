@@ -7,9 +7,7 @@ from common.state.keys import MESH
 
 
 async def campaign(state: State, election: str, owner: str, ttl_ms: int) -> int:
-    """The fencing token when `owner` leads, else 0. `owner` must be unique to one start of a
-    process.
-    """
+    """The fencing token if `owner`, which names one start of a process, leads; else 0."""
     args = {"election": election, "owner": owner, "ttl_ms": ttl_ms}
     return int((await state.run("campaign", [MESH], args))["token"])
 

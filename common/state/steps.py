@@ -44,8 +44,8 @@ class StepRecord:
 async def commit_initial(
     state: State, job: str, trainer: str, token: int, lineage: int, manifest: str, checkpoint: str
 ) -> None:
-    """Version 0. Idempotent by manifest; Refused when the job began from other weights, Fenced
-    without the lease.
+    """Commits version 0. Idempotent by manifest; Refused when the job began from other weights,
+    Fenced without the lease.
     """
     args = {
         "job": job,

@@ -46,7 +46,7 @@ class Endpoint:
         self._thread = host.every(0.0, self._turn, "endpoint")
 
     def close(self) -> None:
-        """Ends at the thread's next look."""
+        """Stops the server, which ends at its thread's next look."""
         self._closing = True
 
     def _turn(self) -> bool:

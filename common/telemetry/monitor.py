@@ -14,7 +14,7 @@ from common.telemetry.watchdog import CHILDREN, USAGE, Watchdog
 
 
 class Monitor:
-    """Everything here is asked from the endpoint's threads, whatever the event loop does."""
+    """Answers a monitor; the endpoint's threads call it, whatever the event loop does."""
 
     def __init__(
         self, name: str, kind: str, lease: Lease, watchdog: Watchdog, telemetry: Telemetry
@@ -59,11 +59,11 @@ class Monitor:
         return page.rendered()
 
     def not_live(self) -> str:
-        """Why the process should be started again; empty: it should not."""
+        """Why the process should be restarted; empty if it should not."""
         return self._watchdog.stalled(starting=not self._lease.token)
 
     def not_ready(self) -> str:
-        """Why nobody should count on it now; empty: it is ready."""
+        """Why nobody should count on the process now; empty if it is ready."""
         if why := self.not_live() or self._lease.lapsed():
             return why
         return "" if self._stats.get("ready", True) else "the service is not ready for work"

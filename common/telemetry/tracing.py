@@ -15,8 +15,8 @@ _trace: ContextVar[str] = ContextVar("trace", default="")
 
 
 class Scope:
-    """The call that the running code serves. It bounds what it asks of others; when it is over, it
-    bounds nothing.
+    """The call that the running code serves. Its deadline bounds calls made for it; once it is
+    over, it bounds nothing.
     """
 
     __slots__ = ("deadline", "over")

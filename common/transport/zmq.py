@@ -312,7 +312,7 @@ class ZmqTransport:
 
     @property
     def parked(self) -> int:
-        """How many messages wait for peers that cannot take them yet."""
+        """The number of messages that wait for peers that cannot take them yet."""
         pumps = [self._router, *(link.pump for link in self._links.values())]
         return sum(pump.parked for pump in pumps)
 

@@ -86,7 +86,7 @@ class BulkServer:
         self._thread = host.every(0.0, self._turn, "bulk")
 
     def close(self) -> None:
-        """Ends at the thread's next look; what is under way breaks off."""
+        """Stops the server at its thread's next look; transfers under way break off."""
         self._closing = True
 
     def _turn(self) -> bool:

@@ -31,7 +31,7 @@ def digest_of(content: bytes | memoryview) -> str:
 
 
 def failure(error: OSError, path: Path) -> MeshError:
-    """What an OSError of a write means to its caller."""
+    """The error of the mesh that an OSError of a write stands for."""
     if error.errno in _FULL:
         return StorageFull(
             f"no room for {path.name}", where=str(path.parent), fix="Free some space"
@@ -101,8 +101,8 @@ class ChunkStore:
         return self.path(digest).exists()
 
     def touch(self, digest: str) -> bool:
-        """Whether the chunk is there; if so it counts as written now, so that nobody deletes it
-        for what it was before.
+        """Whether the chunk is there; if so it counts as written now, so that a sweep does not
+        delete it.
         """
         try:
             os.utime(self.path(digest))
@@ -122,7 +122,7 @@ class ChunkStore:
         return content
 
     def write(self, content: bytes | memoryview) -> str:
-        """Makes `content` durable; its digest. StorageFull leaves nothing behind."""
+        """Makes `content` durable and returns its digest. StorageFull leaves nothing behind."""
         digest = digest_of(content)
         if self.touch(digest):
             return digest
@@ -162,7 +162,7 @@ class ChunkStore:
         return old
 
     def delete(self, written: Mapping[str, int]) -> None:
-        """Deletes those of them that were not written again since."""
+        """Deletes those chunks that were not written again since `written` was asked."""
         for digest, when in written.items():
             with suppress(FileNotFoundError):
                 self._delete(self.path(digest), when)
