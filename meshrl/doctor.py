@@ -128,7 +128,7 @@ def _engine() -> Line:
 
 
 def _training() -> Line:
-    """Likewise of training passes."""
+    """Which path training passes take on a CPU, and why."""
     return _native("training", "torch's operators", *build.TRAINING)
 
 

@@ -49,7 +49,9 @@ class Adapters(nn.Module):
         scale: float,
         like: Tensor,
     ) -> None:
-        """Of the projections `names`, in `like`'s dtype and on its device; `a` is not set yet."""
+        """Adapters of the projections `names`, in `like`'s dtype and on its device; `a` is not set
+        yet.
+        """
         super().__init__()
         self._scale = scale
         self._fused: dict[str, list[tuple[int, LowRank | None]]] = {}

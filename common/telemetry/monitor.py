@@ -33,7 +33,7 @@ class Monitor:
 
     @property
     def _stats(self) -> dict[str, Any]:
-        """As they were published last: the loop renews them with each of its ticks."""
+        """The stats as they were published last: the loop renews them with each of its ticks."""
         return self._lease.entry.stats
 
     def metrics(self) -> tuple[int, str, bytes]:

@@ -216,7 +216,9 @@ class Trackers:
 
     @classmethod
     def of(cls, run_dir: Path, host: Host, clock: Clock) -> Trackers:
-        """Those that the job in a run directory asks for, where an earlier session left them."""
+        """The trackers that the job in a run directory asks for, where an earlier session left
+        them.
+        """
         path = run_dir / "tracking.json"
         held = read_json(run_dir / "job.json")
         known = read_json(path) if path.is_file() else {}

@@ -43,7 +43,7 @@ class Evaluation:
     """One plan, carried out; groups are off the books and numbered by version and set."""
 
     def __init__(self, shard: ShardJob, plan: Plan, lineage: int) -> None:
-        """Of the plan's version in a lineage."""
+        """`lineage` is that of the plan's version."""
         self._shard, self._plan, self._lineage = shard, plan, lineage
         self._sets = 0
         self._drawn: list[Drawn] = []

@@ -152,7 +152,7 @@ def scores(role: str, engine: Engine, sequences: Sequence[NDArray[np.int32]]) ->
 
 
 def verdicts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
-    """For each text, how likely it goes on with `yes` if it goes on with `yes` or `no`."""
+    """The probability of each text that it goes on with `yes`, if it goes on with `yes` or `no`."""
     assert model.tokenizer is not None
     found, errors = np.full(len(batch.texts), np.nan), [""] * len(batch.texts)
     try:

@@ -118,7 +118,9 @@ class Raised:
 
 @contextlib.contextmanager
 def raises(kind: Any, match: str = "") -> Iterator[Raised]:
-    """As pytest's: `kind` is an exception class, one of the solution's, or a tuple of such."""
+    """Does what pytest's does: `kind` is an exception class, one of the solution's, or a tuple of
+    such.
+    """
     found = Raised()
     try:
         yield found
@@ -142,7 +144,7 @@ def _is(error: BaseException, kind: Any) -> bool:
 
 
 class Approx:
-    """As pytest's: numbers, and lists, tuples and dicts of them."""
+    """Does what pytest's does: compares numbers, and lists, tuples and dicts of them."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
         self._expected = expected

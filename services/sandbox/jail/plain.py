@@ -14,7 +14,9 @@ class Odd(Exception):
 
 
 def jsonable(value: Any, depth: int = 0) -> Any:
-    """As JSON would hold it: tuples and sets as lists, sets sorted, keys as text; Odd else."""
+    """The value as JSON holds it: tuples and sets as lists, sets sorted, keys as text; Odd for any
+    other.
+    """
     if depth > DEPTH:
         raise Odd(f"nested deeper than {DEPTH}")
     for kind in (bool, int, float, str):
