@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from common.config import PlannerConfig
+from common.job.config import PlannerConfig
 from common.state.gangs import Gang
 from services.planner.job import PlannedJob
 

@@ -1,10 +1,9 @@
 """The move that stage times ask for."""
 
-from seen import counters, gang, job
-
 from services.planner.allocation import StageTimes
 from services.planner.balancing import rebalance
 from services.planner.placement import Decision
+from tests.unit.planner.seen import counters, gang, job
 
 CORE = gang(0, "training", desired_core=True)
 GANGS = [CORE, gang(1, "rollout"), gang(2, "rollout")]

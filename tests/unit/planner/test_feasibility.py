@@ -1,8 +1,7 @@
 """A mesh that is too small for its job is waited with, and then the job fails."""
 
-from seen import gang, job
-
 from services.planner.feasibility import SHORT_S, Shortfall, hopeless, shortfall
+from tests.unit.planner.seen import gang, job
 
 
 def test_a_mesh_that_has_what_the_job_needs_is_not_short() -> None:

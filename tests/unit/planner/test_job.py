@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from common.config import (
+from common.job.config import (
     AlgorithmConfig,
     FrozenModelConfig,
     JobConfig,

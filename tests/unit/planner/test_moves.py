@@ -1,9 +1,8 @@
 """Moves under way, and what the other gangs do meanwhile."""
 
-from seen import counters, entry, gang
-
 from common.state.gangs import Moving
 from services.planner.moves import finished, progress
+from tests.unit.planner.seen import counters, entry, gang
 
 GANGS = [gang(0, "training"), gang(1, "rollout"), gang(2, "training")]
 

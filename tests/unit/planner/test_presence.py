@@ -2,7 +2,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from seen import gang
 
 from services.planner.presence import (
     GATHER_S,
@@ -14,6 +13,7 @@ from services.planner.presence import (
     newly_lost,
     usable,
 )
+from tests.unit.planner.seen import gang
 
 GANGS = [gang(0), gang(1), gang(2, workers=["worker/g2"], size=2)]
 

@@ -1,11 +1,11 @@
 """Moves that people ask for."""
 
 import pytest
-from seen import gang
 
 from common.state.gangs import Gang, Move
 from services.planner.placement import Decision
 from services.planner.requests import granted, refusal
+from tests.unit.planner.seen import gang
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from seen import counters, gang, job
 
-from common.config import PlannerConfig
+from common.job.config import PlannerConfig
 from services.planner.allocation import StageTimes
 from services.planner.settling import Watch, following, look
+from tests.unit.planner.seen import counters, gang, job
 
 GANGS = [gang(0, "training"), gang(1, "rollout"), gang(2, "rollout")]
 MOVING = [*GANGS[:2], gang(2, "rollout", actual_state="starting")]
