@@ -17,6 +17,11 @@ MOVE_S = 600.0  # a whole state, from or to rank 0
 COMPUTE_S = 3600.0  # the group's own deadline strikes before: a rank that is lost ends a collective
 
 
+def rank_name(job: str, rank: int) -> str:
+    """What a rank beside the first is called in the mesh."""
+    return f"rank/{job}/{rank}"
+
+
 @message
 class Order:
     """An order for the ranks of a generation; a newer generation ends a rank's part in an older
