@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.engine import Finish
 from common.clock import Clock
 from common.generation.contract import (
-    RUNNING,
     WHOLE_BYTES,
     Engine,
     Flush,
@@ -80,7 +80,7 @@ class PacedEngine:
 
     @property
     def ended(self) -> bool:
-        return self._seen is not None and bool((self._seen.finish != RUNNING).any())
+        return self._seen is not None and bool((self._seen.finish != Finish.RUNNING).any())
 
     @property
     def due_s(self) -> float:
@@ -126,7 +126,7 @@ class PacedEngine:
         seen, self._seen = self._seen, None
         if seen is None or not ended_only:
             return seen
-        over = np.isin(seen.ids, seen.ids[seen.finish != RUNNING])
+        over = np.isin(seen.ids, seen.ids[seen.finish != Finish.RUNNING])
         if not over.all():
             self._seen = rows_of(seen, ~over)
         return rows_of(seen, over) if over.any() else None

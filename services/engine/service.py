@@ -24,6 +24,7 @@ from common.api.engine import (
     CacheFrame,
     Engine,
     Export,
+    Finish,
     Move,
     Moved,
     Rest,
@@ -35,7 +36,7 @@ from common.api.engine import (
 from common.api.hint import Look
 from common.api.role import Drain, Drained
 from common.errors import MeshError, Refused
-from common.generation.contract import ABORTED, NO_FLOATS, RUNNING, Flush, Request
+from common.generation.contract import NO_FLOATS, Flush, Request
 from common.generation.contract import Engine as TokenEngine
 from common.runtime.actor import Actor, call, cast, stream
 from common.runtime.mesh import Mesh
@@ -141,7 +142,7 @@ class EngineService(Actor):
         for owner in owners:
             mine = [route is not None and route[0] is owner for route in routes]
             owner.flushes.put_nowait(_cut(flush, routes, mine, *self._weights))
-        for i in flush.ids[flush.finish != RUNNING].tolist():
+        for i in flush.ids[flush.finish != Finish.RUNNING].tolist():
             if (route := self._routes.pop(i, None)) is not None:
                 route[0].ids.pop(route[1], None)
 
@@ -243,7 +244,7 @@ class EngineService(Actor):
                 logprobs=none.logprobs,
                 unmodified=none.unmodified,
                 versions=none.versions,
-                finish=np.full(n, ABORTED, np.int8),
+                finish=np.full(n, Finish.ABORTED, np.int8),
             )
         )
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from common.api.engine import Finish
 from common.errors import DeadlineExceeded, PeerLost
-from common.generation.contract import ABORTED
 from services.engine.sglang import v0_5
 from services.engine.sglang.control import RETRACT, Control
 from services.engine.sglang.health import STRIKES, Watch
@@ -84,7 +84,7 @@ def test_a_request_that_is_ended_here_is_not_left_at_work_there() -> None:
     with hanging():
         engine.abort([1])
         heard = listener.run()[1]  # until the time for an abort is over
-    assert heard.finish == [ABORTED] and len(heard.tokens) >= 10
+    assert heard.finish == [Finish.ABORTED] and len(heard.tokens) >= 10
     assert stream.cancelled()
     waited = threading.Event()
     for _ in range(50):

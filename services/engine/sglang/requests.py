@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.api.engine import Finish
 from common.generation.builtin.stop_text import MARGIN, begin_of
-from common.generation.contract import RUNNING, Piece, Request
+from common.generation.contract import Piece, Request
 from services.engine.sglang.http import Answer
 from services.engine.sglang.v0_5 import Chunk
 
@@ -70,10 +71,10 @@ class Sent:
                 return True
         return False
 
-    def take(self, finish: int = RUNNING) -> Piece | None:
+    def take(self, finish: Finish = Finish.RUNNING) -> Piece | None:
         """What has come since the last call; None if that is nothing and it goes on."""
         part = slice(self.drained, len(self.tokens))
-        if part.start == part.stop and finish == RUNNING:
+        if part.start == part.stop and finish == Finish.RUNNING:
             return None
         self.drained = len(self.tokens)
         asked = self.request.unmodified

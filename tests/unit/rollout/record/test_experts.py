@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.api.engine import Tokens
+from common.api.engine import Finish, Tokens
 from common.api.weights import Group
 from common.errors import BadMessage
 from common.generation.contract import Flush
@@ -25,7 +25,7 @@ from services.rollout.trajectory import Restored, Trajectory
 from tests.unit.common.records.test_ledger import HOST
 from tests.unit.rollout.record.test_group_commit import PROMPT, Bench, on_bench
 
-RUNNING, STOP = 0, 1
+RUNNING, STOP = Finish.RUNNING, Finish.STOP
 WIDTH = 4
 
 
