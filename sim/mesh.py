@@ -182,11 +182,11 @@ class World:
                 role.stop()
                 await role.mesh.leave()
                 role = None
-            if row.desired_role == "rollout":
+            if row.desired_role == gangs.Role.ROLLOUT:
                 role = await self._engine(gang, epoch)
-            elif row.desired_role == "training":
+            elif row.desired_role == gangs.Role.TRAINING:
                 role = await self._trainer(gang, epoch, row.desired_core)
-            status = "idle" if row.desired_role == "idle" else "ready"
+            status = "idle" if row.desired_role == gangs.Role.IDLE else "ready"
             await gangs.report_actual(self.state, gang, mesh.token, epoch, row.desired_role, status)
 
     async def _engine(self, gang: str, epoch: int) -> Process:
@@ -248,7 +248,8 @@ class World:
                 await self.clock.sleep(0.5)
                 continue
             training = sum(
-                g.desired_role == "training" and g.settled for g in await gangs.gangs(self.state)
+                g.desired_role == gangs.Role.TRAINING and g.settled
+                for g in await gangs.gangs(self.state)
             )
             began = self.clock.monotonic()
             await self.clock.sleep(TRAIN_S / max(1, training))

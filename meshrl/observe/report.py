@@ -15,6 +15,7 @@ from rich.table import Table
 from common.job.evaluation_plan import HELD_OUT
 from common.state.accounting import account
 from common.state.events import Event
+from common.state.gangs import Role
 from meshrl import dryrun
 from meshrl.exporting import command
 from meshrl.launch.places import write_json
@@ -223,7 +224,7 @@ def spans(events: Sequence[Event], start_ms: int, end: float) -> list[Span]:
         if gang in current:
             role, state, since = current.pop(gang)
             found.append(Span(gang, role, state, since, at))
-        if event.kind == "actual" and event.fields["role"] != "idle":
+        if event.kind == "actual" and event.fields["role"] != Role.IDLE:
             current[gang] = (str(event.fields["role"]), str(event.fields["status"]), at)
     found += [Span(gang, role, state, at, end) for gang, (role, state, at) in current.items()]
     return found

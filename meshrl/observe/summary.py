@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.state.events import Event
+from common.state.gangs import Role
 from meshrl.observe.usage import Tally
 from meshrl.observe.watch import Evaluation, unforeseen
 
-TRADED = {"rollout", "training"}
+TRADED = {Role.ROLLOUT, Role.TRAINING}
 
 
 def summarize(

@@ -16,14 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from common.job.evaluation_plan import HELD_OUT
+from common.state.gangs import Role
 from meshrl.observe.watch import Evaluation, Snapshot, Worker
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-ROLE_COLORS = {
-    "rollout": "cyan",
-    "training": "magenta",
-    "scoring": "green",
-    "idle": "bright_black",
+ROLE_COLORS: dict[str, str] = {
+    Role.ROLLOUT: "cyan",
+    Role.TRAINING: "magenta",
+    Role.SCORING: "green",
+    Role.IDLE: "bright_black",
 }
 CURVE_WIDTH = 60
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from common.state.events import Event
-from common.state.gangs import Gang
+from common.state.gangs import Gang, Role
 from common.state.jobs import ENDED, JobRow
 from common.state.registry import Entry
 
@@ -24,9 +24,9 @@ class Worker:
 
     gang: str
     accelerator: str
-    role: str  # what it does: idle | rollout | training
+    role: Role  # what it does
     state: str  # starting | ready | draining | ...
-    wanted: str  # the role it is to have
+    wanted: Role  # that it is to have
     doing: str  # "31 running, version 12"
 
 
@@ -179,11 +179,11 @@ def trained_rate(rows: Sequence[dict[str, Any]]) -> float:
 def worker(gang: Gang, entries: Sequence[Entry]) -> Worker:
     stats = next((e.stats for e in entries if e.alive and e.name == f"engine/{gang.id}"), None)
     doing = ""
-    if gang.actual_role == "training":
+    if gang.actual_role == Role.TRAINING:
         doing = "core" if gang.desired_core else "hybrid"
-    elif gang.actual_role == "scoring":
+    elif gang.actual_role == Role.SCORING:
         doing = "frozen models"
-    elif gang.actual_role == "rollout" and stats:
+    elif gang.actual_role == Role.ROLLOUT and stats:
         doing = f"{stats.get('running', 0)} running, version {stats.get('version', '?')}"
     return Worker(
         gang=gang.id,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.state.gangs import Gang
+from common.state.gangs import Gang, Role
 from services.planner.allocation import Split, StageTimes, growing_role
 from services.planner.job import PlannedJob
 from services.planner.moves import progress
-from services.planner.placement import ROLLOUT, TRAINING, Decision, gang_to_move
+from services.planner.placement import Decision, gang_to_move
 from services.planner.presence import usable
 from services.planner.stages import Published
 
@@ -22,8 +22,8 @@ def rebalance(
     """
     there = usable(gangs)
     split = Split(
-        rollout=sum(g.desired_role == ROLLOUT for g in there),
-        training=sum(g.desired_role == TRAINING for g in there),
+        rollout=sum(g.desired_role == Role.ROLLOUT for g in there),
+        training=sum(g.desired_role == Role.TRAINING for g in there),
     )
     grows = growing_role(times, split, job.config)
     gang = gang_to_move(there, grows) if grows else None

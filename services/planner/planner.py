@@ -16,12 +16,13 @@ from common.process.host import Stoppable
 from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
 from common.state import gangs, jobs, leader, registry
+from common.state.gangs import Role
 from services.planner.allocation import StageTimes
 from services.planner.balancing import rebalance
 from services.planner.feasibility import Shortfall, hopeless, shortfall
 from services.planner.job import PlannedJob, planned
 from services.planner.moves import finished
-from services.planner.placement import IDLE, Decision, next_decision
+from services.planner.placement import Decision, next_decision
 from services.planner.presence import counted, gathering, missing_since, newly_lost
 from services.planner.requests import granted, refusal
 from services.planner.settling import Watch, following, look
@@ -188,7 +189,7 @@ class Planner(Actor):
             self.token,
             decision.gang,
             decision.role,
-            job.id if job and decision.role != IDLE else "",
+            job.id if job and decision.role != Role.IDLE else "",
             decision.core,
             decision.policy,
             operation or self.mesh.random.token(8),
