@@ -7,7 +7,7 @@ from dataclasses import field
 from enum import IntEnum
 
 from common.api.hint import Look
-from common.api.role import Role
+from common.api.role import Drainable
 from common.records.experts import NO_EXPERTS
 from common.runtime.interface import Call, Cast, Stream
 from common.wire.frames import Array, message
@@ -149,7 +149,7 @@ class CacheFrame:
     content: Array  # uint8
 
 
-class Engine(Role):
+class Engine(Drainable):
     attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)
