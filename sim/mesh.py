@@ -238,7 +238,7 @@ class World:
         if row.version < 0:
             first = await stage(mesh, bulk, JOB, 0, 0, {"w": torch.zeros(1)})
             await steps.commit_initial(self.state, JOB, mesh.name, mesh.token, 0, first, "c0")
-            await jobs.set_phase(self.state, JOB, "training", mesh.token, mesh.name)
+            await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, mesh.token, mesh.name)
         while True:
             row = await jobs.job(self.state, JOB)
             assert row is not None

@@ -165,7 +165,7 @@ async def recovered(task: Task, out: Path) -> float:
 async def committed(state: State, version: int) -> None:
     """Until a step is committed; RuntimeError if the job fails instead."""
     while (row := await row_of(state)).version < version:
-        if row.phase == "failed":
+        if row.phase == jobs.Phase.FAILED:
             raise RuntimeError(f"the job failed: {row.error}")
         await asyncio.sleep(LOOK_S)
 

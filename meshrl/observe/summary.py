@@ -7,6 +7,7 @@ from typing import Any
 
 from common.state.events import Event
 from common.state.gangs import Role
+from common.state.jobs import Phase
 from meshrl.observe.usage import Tally
 from meshrl.observe.watch import Evaluation, unforeseen
 
@@ -16,7 +17,7 @@ TRADED = {Role.ROLLOUT, Role.TRAINING}
 def summarize(
     *,
     job: str,
-    phase: str,
+    phase: Phase,
     seed: int,
     wall_s: float,
     warm_start_cached: bool,

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from common.job.evaluation_plan import HELD_OUT
 from common.state.gangs import Role
+from common.state.jobs import Phase
 from meshrl.observe.watch import Evaluation, Snapshot, Worker
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -52,7 +53,7 @@ class Lines:
     def __init__(self) -> None:
         self._steps = -1
         self._evaluations = 0
-        self._phase = ""
+        self._phase: Phase | None = None
         self._trouble = False
 
     def __enter__(self) -> Self:
@@ -65,7 +66,7 @@ class Lines:
         print(text, flush=True)
 
     def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
-        if self._phase != "training":  # after training, the last steps come before the news
+        if self._phase != Phase.TRAINING:  # after training, the last steps come before the news
             self._show_phase(shot)
         if bool(shot.trouble) != self._trouble:
             self._trouble = bool(shot.trouble)
@@ -126,7 +127,7 @@ def screen(shot: Snapshot, run_dir: Path) -> RenderableType:
 
 
 def _progress(shot: Snapshot) -> RenderableType:
-    warming = shot.phase == "warm_start"
+    warming = shot.phase == Phase.WARM_START
     done, total = (shot.warm_start, 1.0) if warming else (float(shot.step), float(shot.steps))
     what = f"warm start {shot.warm_start:.0%}" if warming else f"step {shot.step}/{shot.steps}"
     to_go = f"about {clock(shot.eta_s)} to go" if shot.eta_s is not None else ""

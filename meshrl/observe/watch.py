@@ -10,7 +10,7 @@ from typing import Any
 
 from common.state.events import Event
 from common.state.gangs import Gang, Role
-from common.state.jobs import ENDED, JobRow
+from common.state.jobs import ENDED, JobRow, Phase
 from common.state.registry import Entry
 
 RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
@@ -45,7 +45,7 @@ class Snapshot:
     """A run at one moment."""
 
     job: str
-    phase: str
+    phase: Phase
     seed: int
     step: int
     steps: int

@@ -146,7 +146,9 @@ class Planner(Actor):
             return True
         if hopeless(term.short, now_s):
             why = term.short.why
-            await jobs.set_phase(mesh.state, job.id, "failed", mesh.token, mesh.name, error=why)
+            await jobs.set_phase(
+                mesh.state, job.id, jobs.Phase.FAILED, mesh.token, mesh.name, error=why
+            )
         return False
 
     async def _moves_asked_for(self, known: list[gangs.Gang], job: PlannedJob) -> None:

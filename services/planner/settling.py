@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.state.gangs import Gang
+from common.state.jobs import Phase
 from services.planner.allocation import StageTimes
 from services.planner.job import PlannedJob
 from services.planner.presence import usable
@@ -57,7 +58,7 @@ def look(
 
     `entries` are those of live processes.
     """
-    if job.phase != "training" or job.steps_done <= job.config.warmup_steps:
+    if job.phase != Phase.TRAINING or job.steps_done <= job.config.warmup_steps:
         return watch, None
     if not all(g.settled for g in usable(gangs)):
         return replace(watch, window=watch.window.emptied()), None

@@ -248,7 +248,12 @@ class ShardJob:
         await patiently(
             self.mesh.clock,
             lambda: jobs.set_phase(
-                self.mesh.state, self.job.id, "failed", self.mesh.token, self.mesh.name, told
+                self.mesh.state,
+                self.job.id,
+                jobs.Phase.FAILED,
+                self.mesh.token,
+                self.mesh.name,
+                told,
             ),
         )
 

@@ -53,7 +53,9 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
         why = f"the frozen models cannot be served: {error}"
         await patiently(
             mesh.clock,
-            lambda: jobs.set_phase(mesh.state, job_id, "failed", mesh.token, mesh.name, why),
+            lambda: jobs.set_phase(
+                mesh.state, job_id, jobs.Phase.FAILED, mesh.token, mesh.name, why
+            ),
         )
         raise
     finally:

@@ -100,7 +100,9 @@ def _core(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | None) -
 
 
 async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:
-    await jobs.set_phase(mesh.state, data.id, "failed", mesh.token, mesh.name, error=str(error))
+    await jobs.set_phase(
+        mesh.state, data.id, jobs.Phase.FAILED, mesh.token, mesh.name, error=str(error)
+    )
 
 
 async def obey(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank) -> None:

@@ -110,7 +110,7 @@ class Bench:
         seats = Seats(self.state, await self.seat(SHARD), await self.seat(TRAINER))
         await jobs.submit(self.state, JOB, document(**algorithm), "/runs/job", uuid.uuid4().hex)
         await steps.commit_initial(self.state, JOB, TRAINER, seats.trainer, 0, "m0", "c0")
-        await jobs.set_phase(self.state, JOB, "training", seats.trainer, TRAINER)
+        await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, seats.trainer, TRAINER)
         return seats
 
 

@@ -38,17 +38,17 @@ async def test_a_job_name_is_taken_once_and_must_be_a_name(state: State) -> None
 async def test_phases_only_go_forward_and_only_for_a_lease(bench: Bench) -> None:
     token = await bench.seat("planner/0")
     await jobs.submit(bench.state, JOB, document(), "", "op")
-    await jobs.set_phase(bench.state, JOB, "warm_start", token, "planner/0")
-    await jobs.set_phase(bench.state, JOB, "warm_start", token, "planner/0")
-    await jobs.set_phase(bench.state, JOB, "training", token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.WARM_START, token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.WARM_START, token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.TRAINING, token, "planner/0")
     with pytest.raises(Refused, match="cannot go back"):
-        await jobs.set_phase(bench.state, JOB, "baseline", token, "planner/0")
+        await jobs.set_phase(bench.state, JOB, jobs.Phase.BASELINE, token, "planner/0")
     newer = await bench.seat("planner/0")
     with pytest.raises(Fenced):
-        await jobs.set_phase(bench.state, JOB, "evaluation", token, "planner/0")
-    await jobs.set_phase(bench.state, JOB, "failed", newer, "planner/0", "no reward")
+        await jobs.set_phase(bench.state, JOB, jobs.Phase.EVALUATION, token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.FAILED, newer, "planner/0", "no reward")
     with pytest.raises(Refused):
-        await jobs.set_phase(bench.state, JOB, "finished", newer, "planner/0")
+        await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, newer, "planner/0")
     row = await jobs.job(bench.state, JOB)
     assert row.ended and row.error == "no reward"
     phases = [e for e in await events.read_all(bench.state) if e.kind == "phase"]
@@ -60,13 +60,13 @@ async def test_a_stopped_job_goes_on_where_it_was(bench: Bench) -> None:
     for group in await seats.admit():
         await seats.finish(group)
     await seats.step(1)
-    await jobs.set_phase(bench.state, JOB, "stopped", seats.trainer, TRAINER)
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.STOPPED, seats.trainer, TRAINER)
     assert await seats.admit() == []
     for _ in range(2):
         await jobs.reopen(bench.state, JOB, "op")
     assert (await jobs.job(bench.state, JOB)).phase == "training"
     assert await seats.admit() != []
-    await jobs.set_phase(bench.state, JOB, "finished", seats.trainer, TRAINER)
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, seats.trainer, TRAINER)
     with pytest.raises(Refused, match="has finished"):
         await jobs.reopen(bench.state, JOB, "op2")
 
@@ -112,7 +112,7 @@ async def test_nothing_is_admitted_before_training_nor_beyond_the_budget(bench: 
     shard, trainer = await bench.seat(SHARD), await bench.seat(TRAINER)
     await jobs.submit(bench.state, JOB, document(steps=1), "", "op")
     assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op1") == []
-    await jobs.set_phase(bench.state, JOB, "training", trainer, TRAINER)
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
     assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op2") == []
     await steps.commit_initial(bench.state, JOB, TRAINER, trainer, 0, "m0", "c0")
     assert len(await groups.admit(bench.state, JOB, SHARD, shard, 9, "op3")) == 2

@@ -52,7 +52,7 @@ async def test_an_evaluation_is_awaited_until_it_is_there_or_the_job_has_ended(
     await bench.state.command("HSET", "{job}:evaluations", "step-0", "{}")
     assert not await jobs.awaits_evaluation(bench.state, JOB, "step-0")
     assert await jobs.awaits_evaluation(bench.state, JOB, "step-1")
-    await jobs.set_phase(bench.state, JOB, "stopped", seats.trainer, TRAINER)
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.STOPPED, seats.trainer, TRAINER)
     assert not await jobs.awaits_evaluation(bench.state, JOB, "step-1")
     with pytest.raises(NotFound):
         await jobs.awaits_evaluation(bench.state, "another", "step-0")
