@@ -103,11 +103,11 @@ class EngineLink:
         )
 
     @property
-    def whole(self) -> balance.Engine:
+    def whole(self) -> balance.TotalLoad:
         """The engine with what all shards have there."""
         total = len(self.out) + sum(self._others.values())
         executing = min(total, self.batch)
-        return balance.Engine(
+        return balance.TotalLoad(
             self.name, self.batch, executing, total - executing, self._plateau, self.load.version
         )
 

@@ -71,13 +71,13 @@ class Stay:
         "home",
         "link",
         "order",
-        "whereabouts",
         "placed",
         "request",
         "since",
         "source",
         "target",
         "trajectory",
+        "whereabouts",
     )
 
     def __init__(self, engines: Engines, trajectory: Trajectory) -> None:
