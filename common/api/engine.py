@@ -107,7 +107,7 @@ class Abort:
 
 
 @message
-class Move:
+class CacheMove:
     """Take over what `source` has computed of a session between two turns, for its next one."""
 
     owner: str  # a shard that is attached, and will say when the session has ended
@@ -116,7 +116,7 @@ class Move:
 
 
 @message
-class Moved:
+class CacheMoved:
     tokens: int  # that the session's next turn finds computed here
     bytes: int  # of keys and values that came
     seconds: float  # that it took, without waiting for other moves to this engine
@@ -154,6 +154,6 @@ class Engine(Drainable):
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)
     rest = Call(Rest, Rested, deadline_s=90.0, idempotent=True)
-    move = Call(Move, Moved, deadline_s=75.0)
+    move = Call(CacheMove, CacheMoved, deadline_s=75.0)
     export = Stream(Export, CacheFrame, idle_s=5.0, credits=16)
     look = Cast(Look)

@@ -22,11 +22,11 @@ from common.api.engine import (
     Abort,
     Attach,
     CacheFrame,
+    CacheMove,
+    CacheMoved,
     Engine,
     Export,
     Finish,
-    Move,
-    Moved,
     Rest,
     Rested,
     Submit,
@@ -326,10 +326,10 @@ class EngineService(Actor):
         return Rested(self.engine.version)
 
     @call(Engine.move)
-    async def move(self, request: Move) -> Moved:
+    async def move(self, request: CacheMove) -> CacheMoved:
         """Takes over a session from another engine, as far as that goes; never an error."""
         if self.draining or request.owner not in self._owners:
-            return Moved(0, 0, 0.0, False)
+            return CacheMoved(0, 0, 0.0, False)
         return await self.moves.fetch(request)
 
     @stream(Engine.export)

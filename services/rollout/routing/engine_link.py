@@ -12,10 +12,10 @@ import numpy as np
 from common.api.engine import (
     Abort,
     Attach,
+    CacheMove,
+    CacheMoved,
     Engine,
     Finish,
-    Move,
-    Moved,
     Sampling,
     Submit,
     Tokens,
@@ -209,8 +209,8 @@ class EngineLink:
 
     async def fetch(self, t: Trajectory, source: EngineLink) -> None:
         """Brings the trajectory's keys and values here from `source`, as far as that goes."""
-        move = Move(self._mesh.name, t.id, source.name)
-        moved: Moved = await self._ref.call(Engine.move, move)
+        move = CacheMove(self._mesh.name, t.id, source.name)
+        moved: CacheMoved = await self._ref.call(Engine.move, move)
         self.costs(source).moved(moved.bytes, moved.seconds)
 
     def movable(self, count: int, pending: bool) -> list[Stay]:

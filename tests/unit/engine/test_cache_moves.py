@@ -12,10 +12,10 @@ import numpy as np
 from common.api.engine import (
     Attach,
     CacheFrame,
+    CacheMove,
+    CacheMoved,
     CachePart,
     Engine,
-    Move,
-    Moved,
     Sampling,
     Submit,
     Tokens,
@@ -133,8 +133,8 @@ class Bench:
         tokens = np.concatenate([flush.tokens for flush in flushes])
         return tokens.tolist(), np.concatenate([flush.logprobs for flush in flushes]).tolist()
 
-    async def move(self, **more: Any) -> Moved:
-        move = Move(**{"owner": SHARD, "session": SESSION, "source": "engine/a", **more})
+    async def move(self, **more: Any) -> CacheMoved:
+        move = CacheMove(**{"owner": SHARD, "session": SESSION, "source": "engine/a", **more})
         return await self.shard.ref("engine/b").call(Engine.move, move)
 
 
