@@ -41,7 +41,7 @@ class BetweenSteps(Protocol):
         """What `action` answers between two steps of the engine."""
 
 
-class Moves:
+class CacheMoves:
     """Both ends of moves, at one engine. `loaded` names the weights that it computes with."""
 
     def __init__(

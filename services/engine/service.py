@@ -40,7 +40,7 @@ from common.generation.contract import NO_FLOATS, Flush, Request
 from common.generation.contract import Engine as TokenEngine
 from common.runtime.actor import Actor, call, cast, stream
 from common.runtime.mesh import Mesh
-from services.engine.cache_moves import Moves
+from services.engine.cache_moves import CacheMoves
 from services.engine.throughput import Throughput
 
 R = TypeVar("R")
@@ -97,7 +97,7 @@ class EngineService(Actor):
         self.manifest = ""  # of the weights that are loaded
         self.lineage = 0  # of their version; never ahead of them
         self._computing = ""  # the same, as the driver's side knows it
-        self.moves = Moves(mesh, engine, self._between_steps, lambda: self._computing)
+        self.moves = CacheMoves(mesh, engine, self._between_steps, lambda: self._computing)
 
     @property
     def requests(self) -> dict[str, int]:

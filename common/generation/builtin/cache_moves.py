@@ -20,7 +20,7 @@ from common.generation.contract import MIXED, SessionCache
 OLDER = -1  # swaps before a cache that these weights did not compute, or not all of it
 
 
-class Moves:
+class SessionCaches:
     """`keep`: caches of several versions are allowed. `drop` takes an idle slot's cache away."""
 
     def __init__(

@@ -18,7 +18,7 @@ from torch import Tensor
 from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, Refused
-from common.generation.builtin.cache_moves import Moves
+from common.generation.builtin.cache_moves import SessionCaches
 from common.generation.builtin.parts import SHARE_FROM, Compute, Memory
 from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.builtin.slots import Slots
@@ -73,7 +73,7 @@ class TorchEngine:
         self._shapes = shapes
         self._clock = clock or SystemClock()
         self._recompute = kv_on_update == "recompute"
-        self._moves = Moves(slots, compute, memory, not self._recompute, self._drop)
+        self._moves = SessionCaches(slots, compute, memory, not self._recompute, self._drop)
         self._prefill_rate = PrefillRate()
         self._steps, self._budget_s = steps, budget_s  # of one call, while nothing joins or ends
         self._stretch = max(2, compute.prefill_from)  # tokens to compute from which a slot joins
