@@ -57,7 +57,7 @@ class Gang:
 
 
 @dataclass(frozen=True)
-class Move:
+class MoveRequest:
     """What a person asked for with `meshrl move`."""
 
     gang: str
@@ -66,7 +66,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Moving:
+class GangMove:
     """A move that a leader has decided and that is not complete yet."""
 
     gang: str
@@ -178,12 +178,12 @@ async def request_move(state: State, gang: str, role: str, op_id: str) -> None:
     await state.run("request_move", [MESH], {"gang": gang, "role": role, "op": op_id})
 
 
-async def moves_asked_for(state: State) -> list[Move]:
+async def moves_asked_for(state: State) -> list[MoveRequest]:
     """The moves on record, in the order in which they were asked for."""
     row = (await state.run("row", [MOVES], {}))["row"] or {}
     moves = [json.loads(move) | {"op": op} for op, move in row.items()]
     moves.sort(key=lambda move: (move["asked_ms"], move["op"]))
-    return [Move(move["gang"], move["role"], move["op"]) for move in moves]
+    return [MoveRequest(move["gang"], move["role"], move["op"]) for move in moves]
 
 
 async def decline_move(state: State, leader_token: int, op_id: str, reason: str) -> None:
@@ -192,18 +192,18 @@ async def decline_move(state: State, leader_token: int, op_id: str, reason: str)
     await state.run("decline_move", [MESH], args)
 
 
-async def moving(state: State) -> list[Moving]:
+async def moving(state: State) -> list[GangMove]:
     """The moves that are under way, one of a gang at most, by gang."""
     row = (await state.run("row", [MOVING], {}))["row"] or {}
     found = {gang: json.loads(move) for gang, move in row.items()}
     return [
-        Moving(gang, move["epoch"], move["started_ms"], json.loads(move["details"]))
+        GangMove(gang, move["epoch"], move["started_ms"], json.loads(move["details"]))
         for gang, move in sorted(found.items())
     ]
 
 
 async def finish_move(
-    state: State, leader_token: int, move: Moving, details: dict[str, Any]
+    state: State, leader_token: int, move: GangMove, details: dict[str, Any]
 ) -> None:
     """Strikes a complete move off the record and tells of it, with `details`, in the event `move`,
     once. Nothing happens when the gang was decided about anew.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from common.state.gangs import Gang, Move, Role
+from common.state.gangs import Gang, MoveRequest, Role
 from services.planner.placement import Decision
 
 ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)  # that a gang may be given by hand
 
 
-def refusal(move: Move, gang: Gang | None) -> str:
+def refusal(move: MoveRequest, gang: Gang | None) -> str:
     """Why a move is declined; empty when it is made. `gang`: the one it names, if there is one."""
     if gang is None:
         return f"no gang is called {move.gang}"
@@ -23,7 +23,7 @@ def refusal(move: Move, gang: Gang | None) -> str:
     return ""
 
 
-def granted(move: Move, gang: Gang) -> Decision:
+def granted(move: MoveRequest, gang: Gang) -> Decision:
     """The decision that makes the move."""
     details = {"policy": "user", "from": gang.desired_role, "to": move.role}
     return Decision(gang.id, Role(move.role), False, "user", details)

@@ -122,7 +122,7 @@ async def test_a_move_that_is_asked_for_is_on_record_until_it_is_settled(bench: 
     await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
     led = await lead(bench, "a")
     assert await gangs.moves_asked_for(bench.state) == []
-    asked = [gangs.Move("g0", "training", "m1"), gangs.Move("g0", "rollout", "m0")]
+    asked = [gangs.MoveRequest("g0", "training", "m1"), gangs.MoveRequest("g0", "rollout", "m0")]
     for move in asked:
         for _ in range(2):
             await gangs.request_move(bench.state, move.gang, move.role, move.op_id)
