@@ -92,7 +92,7 @@ class SessionCache:
     first_version: int  # of the weights that sampled that one
 
 
-class Engine(Protocol):
+class TokenEngine(Protocol):
     """Driven by one thread: `step` until it returns False, `drain` when it suits."""
 
     @property

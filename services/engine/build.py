@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
-from common.generation.contract import Engine
+from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.job.pace import profile
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from services.engine.sglang.engine import SGLangEngine
 
 
-async def opened(mesh: Mesh, data: JobData, gang: str) -> Engine:
+async def opened(mesh: Mesh, data: JobData, gang: str) -> TokenEngine:
     """The job's engine, asleep; native code is compiled if this host has none yet.
 
     From the main thread: a server that an engine needs dies with the thread that starts it.
     """
     if data.config.rollout.engine == "sglang":
-        engine: Engine = await _sglang(mesh, data, gang)
+        engine: TokenEngine = await _sglang(mesh, data, gang)
     else:
         engine = await mesh.host.run_blocking(_torch, data, deadline_s=BUILD_S)
     pace = data.config.rollout.pace

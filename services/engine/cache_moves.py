@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from common.api.engine import CacheFrame, CacheMove, CacheMoved, CachePart, Engine, Export
 from common.errors import BadMessage, MeshError
-from common.generation.contract import Engine as TokenEngine
-from common.generation.contract import SessionCache
+from common.generation.contract import SessionCache, TokenEngine
 from common.runtime.mesh import Mesh
 
 R = TypeVar("R")

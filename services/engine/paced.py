@@ -17,11 +17,11 @@ from common.api.engine import Finish
 from common.clock import Clock
 from common.generation.contract import (
     WHOLE_BYTES,
-    Engine,
     Flush,
     Ints,
     Request,
     SessionCache,
+    TokenEngine,
     joined,
     rows_of,
 )
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class PacedEngine:
-    """See `Engine`; whatever `inner` has beyond that is reachable there."""
+    """See `TokenEngine`; whatever `inner` has beyond that is reachable there."""
 
-    def __init__(self, inner: Engine, pace: Pace, clock: Clock) -> None:
+    def __init__(self, inner: TokenEngine, pace: Pace, clock: Clock) -> None:
         """`inner` does one step a call, so that none of its tokens shows too early."""
         self.inner, self.pace = inner, pace
         self._clock = clock

@@ -36,8 +36,7 @@ from common.api.engine import (
 from common.api.hint import Look
 from common.api.role import Drain, Drained
 from common.errors import MeshError, Refused
-from common.generation.contract import NO_FLOATS, Flush, Request
-from common.generation.contract import Engine as TokenEngine
+from common.generation.contract import NO_FLOATS, Flush, Request, TokenEngine
 from common.runtime.actor import Actor, call, cast, stream
 from common.runtime.mesh import Mesh
 from services.engine.cache_moves import CacheMoves

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.api.engine import Finish
 from common.errors import Refused
-from common.generation.contract import Engine
+from common.generation.contract import TokenEngine
 from services.engine.sglang.engine import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (
@@ -217,7 +217,7 @@ actions = st.lists(
 @given(script=actions)
 def test_whatever_happens_no_token_is_lost_or_doubled(kind: str, script: list) -> None:  # type: ignore[type-arg]
     listener = build(kind, slots=3, max_length=64)
-    engine: Engine = listener.engine
+    engine: TokenEngine = listener.engine
     wanted: dict[int, tuple[int, list[int]]] = {}
     aborted: set[int] = set()
     state = decoder(1).state_dict() if kind != "simulated" else {}

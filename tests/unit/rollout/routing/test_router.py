@@ -9,7 +9,7 @@ import pytest
 
 from common.api.engine import Finish, Sampling
 from common.errors import ToolFailed
-from common.generation.contract import Engine
+from common.generation.contract import TokenEngine
 from common.random import Random
 from common.records.token_record import TokenRows
 from common.runtime.mesh import Mesh
@@ -69,7 +69,7 @@ class Bench:
         return Router(self.rollout, commits, Sampling([], []), SLOTS, scheduler)
 
     def _engine(self, name: str) -> EngineService:
-        engine: Engine = SimulatedEngine(self.clock, SLOTS, 100.0)
+        engine: TokenEngine = SimulatedEngine(self.clock, SLOTS, 100.0)
         if self.computes:
             engine = built_in("eager", SLOTS, 128, clock=self.clock)
         return EngineService(self._mesh(name), engine, SLOTS, lambda action: action())
