@@ -37,7 +37,7 @@ from loadtests.measuring.meshed import meshed
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.lengths import Lengths, Past, State, state_of
-from services.rollout.routing.queues import Bucket, Decision, bucket_of
+from services.rollout.routing.queues import Decision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
 from services.rollout.trajectory import Ending, Round, Trajectory
 
@@ -128,7 +128,7 @@ class Mlfq(Scheduler):
 class Oracle(Scheduler):
     """Knows what each trajectory will still sample."""
 
-    def __init__(self, buckets: Sequence[Bucket], plan: Sequence[Script]) -> None:
+    def __init__(self, buckets: Sequence[LengthBucket], plan: Sequence[Script]) -> None:
         super().__init__(buckets, PROMPTS, Lengths())
         self._plan = plan
 
@@ -141,7 +141,9 @@ class Oracle(Scheduler):
 class Ours(Scheduler):
     """C-MLFQ as it is, compared at each decision with what the oracle would have said."""
 
-    def __init__(self, buckets: Sequence[Bucket], lengths: Lengths, plan: Sequence[Script]) -> None:
+    def __init__(
+        self, buckets: Sequence[LengthBucket], lengths: Lengths, plan: Sequence[Script]
+    ) -> None:
         super().__init__(buckets, PROMPTS, lengths)
         self._plan = plan
         self.agreed: list[bool] = []
@@ -204,8 +206,8 @@ async def trajectory(router: Router, index: int, script: Script) -> None:
 
 
 async def compare(rounds: int, seed: int) -> dict[str, Any]:
-    one = [Bucket(1 << 30, BATCH)]
-    two = [Bucket(BORDER, BATCH), Bucket(1 << 30, BATCH)]
+    one = [LengthBucket(1 << 30, BATCH)]
+    two = [LengthBucket(BORDER, BATCH), LengthBucket(1 << 30, BATCH)]
     spans: dict[str, list[float]] = {name: [] for name in ("ours", "fifo", "mlfq", "oracle")}
     moved: dict[str, list[int]] = {name: [] for name in spans}
     caches: dict[str, list[dict[str, int]]] = {name: [] for name in spans}

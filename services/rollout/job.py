@@ -31,7 +31,7 @@ from services.rollout.rewards.scoring import Scorer
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.length_history import History
 from services.rollout.routing.lengths import Lengths
-from services.rollout.routing.queues import Bucket
+from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
 from services.rollout.supervised import give
@@ -86,11 +86,11 @@ class ShardJob:
             min_p=rollout.min_p,
         )
 
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self) -> list[LengthBucket]:
         rollout = self.config.rollout
         if not rollout.buckets:
-            return [Bucket(rollout.max_tokens, rollout.slots)]
-        return [Bucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
+            return [LengthBucket(rollout.max_tokens, rollout.slots)]
+        return [LengthBucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
 
     def _stop_ids(self) -> list[int]:
         tokenizer = Tokenizer.load(str(self.job.tokenizer))

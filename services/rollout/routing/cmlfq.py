@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.routing.lengths import Lengths, Past, State, state_of
-from services.rollout.routing.queues import Bucket, Decision, decide
+from services.rollout.routing.queues import Decision, LengthBucket, decide
 from services.rollout.trajectory import Trajectory
 
 
@@ -28,7 +28,7 @@ class Course:
 class Scheduler:
     """Which bucket a trajectory belongs to; learns from each that ends."""
 
-    def __init__(self, buckets: Sequence[Bucket], prompts: int, lengths: Lengths) -> None:
+    def __init__(self, buckets: Sequence[LengthBucket], prompts: int, lengths: Lengths) -> None:
         self.buckets = list(buckets)
         self.lengths = lengths
         self.outcomes: Counter[str] = Counter()  # of decisions so far

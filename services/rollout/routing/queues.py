@@ -19,7 +19,7 @@ from services.rollout.routing.lengths import Estimate
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class LengthBucket:
     """Engines for trajectories with at most `max_tokens` tokens still to sample."""
 
     max_tokens: int
@@ -101,7 +101,7 @@ def _order(engine: EngineLoad) -> tuple[float, int, str]:
     return engine.load, engine.held, engine.name
 
 
-def assign(engines: Mapping[str, int], buckets: Sequence[Bucket]) -> dict[str, int]:
+def assign(engines: Mapping[str, int], buckets: Sequence[LengthBucket]) -> dict[str, int]:
     """The bucket of each engine, given its degree of tensor parallelism.
 
     Small degrees go to short buckets, as short contexts use them best; among equals the names
@@ -136,13 +136,13 @@ class Decision:
     reason: str
 
 
-def bucket_of(tokens: float, buckets: Sequence[Bucket]) -> int:
+def bucket_of(tokens: float, buckets: Sequence[LengthBucket]) -> int:
     """The first bucket that is meant for so many tokens; the last takes all longer ones too."""
     fits = (i for i, bucket in enumerate(buckets) if tokens <= bucket.max_tokens)
     return next(fits, len(buckets) - 1)
 
 
-def decide(estimate: Estimate | None, current: int, buckets: Sequence[Bucket]) -> Decision:
+def decide(estimate: Estimate | None, current: int, buckets: Sequence[LengthBucket]) -> Decision:
     """Whether a trajectory in bucket `current` should move: only where the mean and the 90th
     percentile of what remains point to the same other bucket.
     """

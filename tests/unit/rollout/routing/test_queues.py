@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from services.rollout.routing.lengths import Estimate
 from services.rollout.routing.queues import (
-    Bucket,
     EngineLoad,
+    LengthBucket,
     Waiting,
     assign,
     bucket_of,
@@ -30,7 +30,7 @@ loads = st.lists(
     unique_by=lambda e: e.name,
 )
 plans = st.lists(
-    st.builds(Bucket, st.integers(1, 1000), st.integers(1, 64), st.floats(0.1, 1.0)),
+    st.builds(LengthBucket, st.integers(1, 1000), st.integers(1, 64), st.floats(0.1, 1.0)),
     min_size=1,
     max_size=4,
     unique_by=lambda b: b.max_tokens,
@@ -124,7 +124,7 @@ def test_nobody_is_overtaken_by_one_who_belongs_no_better(
 
 @given(st.dictionaries(st.text("abcdef", min_size=1), st.sampled_from([1, 2, 4, 8])), plans)
 def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
-    engines: dict[str, int], plan: list[Bucket]
+    engines: dict[str, int], plan: list[LengthBucket]
 ) -> None:
     places = assign(engines, plan)
     assert places.keys() == engines.keys()
@@ -139,11 +139,11 @@ def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
 
 def test_shares_are_met_as_closely_as_whole_engines_allow() -> None:
     engines = {f"engine/g{i}": 1 for i in range(8)}
-    places = assign(engines, [Bucket(100, 8, 0.6), Bucket(1000, 8, 0.4)])
+    places = assign(engines, [LengthBucket(100, 8, 0.6), LengthBucket(1000, 8, 0.4)])
     assert list(places.values()).count(0) == 5
 
 
-PLAN = [Bucket(100, 32), Bucket(1000, 8), Bucket(10_000, 4)]
+PLAN = [LengthBucket(100, 32), LengthBucket(1000, 8), LengthBucket(10_000, 4)]
 
 
 def estimate(mean: float, p90: float) -> Estimate:

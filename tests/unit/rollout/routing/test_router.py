@@ -18,7 +18,7 @@ from services.engine.simulated import SimulatedEngine
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.lengths import Lengths, Past
-from services.rollout.routing.queues import Bucket
+from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
 from services.rollout.trajectory import Round, Trajectory
@@ -46,7 +46,7 @@ class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock, self.random = clock, random
         self.computes = False  # engines are the built-in one, not simulated
-        self.buckets = [Bucket(1 << 30, SLOTS)]
+        self.buckets = [LengthBucket(1 << 30, SLOTS)]
         self.past: list[Past] = []
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state = simulated_state(clock)
@@ -227,7 +227,7 @@ class TwoBuckets(Bench):
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         super().__init__(clock, random)
         self.computes = True
-        self.buckets = [Bucket(20, SLOTS), Bucket(1 << 30, SLOTS)]
+        self.buckets = [LengthBucket(20, SLOTS), LengthBucket(1 << 30, SLOTS)]
         failure = ("run", "small", "failure")
         self.past = [Past(0, ((failure, 5),), 100)] * 5
         self.routers = []
