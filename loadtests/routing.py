@@ -37,7 +37,7 @@ from loadtests.measuring.meshed import meshed
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.lengths import Lengths, Past, State, state_of
-from services.rollout.routing.queues import Decision, LengthBucket, bucket_of
+from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
 from services.rollout.trajectory import Ending, Round, Trajectory
 
@@ -119,10 +119,10 @@ class Fifo(Scheduler):
 class Mlfq(Scheduler):
     """Promoted by what it has sampled so far."""
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> BucketDecision:
         bucket = bucket_of(float((t.versions >= 0).sum()), self.buckets)
         outcome = "already_in_target" if bucket == current else "causal_signal_agree"
-        return Decision(outcome, bucket, "by current length")
+        return BucketDecision(outcome, bucket, "by current length")
 
 
 class Oracle(Scheduler):
@@ -132,10 +132,10 @@ class Oracle(Scheduler):
         super().__init__(buckets, PROMPTS, Lengths())
         self._plan = plan
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> BucketDecision:
         bucket = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
         outcome = "already_in_target" if bucket == current else "causal_signal_agree"
-        return Decision(outcome, bucket, "by the future")
+        return BucketDecision(outcome, bucket, "by the future")
 
 
 class Ours(Scheduler):
@@ -148,7 +148,7 @@ class Ours(Scheduler):
         self._plan = plan
         self.agreed: list[bool] = []
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> BucketDecision:
         decision = super().decided(t, path, current)
         truth = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
         self.agreed.append(decision.bucket == truth)

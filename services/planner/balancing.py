@@ -8,14 +8,14 @@ from common.state.gangs import Gang, Role
 from services.planner.allocation import Split, StageTimes, growing_role
 from services.planner.job import PlannedJob
 from services.planner.moves import progress
-from services.planner.placement import Decision, gang_to_move
+from services.planner.placement import RoleDecision, gang_to_move
 from services.planner.presence import usable
 from services.planner.stages import Published
 
 
 def rebalance(
     times: StageTimes, job: PlannedJob, gangs: Sequence[Gang], entries: Sequence[Published]
-) -> Decision | None:
+) -> RoleDecision | None:
     """The gang that changes sides, and what that was decided by; None: the split is kept.
 
     `entries` are those of live processes.
@@ -39,4 +39,4 @@ def rebalance(
         "step": job.steps_done,
         "before": progress(gangs, entries, gang.id),
     }
-    return Decision(gang.id, grows, False, "stage_time", details)
+    return RoleDecision(gang.id, grows, False, "stage_time", details)

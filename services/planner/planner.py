@@ -22,7 +22,7 @@ from services.planner.balancing import rebalance
 from services.planner.feasibility import Shortfall, hopeless, shortfall
 from services.planner.job import PlannedJob, planned
 from services.planner.moves import finished
-from services.planner.placement import Decision, next_decision
+from services.planner.placement import RoleDecision, next_decision
 from services.planner.presence import counted, gathering, missing_since, newly_lost
 from services.planner.requests import granted, refusal
 from services.planner.settling import Watch, following, look
@@ -183,7 +183,7 @@ class Planner(Actor):
             term.watch = term.watch.arrived(details)
 
     async def _decide(
-        self, decision: Decision, job: PlannedJob | None, operation: str = ""
+        self, decision: RoleDecision, job: PlannedJob | None, operation: str = ""
     ) -> None:
         """Writes a decision, once for an operation, and hints at it."""
         await gangs.set_desired(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.state.gangs import Gang, MoveRequest, Role
-from services.planner.placement import Decision
+from services.planner.placement import RoleDecision
 
 ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)  # that a gang may be given by hand
 
@@ -23,7 +23,7 @@ def refusal(move: MoveRequest, gang: Gang | None) -> str:
     return ""
 
 
-def granted(move: MoveRequest, gang: Gang) -> Decision:
+def granted(move: MoveRequest, gang: Gang) -> RoleDecision:
     """The decision that makes the move."""
     details = {"policy": "user", "from": gang.desired_role, "to": move.role}
-    return Decision(gang.id, Role(move.role), False, "user", details)
+    return RoleDecision(gang.id, Role(move.role), False, "user", details)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.routing.lengths import Lengths, Past, State, state_of
-from services.rollout.routing.queues import Decision, LengthBucket, decide
+from services.rollout.routing.queues import BucketDecision, LengthBucket, decide
 from services.rollout.trajectory import Trajectory
 
 
@@ -42,11 +42,11 @@ class Scheduler:
         """
         return (-course.bucket,) if len(self.buckets) > 1 else (t.id,)
 
-    def returned(self, t: Trajectory, course: Course) -> Decision:
+    def returned(self, t: Trajectory, course: Course) -> BucketDecision:
         """A tool has answered the trajectory's open round: where it goes on."""
         course.returns = returns_of(t, course.returns)
         if len(self.buckets) == 1:
-            return Decision("already_in_target", 0, "there is one bucket")
+            return BucketDecision("already_in_target", 0, "there is one bucket")
         decision = self.decided(t, [state for state, _ in course.returns], course.bucket)
         course.bucket = decision.bucket
         self.outcomes[decision.outcome] += 1
@@ -59,7 +59,7 @@ class Scheduler:
             path = [state for state, _ in course.returns]
             course.bucket = self.decided(t, path, 0).bucket
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> BucketDecision:
         """Where a trajectory in bucket `current` goes on after these tool returns."""
         return decide(self.lengths.estimate(self._prompt(t), path), current, self.buckets)
 

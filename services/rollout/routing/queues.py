@@ -128,7 +128,7 @@ def _apportion(total: int, shares: Sequence[float]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class BucketDecision:
     """What a tool return led to; `bucket` is where the trajectory belongs from now on."""
 
     outcome: str
@@ -142,12 +142,16 @@ def bucket_of(tokens: float, buckets: Sequence[LengthBucket]) -> int:
     return next(fits, len(buckets) - 1)
 
 
-def decide(estimate: Estimate | None, current: int, buckets: Sequence[LengthBucket]) -> Decision:
+def decide(
+    estimate: Estimate | None, current: int, buckets: Sequence[LengthBucket]
+) -> BucketDecision:
     """Whether a trajectory in bucket `current` should move: only where the mean and the 90th
     percentile of what remains point to the same other bucket.
     """
     if estimate is None:
-        return Decision("tree_node_not_found", current, "no such tool returns have been seen often")
+        return BucketDecision(
+            "tree_node_not_found", current, "no such tool returns have been seen often"
+        )
     by_mean = bucket_of(estimate.mean, buckets)
     by_p90 = bucket_of(estimate.p90, buckets)
     seen = (
@@ -156,7 +160,9 @@ def decide(estimate: Estimate | None, current: int, buckets: Sequence[LengthBuck
         f"({'this prompt' if estimate.tree == 'prompt' else 'all prompts'})"
     )
     if by_mean != by_p90:
-        return Decision("mean_p90_disagree", current, f"{seen}: buckets {by_mean} and {by_p90}")
+        return BucketDecision(
+            "mean_p90_disagree", current, f"{seen}: buckets {by_mean} and {by_p90}"
+        )
     if by_mean == current:
-        return Decision("already_in_target", current, f"{seen}: bucket {current} as it is")
-    return Decision("causal_signal_agree", by_mean, f"{seen}: bucket {current} to {by_mean}")
+        return BucketDecision("already_in_target", current, f"{seen}: bucket {current} as it is")
+    return BucketDecision("causal_signal_agree", by_mean, f"{seen}: bucket {current} to {by_mean}")
