@@ -44,7 +44,7 @@ class GroupRow:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class LeaseWait:
     reason: str
     on: str  # the shard that is waited for; empty when no group is open
 
@@ -52,7 +52,7 @@ class Waiting:
 @dataclass(frozen=True)
 class Leased:
     groups: list[GroupRow]  # so far, less those that were given before; oldest first
-    waiting: Waiting | None  # for the rest of the step's groups
+    waiting: LeaseWait | None  # for the rest of the step's groups
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ async def lease_groups(
     """
     args = {"job": job, "trainer": trainer, "token": token, "step": step, "given": list(given)}
     answer = await state.run("lease_groups", [job_prefix(job)], args)
-    waiting = Waiting(answer["waiting"], answer["on"]) if "waiting" in answer else None
+    waiting = LeaseWait(answer["waiting"], answer["on"]) if "waiting" in answer else None
     return Leased([group_row(row) for row in answer["groups"] or []], waiting)
 
 

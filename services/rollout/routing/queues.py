@@ -50,7 +50,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedRequest:
     """A request without an engine; weights below `floor` may not serve it."""
 
     floor: int
@@ -58,7 +58,7 @@ class Waiting:
     bucket: int = 0
 
 
-def choose(engines: Iterable[EngineLoad], request: Waiting) -> str | None:
+def choose(engines: Iterable[EngineLoad], request: QueuedRequest) -> str | None:
     """The engine for one request; None: it waits.
 
     Its home needs no new seat. Other buckets help out when its own is full.
@@ -71,7 +71,9 @@ def choose(engines: Iterable[EngineLoad], request: Waiting) -> str | None:
     return best.name if best else None
 
 
-def next_up(queue: Sequence[Waiting], engines: Sequence[EngineLoad]) -> tuple[int, str] | None:
+def next_up(
+    queue: Sequence[QueuedRequest], engines: Sequence[EngineLoad]
+) -> tuple[int, str] | None:
     """Who of the queue, in the order of their turn, goes where now; None: all wait.
 
     The first that finds room where it belongs goes first: at home, or in its bucket when it has no

@@ -25,7 +25,7 @@ from services.rollout.routing.lengths import Lengths
 from services.rollout.routing.queues import (
     EngineLoad,
     LengthBucket,
-    Waiting,
+    QueuedRequest,
     assign,
     choose,
     next_up,
@@ -200,8 +200,8 @@ class Router:
             index, name = found
             first[index].take(self.links[name])
 
-    def _request(self, stay: Stay) -> Waiting:
-        return Waiting(stay.trajectory.version, stay.home, self._bucket(stay))
+    def _request(self, stay: Stay) -> QueuedRequest:
+        return QueuedRequest(stay.trajectory.version, stay.home, self._bucket(stay))
 
     def _bucket(self, stay: Stay) -> int:
         """The stay's bucket, or the nearest, rather longer, one that has an engine now."""

@@ -143,7 +143,7 @@ class Seats:
             op_id,
         )
 
-    async def lease(self, step: int) -> groups.Leased | groups.Waiting:
+    async def lease(self, step: int) -> groups.Leased | groups.LeaseWait:
         """All that the step takes, or what it waits for."""
         leased = await groups.lease_groups(self.state, JOB, TRAINER, self.trainer, step)
         return leased.waiting or leased

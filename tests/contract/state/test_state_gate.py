@@ -148,7 +148,7 @@ class Gate(RuleBasedStateMachine):
             return False
         step = row.version + 1
         leased = await self.seats.lease(step)
-        if isinstance(leased, groups.Waiting):
+        if isinstance(leased, groups.LeaseWait):
             return False
         for group in leased.groups:
             assert group.foreign_above == self.ended.get(group.group, NATIVE)

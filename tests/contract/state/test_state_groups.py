@@ -9,7 +9,7 @@ import pytest
 from common.errors import Fenced, NotFound, Refused
 from common.state import events, groups, jobs, registry, steps
 from common.state.client import State
-from common.state.groups import Leased, Waiting
+from common.state.groups import Leased, LeaseWait
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 
@@ -208,7 +208,7 @@ async def test_a_step_leases_the_oldest_groups_that_are_ready(bench: Bench) -> N
     seats = await bench.training_job(groups_per_step=2)
     opened = await seats.admit()
     answer = await seats.lease(1)
-    assert isinstance(answer, Waiting) and answer.on == SHARD and "0 of 2" in answer.reason
+    assert isinstance(answer, LeaseWait) and answer.on == SHARD and "0 of 2" in answer.reason
     for n in (3, 2, 1):
         await seats.finish(opened[n])
     first = await seats.lease(1)
@@ -263,7 +263,7 @@ async def test_a_slow_group_is_passed_over_so_often_and_then_waited_for(bench: B
     [after] = [g for g in await seats.admit() if g.group == 3]
     await seats.finish(after)
     reason = f"0 of 1 groups are ready, group {slow.group} of {SHARD} is waited for"
-    assert await seats.lease(3) == Waiting(reason, SHARD)
+    assert await seats.lease(3) == LeaseWait(reason, SHARD)
     await seats.finish(slow)
     assert await seats.leased(3) == [slow.group]
 
@@ -280,7 +280,7 @@ async def test_a_requeued_prompt_is_not_passed_over_for_longer(bench: Bench) -> 
     assert successor.prompt == slow.prompt
     await seats.finish(younger)
     reason = f"0 of 1 groups are ready, group {successor.group} of {SHARD} is waited for"
-    assert await seats.lease(2) == Waiting(reason, SHARD)
+    assert await seats.lease(2) == LeaseWait(reason, SHARD)
 
 
 async def test_with_no_staleness_a_step_waits_for_every_older_group(bench: Bench) -> None:
@@ -288,7 +288,7 @@ async def test_with_no_staleness_a_step_waits_for_every_older_group(bench: Bench
     opened = await seats.admit()
     assert len(opened) == 2
     await seats.finish(opened[1])
-    assert isinstance(await seats.lease(1), Waiting)
+    assert isinstance(await seats.lease(1), LeaseWait)
     await seats.finish(opened[0])
     assert await seats.leased(1) == [0, 1]
 

@@ -7,7 +7,7 @@ from services.rollout.routing.lengths import Estimate
 from services.rollout.routing.queues import (
     EngineLoad,
     LengthBucket,
-    Waiting,
+    QueuedRequest,
     assign,
     bucket_of,
     choose,
@@ -41,7 +41,7 @@ plans = st.lists(
 def test_the_least_loaded_engine_with_room_is_chosen_in_the_bucket_before_elsewhere(
     engines: list[EngineLoad], floor: int, bucket: int
 ) -> None:
-    name = choose(engines, Waiting(floor, bucket=bucket))
+    name = choose(engines, QueuedRequest(floor, bucket=bucket))
     fit = {
         e.name: e
         for e in engines
@@ -62,7 +62,7 @@ def test_a_trajectory_stays_where_its_keys_and_values_are_while_that_engine_may_
     engines: list[EngineLoad], floor: int
 ) -> None:
     for engine in engines:
-        chosen = choose(engines, Waiting(floor, engine.name, engine.bucket))
+        chosen = choose(engines, QueuedRequest(floor, engine.name, engine.bucket))
         if engine.version >= floor and engine.running < engine.bound:
             assert chosen == engine.name
         else:
@@ -71,7 +71,7 @@ def test_a_trajectory_stays_where_its_keys_and_values_are_while_that_engine_may_
 
 requests = st.lists(
     st.builds(
-        Waiting,
+        QueuedRequest,
         floor=st.integers(0, 4),
         home=st.sampled_from(["", *(f"engine/g{i}" for i in range(6))]),
         bucket=st.integers(0, 2),
@@ -82,7 +82,7 @@ requests = st.lists(
 
 @given(loads, requests)
 def test_room_is_given_while_anybody_waits_who_may_have_it(
-    engines: list[EngineLoad], queue: list[Waiting]
+    engines: list[EngineLoad], queue: list[QueuedRequest]
 ) -> None:
     found = next_up(queue, engines)
     if found is None:
@@ -98,11 +98,11 @@ def test_room_is_given_while_anybody_waits_who_may_have_it(
 
 @given(loads, requests)
 def test_nobody_is_overtaken_by_one_who_belongs_no_better(
-    engines: list[EngineLoad], queue: list[Waiting]
+    engines: list[EngineLoad], queue: list[QueuedRequest]
 ) -> None:
     """The first goes that finds room where it belongs; if none does, the first that finds any."""
 
-    def belongs(request: Waiting, engine: EngineLoad) -> bool:
+    def belongs(request: QueuedRequest, engine: EngineLoad) -> bool:
         if engine.version < request.floor or engine.running >= engine.bound:
             return False
         homes = [e for e in engines if e.name == request.home and e.version >= request.floor]
