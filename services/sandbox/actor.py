@@ -24,7 +24,7 @@ from common.process.host import Host
 from common.runtime.actor import Actor, call, cast
 from services.sandbox.answer import Answer
 from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.slots import Slots
 from services.sandbox.jailed import Jailed, interpreter_of
 from services.sandbox.jobs import LoadedJob, trusted
@@ -51,7 +51,7 @@ class SandboxActor(Actor):
         self._name = name
         self._slots = Slots(clock, slots)
         self._jobs: dict[str, LoadedJob] = {}  # in the order of their last use
-        self._launchers: dict[Interpreter, Launcher] = {}
+        self._launchers: dict[Interpreter, JailLauncher] = {}
         self._loading = asyncio.Lock()
         self._outcomes: Counter[str] = Counter()
         self._found: tiers.Found | None = None
@@ -135,7 +135,7 @@ class SandboxActor(Actor):
         launcher = self._launchers.get(interpreter)
         if launcher is None:
             tier = "landlock" if self._found.tier == "landlock" else "bwrap"
-            launcher = Launcher(self._host, self._clock, tier, interpreter, self._homes, log)
+            launcher = JailLauncher(self._host, self._clock, tier, interpreter, self._homes, log)
             await launcher.start()
             self._launchers[interpreter] = launcher
         return Jailed(launcher, self._clock, self._slots, m)

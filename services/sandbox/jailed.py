@@ -11,7 +11,7 @@ from common.clock import Clock
 from common.job import builtin
 from services.sandbox.answer import Answer
 from services.sandbox.grading import code
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import Slots
@@ -24,7 +24,7 @@ SOURCE_BYTES = 1 << 20
 class Jailed:
     """Of one job."""
 
-    def __init__(self, launcher: Launcher, clock: Clock, slots: Slots, loaded: LoadJob) -> None:
+    def __init__(self, launcher: JailLauncher, clock: Clock, slots: Slots, loaded: LoadJob) -> None:
         jailing = loaded.jailing
         self._launcher, self._slots, self._job = launcher, slots, loaded.job
         self._limits = limits_of(jailing)

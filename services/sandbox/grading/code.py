@@ -21,7 +21,7 @@ from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, TIMEOUT
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.answer import Answer
 from services.sandbox.grading.answers import answer_of, code_of
-from services.sandbox.isolation.jail_launcher import Launcher
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail, JailFailed
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import Slots
@@ -43,7 +43,7 @@ class Grading:
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: JailLauncher,
         slots: Slots,
         job: str,
         limits: JailLimits,

@@ -54,7 +54,7 @@ class Interpreter:
         return cls(python, True, () if base.startswith("/usr") else (base,))
 
 
-class Launcher:
+class JailLauncher:
     """Starts jails of one kind of interpreter."""
 
     def __init__(

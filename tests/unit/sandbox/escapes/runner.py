@@ -19,7 +19,7 @@ from common.clock import SystemClock
 from common.process.host import SystemHost
 from services.sandbox.grading.code import Grading
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import Slots
 from services.sandbox.sessions import Sessions
@@ -45,7 +45,7 @@ class Runner:
         clock = SystemClock()
         homes = cgroups.find() if tier == "cgroup" else None
         kind = "landlock" if tier == "landlock" else "bwrap"
-        self.launcher = Launcher(SystemHost(), clock, kind, Interpreter.own(), homes)
+        self.launcher = JailLauncher(SystemHost(), clock, kind, Interpreter.own(), homes)
         self.slots = Slots(clock, 4)
         self.clock, self.canary = clock, canary
         self.before = canary.read_text()
