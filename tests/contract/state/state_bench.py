@@ -143,14 +143,14 @@ class Seats:
             op_id,
         )
 
-    async def lease(self, step: int) -> groups.Leased | groups.LeaseWait:
+    async def lease(self, step: int) -> groups.LeasedGroups | groups.LeaseWait:
         """All that the step takes, or what it waits for."""
         leased = await groups.lease_groups(self.state, JOB, TRAINER, self.trainer, step)
         return leased.waiting or leased
 
     async def leased(self, step: int) -> list[int]:
         answer = await self.lease(step)
-        assert isinstance(answer, groups.Leased), answer
+        assert isinstance(answer, groups.LeasedGroups), answer
         return [row.group for row in answer.groups]
 
     async def commit(

@@ -9,7 +9,7 @@ import pytest
 from common.errors import Fenced, NotFound, Refused
 from common.state import events, groups, jobs, registry, steps
 from common.state.client import State
-from common.state.groups import Leased, LeaseWait
+from common.state.groups import LeasedGroups, LeaseWait
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 
@@ -212,7 +212,7 @@ async def test_a_step_leases_the_oldest_groups_that_are_ready(bench: Bench) -> N
     for n in (3, 2, 1):
         await seats.finish(opened[n])
     first = await seats.lease(1)
-    assert isinstance(first, Leased)
+    assert isinstance(first, LeasedGroups)
     assert [row.group for row in first.groups] == [1, 2]
     assert first.groups[0].digest == "digest1" and first.groups[0].scored == 2
     assert await seats.lease(1) == first

@@ -13,7 +13,7 @@ async def test_groups_that_the_trainer_was_given_are_not_sent_again(bench: Bench
     seats = await bench.training_job(groups_per_step=3)
     opened = await seats.admit()
 
-    async def leased(*given: int) -> groups.Leased:
+    async def leased(*given: int) -> groups.LeasedGroups:
         return await groups.lease_groups(bench.state, JOB, TRAINER, seats.trainer, 1, given)
 
     await seats.finish(opened[1])

@@ -173,7 +173,7 @@ async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench
 
     async def leased(step: int) -> list[groups.GroupRow]:
         answer = await seats.lease(step)
-        assert isinstance(answer, groups.Leased), answer
+        assert isinstance(answer, groups.LeasedGroups), answer
         return answer.groups
 
     seen = []
