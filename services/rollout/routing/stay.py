@@ -18,7 +18,7 @@ from typing import Protocol
 from common.api.engine import Finish
 from common.clock import Clock
 from common.errors import MeshError, ToolFailed
-from services.rollout.record.staging import Request
+from services.rollout.record.staging import OpenRequest
 from services.rollout.routing.cmlfq import Course
 from services.rollout.routing.engine_link import EngineLink
 from services.rollout.trajectory import Trajectory
@@ -89,7 +89,7 @@ class Stay:
         self.home = ""  # the engine that holds its cache, also while that cannot be reached
         self.source: EngineLink | None = None  # the engine that it left, with its cache
         self.target = ""  # the engine that the balancer means it for
-        self.request: Request | None = None  # while one is out
+        self.request: OpenRequest | None = None  # while one is out
         self.order: tuple[int, ...] = ()  # in the queue
         self.since = 0.0  # by the clock: in the queue
         self.placed: asyncio.Future[None] | None = None  # while it is in the queue
