@@ -9,7 +9,7 @@ import numpy as np
 
 from common.records.ledger import Kind, Record, group_of, trajectory_id
 from common.records.token_record import TokenRows
-from services.rollout.record.buffers import NOT_SAMPLED, Experts, Floats, Ints, TokenBuffer
+from services.rollout.record.buffers import NOT_SAMPLED, ExpertIds, Floats, Ints, TokenBuffer
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Trajectory:
         return self.buffer.versions
 
     @property
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertIds:
         """As `common.records.experts` has them: NO_EXPERTS if no token came with any."""
         return self.buffer.experts
 
