@@ -38,7 +38,7 @@ Record = dict[str, Any]  # kind: row | evaluation | rewind; step; of what is sho
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrackerLimits:
     """What a tracker is allowed before it counts as broken."""
 
     queue: int = 4096  # records that wait; beyond, the oldest are dropped
@@ -102,9 +102,9 @@ class Tracker:
         host: Host,
         clock: Clock,
         log: Path,
-        limits: Limits | None = None,
+        limits: TrackerLimits | None = None,
     ) -> None:
-        self._limits = limits or Limits()
+        self._limits = limits or TrackerLimits()
         self.name, self.progress = name, progress
         self._argv, self._about = list(argv), dict(about)
         self._host, self._clock, self._log = host, clock, log

@@ -28,7 +28,7 @@ from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.slots import Slots
 from services.sandbox.jailed import Jailed, interpreter_of
 from services.sandbox.jobs import LoadedJob, trusted
-from services.sandbox.workers.pool import Limits, Pool
+from services.sandbox.workers.pool import Pool, PoolLimits
 
 JOBS_MOST = 8  # loaded at once; the one that was idle for longest makes room
 SWEEP_S = 5.0  # between two looks for sessions that are idle
@@ -42,7 +42,7 @@ class SandboxActor(Actor):
         host: Host,
         clock: Clock,
         logs: Path | None,
-        limits: Limits,
+        limits: PoolLimits,
         *,
         name: str = "sandbox/0",
         slots: int = 8,

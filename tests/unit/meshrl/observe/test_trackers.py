@@ -22,7 +22,7 @@ from common.state.events import Event
 from meshrl.job import jobfile
 from meshrl.launch.places import read_json
 from meshrl.observe import trackers
-from meshrl.observe.trackers import Limits, Progress, Tracker, Trackers, scalars
+from meshrl.observe.trackers import Progress, Tracker, TrackerLimits, Trackers, scalars
 
 ROOT = Path(__file__).parents[4]
 CHILD = """
@@ -73,7 +73,7 @@ def evaluation(tag: str, step: int, lineage: int = 0) -> Event:
     return Event("1-0", 1_000_000_500, "evaluation", fields | {"lineage": lineage})
 
 
-LIMITS = Limits(queue=160, show_s=1.0, close_s=2.0, retry_s=0.05, failures=3)
+LIMITS = TrackerLimits(queue=160, show_s=1.0, close_s=2.0, retry_s=0.05, failures=3)
 
 
 class Program:
