@@ -39,7 +39,7 @@ from common.model.config import ModelConfig
 from common.model.hf import state_to_hf
 from services.engine.sglang import v0_5
 from services.engine.sglang.control import IN_PLACE, RETRACT, Control
-from services.engine.sglang.http import Answer, Http
+from services.engine.sglang.http import Http, Pending
 from services.engine.sglang.requests import Decode, Sent
 from services.engine.sglang.shapes import shapes_of
 
@@ -246,7 +246,7 @@ class SGLangEngine:
             elif now - sent.asked_s >= ABORT_AGAIN_S:
                 self._ask_abort(sent)
 
-    def _ask_abort(self, sent: Sent) -> Answer[None]:
+    def _ask_abort(self, sent: Sent) -> Pending[None]:
         sent.asked_s = self._clock.monotonic()
         return self._http.begin("POST", v0_5.ABORT, {"rid": sent.rid}, deadline_s=ABORT_S)
 

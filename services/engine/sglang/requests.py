@@ -10,7 +10,7 @@ import numpy as np
 from common.api.engine import Finish
 from common.generation.builtin.stop_text import MARGIN, begin_of
 from common.generation.contract import Piece, Request
-from services.engine.sglang.http import Answer
+from services.engine.sglang.http import Pending
 from services.engine.sglang.v0_5 import Chunk
 
 Decode = Callable[[Sequence[int]], str]
@@ -23,7 +23,7 @@ class Sent:
     request: Request
     rid: str
     most: int  # tokens that it may generate
-    stream: Answer[None] | None = None
+    stream: Pending[None] | None = None
     tokens: list[int] = field(default_factory=list)  # all that came
     logprobs: list[float] = field(default_factory=list)
     unmodified: list[float] = field(default_factory=list)

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from common.errors import ConfigError, MeshError, RemoteFailure
 from services.engine.sglang import v0_5
-from services.engine.sglang.http import Answer, Http
+from services.engine.sglang.http import Http, Pending
 
 TRANSPORTS = ("auto", "disk", "tensors", "distributed")
 JOIN_S = 20.0  # for all ranks to meet
@@ -210,7 +210,7 @@ class FromGroup(_Session):
             work.wait(timedelta(seconds=deadline_s))
 
     def _meet(
-        self, answer: Answer[Any], path: str, ours: Callable[[], Any], deadline_s: float
+        self, answer: Pending[Any], path: str, ours: Callable[[], Any], deadline_s: float
     ) -> Any:
         """Our part of what all ranks do together. The server's reason outranks ours: when it
         refuses, our side only sees that nobody came."""
