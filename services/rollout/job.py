@@ -29,7 +29,7 @@ from services.rollout.rewards.judge import judge_of
 from services.rollout.rewards.sandboxes import Outside
 from services.rollout.rewards.scoring import Scorer
 from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.length_history import History
+from services.rollout.routing.length_history import LengthHistory
 from services.rollout.routing.lengths import Lengths
 from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
@@ -59,7 +59,7 @@ class ShardJob:
         self.environments = EnvironmentPool(mesh, job, logs)
         self.ledger = ShardLedger(mesh, job)
         buckets = self._buckets()
-        self.history = History(mesh.host, self.ledger.directory) if len(buckets) > 1 else None
+        self.history = LengthHistory(mesh.host, self.ledger.directory) if len(buckets) > 1 else None
         lengths = Lengths(self.history.latest if self.history else ())
         scheduler = Scheduler(buckets, len(self.train_rows), lengths)
         self.commits = GroupCommit(mesh, self.ledger)
