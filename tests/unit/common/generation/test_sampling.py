@@ -8,7 +8,7 @@ import torch
 
 from common.api.engine import Finish
 from common.errors import Refused
-from common.generation.steps.sampling import Sampling, sample
+from common.generation.steps.sampling import RowSampling, sample
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     VOCAB,
@@ -159,7 +159,7 @@ def test_a_model_that_gives_no_numbers_is_told_by_its_logprobs(make: Make) -> No
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((1, 5), -torch.inf)
     logits[0, 3] = 0.0
-    how = Sampling(*(np.array([x], t) for x, t in ((1, "f4"), (1, "f4"), (0, "i8"), (0, "f4"))))
+    how = RowSampling(*(np.array([x], t) for x, t in ((1, "f4"), (1, "f4"), (0, "i8"), (0, "f4"))))
     for uniform in (1e-9, 0.5, 1 - 1e-9):
         tokens, logprobs = sample(logits, how, np.array([uniform]))
         assert tokens.tolist() == [3] and logprobs[0] == 0
