@@ -93,7 +93,7 @@ class RewardCall:
 
 
 @message
-class ScoreBatch:
+class RewardBatch:
     calls: list[RewardCall]
 
 
@@ -123,5 +123,5 @@ class Outcomes:
 class Sandbox(Interface):
     load = Call(LoadJob, Loaded, deadline_s=120.0, idempotent=True)
     run = Call(RunTools, Outcomes, deadline_s=60.0)
-    score = Call(ScoreBatch, Outcomes, deadline_s=120.0, idempotent=True)
+    score = Call(RewardBatch, Outcomes, deadline_s=120.0, idempotent=True)
     end_sessions = Cast(EndSessions)

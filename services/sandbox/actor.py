@@ -13,9 +13,9 @@ from common.api.sandbox import (
     LoadJob,
     Outcome,
     Outcomes,
+    RewardBatch,
     RunTools,
     Sandbox,
-    ScoreBatch,
 )
 from common.clock import Clock
 from common.errors import NotFound, Refused
@@ -147,7 +147,7 @@ class SandboxActor(Actor):
         return self._outcomes_of(m.calls, by_job, parts)
 
     @call(Sandbox.score)
-    async def score(self, m: ScoreBatch) -> Outcomes:
+    async def score(self, m: RewardBatch) -> Outcomes:
         by_job = _by_job(m.calls)
         parts = await asyncio.gather(
             *(self._job(job).score(calls) for job, calls in by_job.items())

@@ -22,11 +22,11 @@ from common.api.sandbox import (
     Jailing,
     LoadJob,
     Outcome,
+    RewardBatch,
     RewardCall,
     RewardPart,
     RunTools,
     Sandbox,
-    ScoreBatch,
     ToolCall,
 )
 from common.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, ToolFailed
@@ -323,7 +323,7 @@ class Outside:
             for i, (row, turns) in enumerate(batch)
         ]
         patience_s = 2 * deadline_s + (QUEUE_S if self._slow_reward else 5.0)
-        return await self._patiently(Sandbox.score, ScoreBatch(calls), len(calls), patience_s)
+        return await self._patiently(Sandbox.score, RewardBatch(calls), len(calls), patience_s)
 
     async def _patiently(
         self, method: Any, request: Any, calls: int, deadline_s: float

@@ -20,9 +20,9 @@ from common.api.sandbox import (
     LoadJob,
     Outcome,
     Outcomes,
+    RewardBatch,
     RunTools,
     Sandbox,
-    ScoreBatch,
 )
 from common.errors import StateUnavailable
 from common.job.config import (
@@ -103,7 +103,7 @@ class TrivialSandbox(Actor):
         return Outcomes([Outcome(c.id, OK, value, "") for c in request.calls])
 
     @call(Sandbox.score)
-    def score(self, request: ScoreBatch) -> Outcomes:
+    def score(self, request: RewardBatch) -> Outcomes:
         return Outcomes([Outcome(c.id, OK, 1.0, "") for c in request.calls])
 
     @cast(Sandbox.end_sessions)

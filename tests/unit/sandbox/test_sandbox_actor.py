@@ -15,11 +15,11 @@ from common.api.sandbox import (
     EndSessions,
     Jailing,
     LoadJob,
+    RewardBatch,
     RewardCall,
     RewardPart,
     RunTools,
     Sandbox,
-    ScoreBatch,
     ToolCall,
 )
 from common.errors import NotFound, Refused, ToolFailed
@@ -58,7 +58,7 @@ async def test_a_job_is_loaded_once_and_its_batches_answered_in_order(place: Pla
     ]
     assert ran.outcomes[1].error == "ZeroDivisionError: division by zero (<string>:1)"
     turns = [{"role": "model"}, {"role": "tool"}]
-    scored = await sandbox.call(Sandbox.score, ScoreBatch([RewardCall(1, "j", {}, turns, 5.0)]))
+    scored = await sandbox.call(Sandbox.score, RewardBatch([RewardCall(1, "j", {}, turns, 5.0)]))
     assert [(o.status, o.value) for o in scored.outcomes] == [("ok", 2.0)]
 
 
@@ -156,7 +156,7 @@ async def test_a_reward_is_the_weighted_sum_of_its_parts(place: Place) -> None:
         RewardCall(2, "j", row, [{"role": "model", "text": "def f(x): return 3"}], 5.0),
         RewardCall(3, "j", {"tests": CASES}, [{"role": "model", "text": "x"}], 5.0),
     ]
-    found = (await sandbox.call(Sandbox.score, ScoreBatch(calls), deadline_s=60)).outcomes
+    found = (await sandbox.call(Sandbox.score, RewardBatch(calls), deadline_s=60)).outcomes
     assert [o.status for o in found] == ["ok", "ok", "ok", "raised"]
     # "$" is stripped by `exact` alone: to `code_tests` it is a syntax error.
     assert [o.value for o in found[:3]] == [1.0, 1.5, 0.125]
