@@ -16,7 +16,7 @@ from services.engine.sglang.control import UPDATE_S, Control, Quarantined
 from services.engine.sglang.engine import SGLangEngine
 from services.engine.sglang.health import Watch
 from services.engine.sglang.requests import Decode
-from services.engine.sglang.server import START_S, Launch, Server, write_model
+from services.engine.sglang.server import START_S, Launch, SGLangServer, write_model
 from services.engine.sglang.weights import TRANSPORTS, transport
 
 __all__ = [
@@ -71,14 +71,14 @@ def launch(
 
 async def start(
     host: Host, clock: Clock, how: Launch, weights: str, deadline_s: float = START_S
-) -> Server:
+) -> SGLangServer:
     """A server that is ready. From the main thread: it dies with the thread that starts it."""
     kind = "disk" if weights == "auto" else weights
-    return await Server.start(host, clock, how, kind, deadline_s)
+    return await SGLangServer.start(host, clock, how, kind, deadline_s)
 
 
 def attach(
-    server: Server,
+    server: SGLangServer,
     config: ModelConfig,
     slots: int,
     max_length: int,
