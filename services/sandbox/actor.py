@@ -25,7 +25,7 @@ from common.runtime.actor import Actor, call, cast
 from services.sandbox.answer import Answer
 from services.sandbox.isolation import cgroups, tiers
 from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.jailed import Jailed, interpreter_of
 from services.sandbox.jobs import LoadedJob, trusted
 from services.sandbox.workers.pool import Pool, PoolLimits
@@ -49,7 +49,7 @@ class SandboxActor(Actor):
     ) -> None:
         self._host, self._clock, self._logs, self._limits = host, clock, logs, limits
         self._name = name
-        self._slots = Slots(clock, slots)
+        self._slots = JailSlots(clock, slots)
         self._jobs: dict[str, LoadedJob] = {}  # in the order of their last use
         self._launchers: dict[Interpreter, JailLauncher] = {}
         self._loading = asyncio.Lock()

@@ -14,7 +14,7 @@ from services.sandbox.grading import code
 from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions
 
 MODES = {"python": "program", "shell": "shell"}
@@ -24,7 +24,9 @@ SOURCE_BYTES = 1 << 20
 class Jailed:
     """Of one job."""
 
-    def __init__(self, launcher: JailLauncher, clock: Clock, slots: Slots, loaded: LoadJob) -> None:
+    def __init__(
+        self, launcher: JailLauncher, clock: Clock, slots: JailSlots, loaded: LoadJob
+    ) -> None:
         jailing = loaded.jailing
         self._launcher, self._slots, self._job = launcher, slots, loaded.job
         self._limits = limits_of(jailing)

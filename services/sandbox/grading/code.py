@@ -24,7 +24,7 @@ from services.sandbox.grading.answers import answer_of, code_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail, JailFailed
 from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 
 CASE_S = 4.0  # of CPU time, for one case
 TESTS_BYTES = 256 * MIB  # of the jail that holds tests in Python
@@ -44,7 +44,7 @@ class Grading:
     def __init__(
         self,
         launcher: JailLauncher,
-        slots: Slots,
+        slots: JailSlots,
         job: str,
         limits: JailLimits,
         options: dict[str, Any],

@@ -21,7 +21,7 @@ from services.sandbox.grading.code import Grading
 from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions
 from tests.unit.sandbox.escapes import forgeries, poison
 from tests.unit.sandbox.escapes.corpus import CANARY, PROGRAMS, Escape
@@ -46,7 +46,7 @@ class Runner:
         homes = cgroups.find() if tier == "cgroup" else None
         kind = "landlock" if tier == "landlock" else "bwrap"
         self.launcher = JailLauncher(SystemHost(), clock, kind, Interpreter.own(), homes)
-        self.slots = Slots(clock, 4)
+        self.slots = JailSlots(clock, 4)
         self.clock, self.canary = clock, canary
         self.before = canary.read_text()
 

@@ -20,7 +20,7 @@ from services.sandbox.grading.code import Grading
 from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 
 pytestmark = pytest.mark.needs("bwrap")
 LIMITS = JailLimits(wall_s=4.0, cpu_s=2.0, memory_bytes=128 * MIB, output_bytes=4096)
@@ -237,7 +237,7 @@ async def test_a_killed_zygote_makes_no_right_answer_wrong(
     launcher: JailLauncher, tests: object
 ) -> None:
     limits = JailLimits(wall_s=20.0, cpu_s=20.0, memory_bytes=128 * MIB)
-    grading = Grading(launcher, Slots(SystemClock(), 2), "j", limits, {"case_s": 20.0})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", limits, {"case_s": 20.0})
     source = "import time\ntime.sleep(2)\nprint(1)\ndef f(x): return x"
     row, turns = {"tests": tests}, [{"role": "model", "text": source}]
     graded = asyncio.create_task(grading.reward(row, turns))
