@@ -36,7 +36,7 @@ from common.state import registry
 from loadtests.measuring.meshed import meshed
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.lengths import Lengths, Past, State, state_of
+from services.rollout.routing.lengths import Lengths, Past, ToolReturn, state_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
 from services.rollout.trajectory import Ending, Round, Trajectory
@@ -119,7 +119,7 @@ class Fifo(Scheduler):
 class Mlfq(Scheduler):
     """Promoted by what it has sampled so far."""
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> BucketDecision:
+    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
         bucket = bucket_of(float((t.versions >= 0).sum()), self.buckets)
         outcome = "already_in_target" if bucket == current else "causal_signal_agree"
         return BucketDecision(outcome, bucket, "by current length")
@@ -132,7 +132,7 @@ class Oracle(Scheduler):
         super().__init__(buckets, PROMPTS, Lengths())
         self._plan = plan
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> BucketDecision:
+    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
         bucket = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
         outcome = "already_in_target" if bucket == current else "causal_signal_agree"
         return BucketDecision(outcome, bucket, "by the future")
@@ -148,7 +148,7 @@ class Ours(Scheduler):
         self._plan = plan
         self.agreed: list[bool] = []
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> BucketDecision:
+    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
         decision = super().decided(t, path, current)
         truth = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
         self.agreed.append(decision.bucket == truth)

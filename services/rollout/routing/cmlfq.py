@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.rollout.record.buffers import NOT_SAMPLED
-from services.rollout.routing.lengths import Lengths, Past, State, state_of
+from services.rollout.routing.lengths import Lengths, Past, ToolReturn, state_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, decide
 from services.rollout.trajectory import Trajectory
 
@@ -22,7 +22,7 @@ class Course:
     """A trajectory as far as it has got: its bucket, and its tool returns with tokens before."""
 
     bucket: int = 0
-    returns: list[tuple[State, int]] = field(default_factory=list)
+    returns: list[tuple[ToolReturn, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -59,7 +59,7 @@ class Scheduler:
             path = [state for state, _ in course.returns]
             course.bucket = self.decided(t, path, 0).bucket
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> BucketDecision:
+    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
         """Where a trajectory in bucket `current` goes on after these tool returns."""
         return decide(self.lengths.estimate(self._prompt(t), path), current, self.buckets)
 
@@ -79,10 +79,12 @@ class Scheduler:
         return t.prompt % self._prompts if t.recorded else None
 
 
-def returns_of(t: Trajectory, known: Sequence[tuple[State, int]] = ()) -> list[tuple[State, int]]:
+def returns_of(
+    t: Trajectory, known: Sequence[tuple[ToolReturn, int]] = ()
+) -> list[tuple[ToolReturn, int]]:
     """A trajectory's tool returns, each with the tokens that it had sampled by then."""
     rounds = [*t.rounds, *([t.open_round] if t.open_round else [])]
-    found: list[tuple[State, int]] = []
+    found: list[tuple[ToolReturn, int]] = []
     sampled = 0
     for r in rounds:
         sampled += r.tokens
