@@ -24,7 +24,7 @@ from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from common.process.child import Channel
 from services.environment.sessions import ChatSession, Session, TextSession
-from services.environment.tools import BuiltIn, Tool
+from services.environment.tools import BuiltIn, JobTool
 
 Reply = tuple[str, Any]
 
@@ -152,7 +152,7 @@ def offered(
         elif builtin.is_builtin(use):
             found[name] = BuiltIn.of(name, builtin.TOOLS[use])
         else:
-            found[name] = Tool(name, resolve(use, modules))
+            found[name] = JobTool(name, resolve(use, modules))
     return found
 
 
