@@ -22,7 +22,13 @@ from common.state.events import Event
 from meshrl.job import jobfile
 from meshrl.launch.places import read_json
 from meshrl.observe import trackers
-from meshrl.observe.trackers import Progress, Tracker, TrackerLimits, Trackers, scalars
+from meshrl.observe.trackers import (
+    TrackerLimits,
+    TrackerProcess,
+    TrackerProgress,
+    Trackers,
+    scalars,
+)
 
 ROOT = Path(__file__).parents[4]
 CHILD = """
@@ -83,11 +89,11 @@ class Program:
         script = directory / "tracker.py"
         script.write_text(code.format(root=str(ROOT)) if "{root" in code else code)
         self.shown = directory / "shown.jsonl"
-        self.tracker = Tracker(
+        self.tracker = TrackerProcess(
             "tensorboard",
             [sys.executable, str(script)],
             {"target": str(self.shown)},
-            Progress("j-1"),
+            TrackerProgress("j-1"),
             SystemHost(),
             SystemClock(),
             directory / "tracker.log",
