@@ -34,14 +34,14 @@ BUCKET = 512 << 20  # bytes of one broadcast or one message of tensors
 StateDict = Mapping[str, Tensor]
 
 
-class Transport(Protocol):
+class WeightTransport(Protocol):
     def push(self, state: StateDict, version: int, flush: bool, deadline_s: float) -> None:
         """Puts these weights in place, as `version`. `flush`: the cache of the old ones goes."""
 
     def close(self) -> None: ...
 
 
-def transport(kind: str, http: Http, directory: Path, ranks: int, device: str) -> Transport:
+def transport(kind: str, http: Http, directory: Path, ranks: int, device: str) -> WeightTransport:
     """`ranks`: processes that hold a share of the weights."""
     if kind in ("auto", "disk"):
         return FromDisk(http, directory)
