@@ -19,7 +19,7 @@ from common.errors import MeshError, PeerLost, Refused, RemoteFailure
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.engine.sglang import opening, v0_5
-from services.engine.sglang.health import Watch
+from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.opening import Quarantined, Server, SGLangEngine
 from services.engine.sglang.weights import buckets, handles
 from tests.sglang import served
@@ -276,7 +276,7 @@ def test_a_server_that_has_ended_is_reported_with_its_log(mortal: Server) -> Non
 def test_a_server_that_does_not_answer_gets_three_strikes_and_grace_in_updates(
     mortal: Server,
 ) -> None:
-    watch = Watch(mortal.http, mortal.lost, look_s=0.3, answer_s=1.0)
+    watch = HealthWatch(mortal.http, mortal.lost, look_s=0.3, answer_s=1.0)
     scheduler = scheduler_of(mortal.pid)
     os.kill(scheduler, signal.SIGSTOP)
     waited = threading.Event()

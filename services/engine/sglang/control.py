@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.errors import MeshError
 from services.engine.sglang import v0_5
-from services.engine.sglang.health import Watch
+from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http
 from services.engine.sglang.weights import WeightTransport
 
@@ -30,7 +30,7 @@ class Control:
     def __init__(
         self,
         http: Http,
-        watch: Watch,
+        watch: HealthWatch,
         transport: WeightTransport,
         *,
         on_cpu: bool = True,

@@ -14,7 +14,7 @@ from common.model.config import ModelConfig
 from common.process.host import Host
 from services.engine.sglang.control import UPDATE_S, Control, Quarantined
 from services.engine.sglang.engine import SGLangEngine
-from services.engine.sglang.health import Watch
+from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.requests import Decode
 from services.engine.sglang.server import START_S, Launch, SGLangServer, write_model
 from services.engine.sglang.weights import TRANSPORTS, transport
@@ -92,7 +92,7 @@ def attach(
     """The engine of a server, asleep until it gets weights; they must arrive in `update_s`."""
     how = server.launch
     way = transport(weights, server.http, how.model.parent / "weights", server.ranks, how.device)
-    watch = Watch(server.http, server.lost)
+    watch = HealthWatch(server.http, server.lost)
     return SGLangEngine(
         server.http,
         Control(server.http, watch, way, on_cpu=how.device == "cpu", update_s=update_s),
