@@ -18,7 +18,7 @@ from rich.text import Text
 from common.job.evaluation_plan import HELD_OUT
 from common.state.gangs import Role
 from common.state.jobs import Phase
-from meshrl.observe.watch import Evaluation, Snapshot, Worker
+from meshrl.observe.watch import Evaluation, Snapshot, WorkerLine
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROLE_COLORS: dict[str, str] = {
@@ -163,7 +163,7 @@ def _learning(shot: Snapshot) -> RenderableType:
     return grid
 
 
-def _workers(workers: Sequence[Worker]) -> RenderableType:
+def _workers(workers: Sequence[WorkerLine]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("worker", "on", "role", "state", "doing"):
         table.add_column(column, no_wrap=True, header_style="dim")
@@ -242,6 +242,6 @@ def other_figures(evaluation: Evaluation) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in others.items())
 
 
-def roles(workers: Sequence[Worker]) -> str:
+def roles(workers: Sequence[WorkerLine]) -> str:
     """`g0:training g1:rollout`."""
     return " ".join(f"{w.gang}:{w.role}" for w in workers)

@@ -19,7 +19,7 @@ ETA_STEPS = 8  # the last steps that the time to go is judged by
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerLine:
     """A gang in one line."""
 
     gang: str
@@ -60,7 +60,7 @@ class Snapshot:
     max_staleness: int = 0
     logprob_gap: float | None = None  # of the last step that could be measured
     entropy: float = 0.0
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[WorkerLine, ...] = ()
     in_flight: int = 0
     bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
     histogram: tuple[int, ...] = ()
@@ -176,7 +176,7 @@ def trained_rate(rows: Sequence[dict[str, Any]]) -> float:
     return sum(float(row["tokens_trained"]) for row in recent[1:]) / span if span > 0 else 0.0
 
 
-def worker(gang: Gang, entries: Sequence[Entry]) -> Worker:
+def worker(gang: Gang, entries: Sequence[Entry]) -> WorkerLine:
     stats = next((e.stats for e in entries if e.alive and e.name == f"engine/{gang.id}"), None)
     doing = ""
     if gang.actual_role == Role.TRAINING:
@@ -185,7 +185,7 @@ def worker(gang: Gang, entries: Sequence[Entry]) -> Worker:
         doing = "frozen models"
     elif gang.actual_role == Role.ROLLOUT and stats:
         doing = f"{stats.get('running', 0)} running, version {stats.get('version', '?')}"
-    return Worker(
+    return WorkerLine(
         gang=gang.id,
         accelerator=gang.accelerator,
         role=gang.actual_role,
