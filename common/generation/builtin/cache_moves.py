@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from common.generation.builtin.blocks import BLOCK
-from common.generation.builtin.parts import Compute, Memory
+from common.generation.builtin.parts import Memory, StepCompute
 from common.generation.builtin.slots import Slots
 from common.generation.contract import MIXED, SessionCache
 
@@ -26,7 +26,7 @@ class SessionCaches:
     def __init__(
         self,
         slots: Slots,
-        compute: Compute,
+        compute: StepCompute,
         memory: Memory,
         keep: bool,
         drop: Callable[[int], None],

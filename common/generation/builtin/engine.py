@@ -19,7 +19,7 @@ from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, Refused
 from common.generation.builtin.cache_moves import SessionCaches
-from common.generation.builtin.parts import SHARE_FROM, Compute, Memory
+from common.generation.builtin.parts import SHARE_FROM, Memory, StepCompute
 from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.builtin.slots import Slots
 from common.generation.builtin.stop_text import StopText
@@ -42,7 +42,7 @@ class TorchEngine:
     def __init__(
         self,
         slots: Slots,
-        compute: Compute,
+        compute: StepCompute,
         memory: Memory,
         shapes: Mapping[str, tuple[int, ...]],
         *,
