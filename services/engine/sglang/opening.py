@@ -24,7 +24,7 @@ __all__ = [
     "Launch",
     "Quarantined",
     "SGLangEngine",
-    "Server",
+    "SGLangServer",
     "attach",
     "launch",
     "start",
