@@ -25,7 +25,7 @@ from services.planner.moves import finished
 from services.planner.placement import RoleDecision, next_decision
 from services.planner.presence import counted, gathering, missing_since, newly_lost
 from services.planner.requests import granted, refusal
-from services.planner.settling import Settling, following, look
+from services.planner.settling import StageWatch, following, look
 
 ELECTION = "planner"
 LEASE_MS = 6000
@@ -37,7 +37,7 @@ class Term:
     """What a leader remembers from look to look; each time that it is elected it begins anew."""
 
     def __init__(self) -> None:
-        self.watch = Settling()
+        self.watch = StageWatch()
         self.times: StageTimes | None = None  # that were decided by last
         self.missing: dict[str, float] = {}  # gang -> since when
         self.short: Shortfall | None = None

@@ -21,7 +21,7 @@ from services.planner.stages import Published, StageWindow, read
 
 
 @dataclass(frozen=True, slots=True)
-class Settling:
+class StageWatch:
     """What a leader remembers of the stage times of a job."""
 
     job: str = ""
@@ -29,31 +29,31 @@ class Settling:
     observed_s: float = -math.inf  # when it looked at the counters last
     last_move_step: float = -math.inf
 
-    def moved(self, step: int) -> Settling:
+    def moved(self, step: int) -> StageWatch:
         """A gang moves from that step on: times of before say nothing of those after."""
         return replace(self, window=self.window.emptied(), last_move_step=step)
 
-    def arrived(self, details: Mapping[str, Any]) -> Settling:
+    def arrived(self, details: Mapping[str, Any]) -> StageWatch:
         """A move of these details is complete, which may have been a predecessor's."""
         return replace(self, last_move_step=details.get("step", self.last_move_step))
 
 
-def following(watch: Settling, job: PlannedJob | None) -> Settling:
+def following(watch: StageWatch, job: PlannedJob | None) -> StageWatch:
     """The watch of this job, which begins when the mesh takes it up."""
     if job is None:
-        return replace(Settling(), observed_s=watch.observed_s)
+        return replace(StageWatch(), observed_s=watch.observed_s)
     if job.id == watch.job:
         return watch
-    return Settling(job.id, StageWindow(job.groups_per_step), watch.observed_s)
+    return StageWatch(job.id, StageWindow(job.groups_per_step), watch.observed_s)
 
 
 def look(
-    watch: Settling,
+    watch: StageWatch,
     job: PlannedJob,
     gangs: Sequence[Gang],
     entries: Iterable[Published],
     now_s: float,
-) -> tuple[Settling, StageTimes | None]:
+) -> tuple[StageWatch, StageTimes | None]:
     """The watch after this look, and the stage times when a move may be decided by them.
 
     `entries` are those of live processes.
