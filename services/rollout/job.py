@@ -26,7 +26,7 @@ from services.rollout.record.finished_groups import finished_group, hand_in
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
 from services.rollout.rewards.judge import judge_of
-from services.rollout.rewards.sandboxes import Outside
+from services.rollout.rewards.sandboxes import SandboxClient
 from services.rollout.rewards.scoring import Scorer
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.length_history import LengthHistory
@@ -55,7 +55,7 @@ class ShardJob:
         config = job.config
         self.mesh, self.job, self.config = mesh, job, config
         self.train_rows, self.held_out = job.rows("train"), job.rows("held_out")
-        self.outside = Outside(mesh, job)
+        self.sandbox = SandboxClient(mesh, job)
         self.environments = EnvironmentPool(mesh, job, logs)
         self.ledger = ShardLedger(mesh, job)
         buckets = self._buckets()
@@ -294,7 +294,7 @@ class ShardJob:
                 ending = await self._to_end(stay, row)
         finally:
             self.environments.close_one(t.id)
-            self.outside.ended(str(t.id))
+            self.sandbox.ended(str(t.id))
             self.hungry.set()
         if t.recorded:
             end = [t.id, ending.reason, ending.reward, ending.error]
@@ -326,7 +326,7 @@ class ShardJob:
         if self.judge is not None:
             return await self.judge.verdict(row, t.turns())
         if self.config.reward.declared or not (environment.use or environment.verifiers):
-            return await self.outside.reward(row, t.turns())
+            return await self.sandbox.reward(row, t.turns())
         if score is None:
             raise ToolFailed(
                 "the environment has no score for the trajectory",
@@ -362,7 +362,7 @@ class ShardJob:
                     raise ToolFailed(f"the environment asked for over {CALLS} tool calls in a turn")
                 name, argument = value
                 earlier = t.called()
-                answer = await self.outside.tool(name, argument, str(t.id), earlier)
+                answer = await self.sandbox.tool(name, argument, str(t.id), earlier)
                 await self._answered(stay, name, argument, answer)
                 action, value = await self._told(t, replay)
             if action == "done":
@@ -424,7 +424,7 @@ class ShardJob:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.router.close()
         await self.commits.close()
-        await self.outside.close()
+        await self.sandbox.close()
         await self.scorer.close()
         if self.judge is not None:
             await self.judge.close()

@@ -65,7 +65,7 @@ class RolloutShard(Actor):
         self.serving = shard
         self._lineage = -1
         try:
-            await patiently(self.mesh.clock, shard.outside.load)
+            await patiently(self.mesh.clock, shard.sandbox.load)
             await patiently(self.mesh.clock, shard.take_over)
             self._start(shard.ledger.sync_forever())
             self._start(shard.admit_forever())

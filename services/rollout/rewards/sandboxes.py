@@ -145,7 +145,7 @@ class _Call:
     once: bool  # it is not run again when its process is lost
 
 
-class Outside:
+class SandboxClient:
     """Tools and rewards of one job, batched."""
 
     def __init__(self, mesh: Mesh, job: JobData) -> None:

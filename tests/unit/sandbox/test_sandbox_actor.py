@@ -27,7 +27,7 @@ from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.process.handle import start_time
 from common.state import registry
-from services.rollout.rewards.sandboxes import Outside
+from services.rollout.rewards.sandboxes import SandboxClient
 from tests.unit.sandbox.place import Place
 
 
@@ -203,11 +203,11 @@ async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_anot
     await place.open()
     second = place.spawned("sandbox/1")
     await alive(place, "sandbox/0", "sandbox/1")
-    outside = Outside(place.caller, data(place))
-    await outside.load()
+    client = SandboxClient(place.caller, data(place))
+    await client.load()
     calls = []
     for _ in range(4):  # each in a batch of its own, as they do not come together
-        calls.append(asyncio.create_task(outside.tool("slow", 1.0)))
+        calls.append(asyncio.create_task(client.tool("slow", 1.0)))
         await asyncio.sleep(0.1)
     await asyncio.sleep(0.2)
     entry = await registry.lookup(place.caller.state, "sandbox/1")
@@ -217,19 +217,19 @@ async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_anot
     await registry.evict(place.caller.state, "sandbox/1", entry.incarnation)  # its supervisor does
     pids = await asyncio.gather(*calls)
     assert set(pids) == {place.sandbox.pid}
-    assert await outside.tool("calculate", "6*7") == "42"
-    assert await outside.reward({}, [{}, {}]) == 2.0
-    await outside.close()
+    assert await client.tool("calculate", "6*7") == "42"
+    assert await client.reward({}, [{}, {}]) == 2.0
+    await client.close()
 
 
 @pytest.mark.needs("bwrap")
 async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> None:
     await place.open()
-    outside = Outside(place.caller, data(place, once=["slow"]))
-    await outside.load()
-    assert await outside.tool("notebook", "x = 4\nx", "t1") == {"status": "ok", "output": "4\n"}
-    once = asyncio.create_task(outside.tool("slow", 30.0))
-    cell = asyncio.create_task(outside.tool("notebook", "import time; time.sleep(8)", "t1"))
+    client = SandboxClient(place.caller, data(place, once=["slow"]))
+    await client.load()
+    assert await client.tool("notebook", "x = 4\nx", "t1") == {"status": "ok", "output": "4\n"}
+    once = asyncio.create_task(client.tool("slow", 30.0))
+    cell = asyncio.create_task(client.tool("notebook", "import time; time.sleep(8)", "t1"))
     await asyncio.sleep(1.0)
     place.sandbox.kill()
     await place.sandbox.wait(5)
@@ -240,10 +240,10 @@ async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> No
     for answer in await asyncio.gather(once, cell):
         assert answer["status"] == "crashed" and "was lost" in answer["output"]
     told = [("notebook", "", answer)]
-    after = await outside.tool("notebook", "'x' in globals()", "t1", told)
+    after = await client.tool("notebook", "'x' in globals()", "t1", told)
     assert after == {"status": "ok", "output": "False\n"}
     held = [("notebook", "x = 1", {"status": "ok", "output": ""})]
-    lost = await outside.tool("notebook", "x", "t2", held)
+    lost = await client.tool("notebook", "x", "t2", held)
     assert lost["status"] == "crashed" and "its process was lost" in lost["output"]
-    await outside.ended("t1")
-    await outside.close()
+    await client.ended("t1")
+    await client.close()
