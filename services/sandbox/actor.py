@@ -117,7 +117,7 @@ class SandboxActor(Actor):
         uses = builtin.jailed([*m.tools.values(), *(part.use for part in m.rewards)])
         if not uses:
             return None
-        demanded = m.jailing.tier
+        demanded = m.jail.tier
         log = self._logs / "jails.log" if self._logs else None
         if self._found is None:
             self._found = await tiers.find(self._host, self._clock, log)
@@ -131,7 +131,7 @@ class SandboxActor(Actor):
                 where=self._name,
                 fix=self._found.fix,
             )
-        interpreter = interpreter_of(m.jailing)
+        interpreter = interpreter_of(m.jail)
         launcher = self._launchers.get(interpreter)
         if launcher is None:
             tier = "landlock" if self._found.tier == "landlock" else "bwrap"

@@ -19,7 +19,7 @@ from common.api.sandbox import (
     RAISED,
     REFUSED,
     EndSessions,
-    Jailing,
+    JailSettings,
     LoadJob,
     Outcome,
     RewardBatch,
@@ -66,13 +66,13 @@ def load_request(job: JobData) -> LoadJob:
         dict(config.environment.tools),
         parts,
         config.environment.mcp,
-        jailing_of(config),
+        jail_settings(config),
     )
 
 
-def jailing_of(config: JobConfig) -> Jailing:
+def jail_settings(config: JobConfig) -> JailSettings:
     sandbox = config.sandbox
-    return Jailing(
+    return JailSettings(
         tier=sandbox.tier,
         python=sandbox.python,
         imports=sandbox.imports,

@@ -13,7 +13,7 @@ import pytest
 
 from common.api.sandbox import (
     EndSessions,
-    Jailing,
+    JailSettings,
     LoadJob,
     RewardBatch,
     RewardCall,
@@ -100,7 +100,7 @@ CASES = {"function": "f", "cases": [{"args": [x], "output": x + 1} for x in rang
 
 def jailed(place: Place, **values: Any) -> LoadJob:
     rewards = [RewardPart("exact", 1.0, {"strip": "$"}), RewardPart("code_tests", 0.5, {})]
-    return LoadJob("j", str(place.directory), JAILED, rewards, jailing=Jailing(**values))
+    return LoadJob("j", str(place.directory), JAILED, rewards, jail=JailSettings(**values))
 
 
 @pytest.mark.needs("bwrap")
