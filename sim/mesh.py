@@ -44,7 +44,7 @@ TRAIN_S = 24.0  # of a step, by one gang
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
 
 
-class Ticks(SimulatedHost):
+class StoppableHost(SimulatedHost):
     """A host whose threads stop when the process is stopped."""
 
     def __init__(self, clock: VirtualClock, random: Random, tokenizer: Path) -> None:
@@ -72,7 +72,7 @@ class Process:
     def __init__(self, world: World, name: str, kind: str) -> None:
         self.name = name
         self.network = world.network
-        self.host = Ticks(world.clock, world.random.child(name), world.tokenizer)
+        self.host = StoppableHost(world.clock, world.random.child(name), world.tokenizer)
         self.mesh = Mesh(
             name=name,
             kind=kind,
