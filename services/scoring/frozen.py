@@ -15,7 +15,7 @@ from common.api.scoring import JudgeBatch, RoleScores, ScoreBatch, ScoredBatch, 
 from common.errors import MeshError, Refused
 from common.generation.contract import TokenEngine
 from common.model.tokenizer import Tokenizer
-from common.process.one_at_a_time import OneThread
+from common.process.serial_executor import SerialExecutor
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import NotThere
@@ -49,7 +49,7 @@ class FrozenModels(Actor):
         self.mesh = mesh
         self._models: dict[str, FrozenModel] = {}
         self._loaded = asyncio.Event()
-        self._thread = OneThread(mesh, COMPUTE_S)
+        self._thread = SerialExecutor(mesh, COMPUTE_S)
         self._draining = False
         self._failure: Exception | None = None
         self.sequences, self.tokens, self.busy_s = 0, 0, 0.0

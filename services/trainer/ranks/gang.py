@@ -30,7 +30,7 @@ from common.api.ranks import (
     Update,
 )
 from common.errors import ConfigError, MeshError, RankLost, RemoteFailure
-from common.process.one_at_a_time import looked_at
+from common.process.serial_executor import looked_at
 from common.runtime.interface import Call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
