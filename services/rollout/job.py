@@ -34,7 +34,7 @@ from services.rollout.routing.lengths import Lengths
 from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
-from services.rollout.supervised import give
+from services.rollout.supervised import supervise
 from services.rollout.trajectory import Ending, Round, Trajectory
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
@@ -274,7 +274,7 @@ class ShardJob:
         """A trajectory to its end, and what the job's frozen models make of it."""
         if self.config.supervised:
             dataset, most = self.config.dataset, self.config.rollout.max_tokens
-            await give(t, row, dataset.response, self.environments, most)
+            await supervise(t, row, dataset.response, self.environments, most)
             self.hungry.set()
         else:
             await self.run(t, row)
