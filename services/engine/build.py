@@ -36,11 +36,11 @@ async def opened(mesh: Mesh, data: JobData, gang: str) -> TokenEngine:
 
 
 async def _sglang(mesh: Mesh, data: JobData, gang: str) -> SGLangEngine:
-    from services.engine.sglang import opening
+    from services.engine.sglang import startup
 
     limits = data.config.rollout
     model = model_config(data)
-    how = opening.launch(
+    how = startup.launch(
         limits.sglang_python or str(interpreter(home("sglang"))),
         model,
         data.run_dir / "sglang" / gang,
@@ -53,8 +53,8 @@ async def _sglang(mesh: Mesh, data: JobData, gang: str) -> SGLangEngine:
         kv_on_update=limits.kv_on_update,
         options=tuple(limits.sglang_options),
     )
-    server = await opening.start(mesh.host, mesh.clock, how, limits.sglang_weights)
-    return opening.attach(
+    server = await startup.start(mesh.host, mesh.clock, how, limits.sglang_weights)
+    return startup.attach(
         server,
         model,
         limits.slots,

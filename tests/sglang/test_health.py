@@ -16,7 +16,7 @@ from common.errors import DeadlineExceeded, PeerLost
 from services.engine.sglang import v0_5
 from services.engine.sglang.control import RETRACT, Control
 from services.engine.sglang.health import STRIKES, HealthWatch
-from services.engine.sglang.opening import SGLangEngine
+from services.engine.sglang.startup import SGLangEngine
 from services.engine.sglang.weights import transport
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of

@@ -7,7 +7,7 @@ import pytest
 
 from common.api.engine import Finish
 from common.errors import Refused
-from services.engine.sglang.opening import SGLangEngine
+from services.engine.sglang.startup import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import Listener, built_in, decoder, request
 

@@ -18,9 +18,9 @@ import torch
 from common.errors import MeshError, PeerLost, Refused, RemoteFailure
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from services.engine.sglang import opening, v0_5
+from services.engine.sglang import startup, v0_5
 from services.engine.sglang.health import HealthWatch
-from services.engine.sglang.opening import Quarantined, SGLangEngine, SGLangServer
+from services.engine.sglang.startup import Quarantined, SGLangEngine, SGLangServer
 from services.engine.sglang.weights import buckets, handles
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
@@ -223,7 +223,7 @@ def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
     mortal: SGLangServer, weights: str
 ) -> None:
     config, state = misfit()
-    engine = opening.attach(mortal, config, 4, 128, weights=weights)
+    engine = startup.attach(mortal, config, 4, 128, weights=weights)
     with pytest.raises(Quarantined, match="version 3"):
         engine.wake(state, 3)
     assert engine.version == -1
@@ -234,7 +234,7 @@ def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
 def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
     mortal: SGLangServer, weights: str
 ) -> None:
-    engine = opening.attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
+    engine = startup.attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
     engine.wake(decoder(0).state_dict(), 0)
     scheduler = scheduler_of(mortal.pid)
     engine._halt("retract")
@@ -248,7 +248,7 @@ def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
 
 
 def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServer) -> None:
-    engine = opening.attach(mortal, TINY, 4, 128)
+    engine = startup.attach(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
@@ -263,7 +263,7 @@ def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServe
 
 
 def test_a_server_that_has_ended_is_reported_with_its_log(mortal: SGLangServer) -> None:
-    engine = opening.attach(mortal, TINY, 4, 128)
+    engine = startup.attach(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
