@@ -192,7 +192,7 @@ async def decline_move(state: State, leader_token: int, op_id: str, reason: str)
     await state.run("decline_move", [MESH], args)
 
 
-async def moving(state: State) -> list[GangMove]:
+async def moves_under_way(state: State) -> list[GangMove]:
     """The moves that are under way, one of a gang at most, by gang."""
     row = (await state.run("row", [MOVING], {}))["row"] or {}
     found = {gang: json.loads(move) for gang, move in row.items()}

@@ -178,7 +178,7 @@ class Planner(Actor):
     async def _finish_moves(self, known: list[gangs.Gang], entries: list[registry.Entry]) -> None:
         """Says of each move when it is complete, and what the other gangs did meanwhile."""
         state, term = self.mesh.state, self._term
-        for move, details in finished(await gangs.moving(state), known, entries):
+        for move, details in finished(await gangs.moves_under_way(state), known, entries):
             await gangs.finish_move(state, self.token, move, details)
             term.watch = term.watch.arrived(details)
 
