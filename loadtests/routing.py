@@ -39,7 +39,7 @@ from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.lengths import Lengths, Past, ToolReturn, state_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
-from services.rollout.trajectory import Ending, Round, Trajectory
+from services.rollout.trajectory import Ending, Trajectory, Turn
 
 PACE = "6/16/30000"  # ms a decode step, sequences on the plateau, prefill tokens/s
 BATCH = 16  # requests that an engine decodes together: the plateau
@@ -197,7 +197,7 @@ async def trajectory(router: Router, index: int, script: Script) -> None:
         for step in script.steps:
             await stay.generate(t.length + step.tokens)
             if step.answer:
-                t.open_round = Round("", step.tokens, "run", None, step.answer, answered=True)
+                t.open_round = Turn("", step.tokens, "run", None, step.answer, answered=True)
                 router.returned(stay)
                 await asyncio.sleep(step.latency_s)
                 t.appended(words[:ANSWER].tolist())

@@ -42,7 +42,7 @@ from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
-from services.rollout.trajectory import Ending, Restored, Round, Trajectory
+from services.rollout.trajectory import Ending, Restored, Trajectory, Turn
 
 JOB = "ledger-load"
 GROUP = 8  # trajectories of a prompt
@@ -145,7 +145,7 @@ class Shard:
             finish = await stay.generate(MAX_TOKENS)
             self.turns += 1
             text = self.traffic.text(len(t.turn))
-            t.open_round = Round(text, len(t.turn))
+            t.open_round = Turn(text, len(t.turn))
             self.ledger.defer(Kind.TURN, [t.id, text], t.group)
             if finish is Finish.LENGTH or len(t.rounds) + 1 >= plan.turns:
                 return

@@ -35,7 +35,7 @@ from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
 from services.rollout.supervised import supervise
-from services.rollout.trajectory import Ending, Round, Trajectory
+from services.rollout.trajectory import Ending, Trajectory, Turn
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again
@@ -347,12 +347,12 @@ class ShardJob:
             ended = t.open_round is not None
             if not ended and await stay.generate(self._limit(t)) is Finish.LENGTH:
                 said, score = await self.environments.cut(t.id, t.turn.tolist(), replay)
-                t.open_round = Round(said, 0)
+                t.open_round = Turn(said, 0)
                 return "length", score
             if t.open_round is None or not t.open_round.answered:
                 t.open_round = None
                 text, action, value = await self.environments.step(t.id, t.turn.tolist(), replay)
-                t.open_round = Round(text, len(t.turn))
+                t.open_round = Turn(text, len(t.turn))
                 if t.recorded:
                     self.ledger.defer(Kind.TURN, [t.id, text], t.group)
             else:

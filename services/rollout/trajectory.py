@@ -13,7 +13,7 @@ from services.rollout.record.buffers import NOT_SAMPLED, ExpertIds, Floats, Ints
 
 
 @dataclass(slots=True)
-class Round:
+class Turn:
     """A turn of the model with what the environment answered, as far as it has got."""
 
     text: str
@@ -59,8 +59,8 @@ class Trajectory:
         self.buffer = TokenBuffer()
         self.prompt_length = 0
         self.turn_start = 0  # where this turn's sampled tokens begin
-        self.rounds: list[Round] = []
-        self.open_round: Round | None = None  # the environment has seen the turn, and not answered
+        self.rounds: list[Turn] = []
+        self.open_round: Turn | None = None  # the environment has seen the turn, and not answered
         self.ending: Ending | None = None
         self.recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
@@ -162,7 +162,7 @@ class Restored:
     def _continue(self, t: Trajectory, record: Record) -> None:
         p = record.payload
         if record.kind is Kind.TURN:
-            t.open_round = Round(p[1], t.length - t.turn_start)
+            t.open_round = Turn(p[1], t.length - t.turn_start)
         elif record.kind is Kind.TOOL and t.open_round is not None:
             t.open_round.called(p[1], p[2], p[3])
         elif record.kind is Kind.APPEND:

@@ -15,7 +15,7 @@ from common.errors import DeadlineExceeded, MeshError, Overloaded, PeerLost, Sta
 from common.job.evaluation_plan import Plan
 from common.random import Random
 from services.rollout.evaluation import EvaluationRun
-from services.rollout.trajectory import Round, Trajectory
+from services.rollout.trajectory import Trajectory, Turn
 from sim.loop import VirtualClock, run_virtual
 from tests.unit.rollout.interrupted import Interruption
 from tests.unit.rollout.routing.test_router import LOOK_S, TwoBuckets
@@ -32,7 +32,7 @@ async def two_turns(bench: TwoBuckets, t: Trajectory) -> None:
     router = bench.router
     async with router.stay(t) as stay:
         await stay.generate(33)
-        t.open_round = Round("", 30, "run", None, "error: no", answered=True)
+        t.open_round = Turn("", 30, "run", None, "error: no", answered=True)
         router.returned(stay)
         t.appended([4, 5])
         await stay.generate(55)

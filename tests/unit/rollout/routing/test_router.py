@@ -21,7 +21,7 @@ from services.rollout.routing.lengths import Lengths, Past
 from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
-from services.rollout.trajectory import Round, Trajectory
+from services.rollout.trajectory import Trajectory, Turn
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
@@ -240,7 +240,7 @@ class TwoBuckets(Bench):
         t.begin([1, 2, 3])
         async with router.stay(t) as stay:
             await stay.generate(33)
-            t.open_round = Round("", 30, "run", None, "error: no", answered=True)
+            t.open_round = Turn("", 30, "run", None, "error: no", answered=True)
             router.returned(stay)
             t.appended([4, 5])
             await stay.generate(55)
