@@ -26,7 +26,7 @@ from common.process.child import Channel
 from services.environment.sessions import ChatSession, Session, TextSession
 from services.environment.tools import BuiltIn, JobTool
 
-Reply = tuple[str, Any]
+TaggedReply = tuple[str, Any]
 
 
 class Environments:
@@ -45,7 +45,7 @@ class Environments:
         self._chat, self._tools = chat, tools or {}
         self._open: dict[int, Session] = {}
 
-    def perform(self, key: int, operation: str, argument: Any) -> Reply:
+    def perform(self, key: int, operation: str, argument: Any) -> TaggedReply:
         """One operation; what the author's code raises becomes the status `raised`."""
         try:
             answer = getattr(self, "_" + operation)(key, argument)
