@@ -37,7 +37,7 @@ PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wai
 
 
 class TorchEngine:
-    """See `Engine`. It sleeps until `wake` brings the first weights, of the shapes given."""
+    """See `TokenEngine`. It sleeps until `wake` brings the first weights, of the shapes given."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class SGLangEngine:
-    """See `Engine`. It sleeps until `wake` brings the first weights."""
+    """See `TokenEngine`. It sleeps until `wake` brings the first weights."""
 
     def __init__(
         self,
