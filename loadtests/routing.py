@@ -197,7 +197,7 @@ async def trajectory(router: Router, index: int, script: Script) -> None:
         for step in script.steps:
             await stay.generate(t.length + step.tokens)
             if step.answer:
-                t.open_round = Turn("", step.tokens, "run", None, step.answer, answered=True)
+                t.open_turn = Turn("", step.tokens, "run", None, step.answer, answered=True)
                 router.returned(stay)
                 await asyncio.sleep(step.latency_s)
                 t.appended(words[:ANSWER].tolist())

@@ -344,21 +344,21 @@ class ShardJob:
         while True:
             # A turn that the ledger knows to have ended is not asked for again: it may have ended
             # just where there is no room for more.
-            ended = t.open_round is not None
+            ended = t.open_turn is not None
             if not ended and await stay.generate(self._limit(t)) is Finish.LENGTH:
                 said, score = await self.environments.cut(t.id, t.turn.tolist(), replay)
-                t.open_round = Turn(said, 0)
+                t.open_turn = Turn(said, 0)
                 return "length", score
-            if t.open_round is None or not t.open_round.answered:
-                t.open_round = None
+            if t.open_turn is None or not t.open_turn.answered:
+                t.open_turn = None
                 text, action, value = await self.environments.step(t.id, t.turn.tolist(), replay)
-                t.open_round = Turn(text, len(t.turn))
+                t.open_turn = Turn(text, len(t.turn))
                 if t.recorded:
                     self.ledger.defer(Kind.TURN, [t.id, text], t.group)
             else:
                 action, value = await self._told(t, replay)
             while action == "tool":
-                if len(t.open_round.calls()) >= CALLS:
+                if len(t.open_turn.calls()) >= CALLS:
                     raise ToolFailed(f"the environment asked for over {CALLS} tool calls in a turn")
                 name, argument = value
                 earlier = t.called()
@@ -367,7 +367,7 @@ class ShardJob:
                 action, value = await self._told(t, replay)
             if action == "done":
                 return "done", value
-            spent = len(t.rounds) + 1 >= config.max_turns
+            spent = len(t.past_turns) + 1 >= config.max_turns
             if spent or t.length + len(value) >= config.max_tokens:
                 _, score = await self.environments.cut(t.id, [], lambda: replay(answered=True))
                 return "turns" if spent else "length", score
@@ -386,15 +386,15 @@ class ShardJob:
 
     async def _told(self, t: Trajectory, replay: Any) -> tuple[str, Any]:
         """What the environment does after the last tool's value."""
-        assert t.open_round is not None
-        return await self.environments.result(t.id, t.open_round.value, replay)
+        assert t.open_turn is not None
+        return await self.environments.result(t.id, t.open_turn.value, replay)
 
     async def _answered(self, stay: Stay, name: str, argument: Any, answer: Any) -> None:
         t = stay.trajectory
         if t.recorded:
             await self.ledger.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
-        if t.open_round is not None:
-            t.open_round.called(name, argument, answer)
+        if t.open_turn is not None:
+            t.open_turn.called(name, argument, answer)
             self.router.returned(stay)
 
     # -- stats and the end -----------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Scheduler:
         return (-course.bucket,) if len(self.buckets) > 1 else (t.id,)
 
     def returned(self, t: Trajectory, course: Course) -> BucketDecision:
-        """A tool has answered the trajectory's open round: where it goes on."""
+        """A tool has answered the trajectory's open turn: where it goes on."""
         course.returns = returns_of(t, course.returns)
         if len(self.buckets) == 1:
             return BucketDecision("already_in_target", 0, "there is one bucket")
@@ -83,10 +83,10 @@ def returns_of(
     t: Trajectory, known: Sequence[tuple[ToolReturn, int]] = ()
 ) -> list[tuple[ToolReturn, int]]:
     """A trajectory's tool returns, each with the tokens that it had sampled by then."""
-    rounds = [*t.rounds, *([t.open_round] if t.open_round else [])]
+    turns = [*t.past_turns, *([t.open_turn] if t.open_turn else [])]
     found: list[tuple[ToolReturn, int]] = []
     sampled = 0
-    for r in rounds:
+    for r in turns:
         sampled += r.tokens
         for tool, _, value in r.calls():
             new = len(found) >= len(known)

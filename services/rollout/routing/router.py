@@ -159,7 +159,7 @@ class Router:
     def joined(self, stay: Stay) -> None:
         t = stay.trajectory
         self.stays[t.id] = stay
-        if t.rounds or t.open_round is not None:
+        if t.past_turns or t.open_turn is not None:
             self.scheduler.restored(t, stay.course)
 
     def parted(self, stay: Stay) -> None:

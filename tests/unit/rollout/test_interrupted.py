@@ -32,7 +32,7 @@ async def two_turns(bench: TwoBuckets, t: Trajectory) -> None:
     router = bench.router
     async with router.stay(t) as stay:
         await stay.generate(33)
-        t.open_round = Turn("", 30, "run", None, "error: no", answered=True)
+        t.open_turn = Turn("", 30, "run", None, "error: no", answered=True)
         router.returned(stay)
         t.appended([4, 5])
         await stay.generate(55)

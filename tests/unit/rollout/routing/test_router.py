@@ -240,7 +240,7 @@ class TwoBuckets(Bench):
         t.begin([1, 2, 3])
         async with router.stay(t) as stay:
             await stay.generate(33)
-            t.open_round = Turn("", 30, "run", None, "error: no", answered=True)
+            t.open_turn = Turn("", 30, "run", None, "error: no", answered=True)
             router.returned(stay)
             t.appended([4, 5])
             await stay.generate(55)
