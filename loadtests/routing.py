@@ -36,7 +36,7 @@ from common.state import registry
 from loadtests.measuring.meshed import meshed
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.lengths import Lengths, Past, ToolReturn, state_of
+from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
 from services.rollout.trajectory import Ending, Trajectory, Turn
@@ -83,7 +83,7 @@ class Script:
         returns, sampled = [], 0
         for step in self.steps[:-1]:
             sampled += step.tokens
-            returns.append((state_of("run", step.answer), sampled))
+            returns.append((tool_return_of("run", step.answer), sampled))
         return Past(self.prompt, tuple(returns), self.sampled)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.rollout.record.buffers import NOT_SAMPLED
-from services.rollout.routing.lengths import Lengths, Past, ToolReturn, state_of
+from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, decide
 from services.rollout.trajectory import Trajectory
 
@@ -90,5 +90,5 @@ def returns_of(
         sampled += r.tokens
         for tool, _, value in r.calls():
             new = len(found) >= len(known)
-            found.append((state_of(tool, value), sampled) if new else known[len(found)])
+            found.append((tool_return_of(tool, value), sampled) if new else known[len(found)])
     return found

@@ -124,7 +124,7 @@ def _deepest(root: _Node, path: Sequence[ToolReturn]) -> tuple[_Node, int]:
     return node, depth
 
 
-def state_of(tool: str, value: Any) -> ToolReturn:
+def tool_return_of(tool: str, value: Any) -> ToolReturn:
     """The state that a tool's answer stands for.
 
     It is a time-out or a failure when a field `status`, `error` or `exception` says so, or when it
