@@ -7,7 +7,7 @@ from dataclasses import field
 from enum import IntEnum
 
 from common.api.hint import Look
-from common.api.role import Role
+from common.api.role import Drainable
 from common.records.experts import NO_EXPERTS
 from common.runtime.interface import Call, Cast, Stream
 from common.wire.frames import Array, message
@@ -107,7 +107,7 @@ class Abort:
 
 
 @message
-class Move:
+class CacheMove:
     """Take over what `source` has computed of a session between two turns, for its next one."""
 
     owner: str  # a shard that is attached, and will say when the session has ended
@@ -116,7 +116,7 @@ class Move:
 
 
 @message
-class Moved:
+class CacheMoved:
     tokens: int  # that the session's next turn finds computed here
     bytes: int  # of keys and values that came
     seconds: float  # that it took, without waiting for other moves to this engine
@@ -149,11 +149,11 @@ class CacheFrame:
     content: Array  # uint8
 
 
-class Engine(Role):
+class Engine(Drainable):
     attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)
     rest = Call(Rest, Rested, deadline_s=90.0, idempotent=True)
-    move = Call(Move, Moved, deadline_s=75.0)
+    move = Call(CacheMove, CacheMoved, deadline_s=75.0)
     export = Stream(Export, CacheFrame, idle_s=5.0, credits=16)
     look = Cast(Look)

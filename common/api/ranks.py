@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.api.role import Role
+from common.api.role import Drainable
 from common.runtime.interface import Call
 from common.wire.frames import Array, message
 
@@ -94,7 +94,7 @@ class Taking:
     optimizer: bool  # its state too
 
 
-class Ranks(Role):
+class Ranks(Drainable):
     stand_by = Call(Order, Done, deadline_s=30.0, idempotent=True)
     form = Call(Meeting, Done, deadline_s=FORM_S)
     begin = Call(Order, Done, deadline_s=30.0)

@@ -16,5 +16,5 @@ class Drained:
     requests: int  # given back unfinished; their owners continue them elsewhere
 
 
-class Role(Interface):
+class Drainable(Interface):
     drain = Call(Drain, Drained, deadline_s=5.0, idempotent=True)

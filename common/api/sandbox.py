@@ -31,7 +31,7 @@ class RewardPart:
 
 
 @message
-class Jailing:
+class JailSettings:
     """What code that the model wrote may use; see `SandboxConfig`."""
 
     tier: str = "bwrap"  # that it needs
@@ -56,7 +56,7 @@ class LoadJob:
     tools: dict[str, str]  # name -> "module:function", f(input) -> plain value; or a built-in's
     rewards: list[RewardPart] = field(default_factory=list)  # whose weighted sum is the reward
     mcp: dict[str, list[str]] = field(default_factory=dict)  # server -> its command
-    jailing: Jailing = field(default_factory=Jailing)
+    jail: JailSettings = field(default_factory=JailSettings)
 
 
 @message
@@ -93,7 +93,7 @@ class RewardCall:
 
 
 @message
-class ScoreBatch:
+class RewardBatch:
     calls: list[RewardCall]
 
 
@@ -123,5 +123,5 @@ class Outcomes:
 class Sandbox(Interface):
     load = Call(LoadJob, Loaded, deadline_s=120.0, idempotent=True)
     run = Call(RunTools, Outcomes, deadline_s=60.0)
-    score = Call(ScoreBatch, Outcomes, deadline_s=120.0, idempotent=True)
+    score = Call(RewardBatch, Outcomes, deadline_s=120.0, idempotent=True)
     end_sessions = Cast(EndSessions)

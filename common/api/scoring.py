@@ -5,7 +5,7 @@ A sequence or question that cannot be scored is an outcome of its own, never an 
 
 from __future__ import annotations
 
-from common.api.role import Role
+from common.api.role import Drainable
 from common.runtime.interface import Call
 from common.wire.frames import Array, message
 
@@ -51,6 +51,6 @@ class Verdicts:
     errors: list[str]
 
 
-class Scoring(Role):
+class Scoring(Drainable):
     score = Call(ScoreBatch, ScoredBatch, deadline_s=120.0, idempotent=True)
     judge = Call(JudgeBatch, Verdicts, deadline_s=120.0, idempotent=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.api.role import Role
+from common.api.role import Drainable
 from common.runtime.interface import Call
 from common.wire.frames import Array, message
 
@@ -69,7 +69,7 @@ class RoundTaken:
     counted: bool  # False: the step has moved on, or another result came first
 
 
-class Trainer(Role):
+class Trainer(Drainable):
     join = Call(JoinHybrids, Joined, deadline_s=10.0)
     leave = Call(LeaveHybrids, Left, deadline_s=2.0, idempotent=True)
     lease_round = Call(RoundRequest, RoundLease, deadline_s=15.0)

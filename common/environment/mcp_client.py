@@ -17,7 +17,7 @@ CALL_S = 3600.0  # a caller that waits less long kills the process that waits he
 Listed = dict[str, tuple[str, dict[str, Any]]]  # tool -> (description, JSON schema of arguments)
 
 
-class Server:
+class McpServer:
     """One running server. Its methods block; they are called from one thread."""
 
     def __init__(self, command: list[str], directory: str) -> None:
@@ -82,7 +82,7 @@ class Server:
 
 def listed(command: list[str], directory: str) -> Listed:
     """What a server offers; it is ended again."""
-    server = Server(command, directory)
+    server = McpServer(command, directory)
     try:
         return server.tools()
     finally:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.engine import Finish
 from common.errors import Refused
 from common.records.experts import NO_EXPERTS, laid_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes, as on the wire
 MIXED = -1  # version of a cache that weights of several versions computed
 WHOLE_BYTES = 1 << 62  # of a cache: all of it
 NO_SESSION = -1  # any negative session: nothing is kept after the request
@@ -72,7 +72,7 @@ class Piece:
     tokens: Ints
     logprobs: Floats
     versions: Ints
-    finish: int = RUNNING
+    finish: Finish = Finish.RUNNING
     unmodified: Floats | None = None
     experts: NDArray[np.int16] | None = None
 
@@ -92,7 +92,7 @@ class SessionCache:
     first_version: int  # of the weights that sampled that one
 
 
-class Engine(Protocol):
+class TokenEngine(Protocol):
     """Driven by one thread: `step` until it returns False, `drain` when it suits."""
 
     @property

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.job.config import PlannerConfig
-from common.state.jobs import JobRow
+from common.state.jobs import JobRow, Phase
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
     id: str
-    phase: str
+    phase: Phase
     steps_done: int
     workers: int  # that its file names
     ranks: int  # of its core, a worker each

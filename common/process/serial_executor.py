@@ -16,7 +16,7 @@ STUCK = 70  # exit status of a process with a thread that no deadline has ended
 OPEN_S = 1e9  # of a piece itself: those who wait for it have deadlines
 
 
-class OneThread:
+class SerialExecutor:
     """`patience_s`: that the next piece waits for one whose caller has gone, or whose deadline has
     passed. One that outlives this cannot be stopped: the process ends, and its worker starts it
     again.
@@ -34,7 +34,7 @@ class OneThread:
         async with self._busy:
             await self.ended()
             running = self._mesh.host.run_blocking(work, *args, deadline_s=OPEN_S)
-            task = self._task = asyncio.create_task(running, name="one thread")
+            task = self._task = asyncio.create_task(running, name="serial executor")
             task.add_done_callback(looked_at)
             async with self._mesh.clock.timeout(deadline_s, getattr(work, "__qualname__", "work")):
                 return await asyncio.shield(task)
