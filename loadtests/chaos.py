@@ -163,7 +163,7 @@ class Chaos:
                 await asyncio.sleep(0.2)
         self._url = json.loads(settings.read_text())["redis_url"]
         async with asyncio.timeout(RUN_S):
-            while await self._phase() not in ("training", *jobs.ENDED):
+            while await self._phase() not in (jobs.Phase.TRAINING, *jobs.ENDED):
                 await asyncio.sleep(0.5)
 
     async def _phase(self) -> str:
@@ -172,7 +172,7 @@ class Chaos:
         except MeshError:
             return "unknown"
         try:
-            return next((row.phase for row in await jobs.jobs(state)), "queued")
+            return next((row.phase for row in await jobs.jobs(state)), jobs.Phase.QUEUED)
         except MeshError:
             return "unknown"
         finally:
@@ -236,7 +236,7 @@ def verdict(out: Path, status: int, report: Report, count: int) -> dict[str, Any
         "kills": sum(f["fault"] == "kill" for f in report.faults),
         "stops": sum(f["fault"] == "stop" for f in report.faults),
         "hit": ",".join(f"{f['fault']}:{f['name']}" for f in report.faults),
-        "completed": int(status == 0 and summary.get("phase") == "finished"),
+        "completed": int(status == 0 and summary.get("phase") == jobs.Phase.FINISHED),
         "continued": continued(out, first),
         "lost": summary.get("lost"),
         "trained_twice": summary.get("trained_twice"),

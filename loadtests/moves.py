@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import uvloop
 
-from common.api.engine import Attach, Engine, Move, Moved, Sampling, Submit
+from common.api.engine import Attach, CacheMove, CacheMoved, Engine, Sampling, Submit
 from common.clock import SystemClock
 from common.generation.builtin.build import build
 from common.model.config import ModelConfig
@@ -140,8 +140,8 @@ class Shard:
         await self._over[self._turns]
         return time.perf_counter() - began
 
-    async def move(self, session: int) -> Moved:
-        return await self.mesh.ref(TARGET).call(Engine.move, Move(SHARD, session, SOURCE))
+    async def move(self, session: int) -> CacheMoved:
+        return await self.mesh.ref(TARGET).call(Engine.move, CacheMove(SHARD, session, SOURCE))
 
     async def pings(self, until: asyncio.Future[Any]) -> list[float]:
         """Milliseconds of calls to the target, one after the other."""

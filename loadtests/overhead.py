@@ -123,7 +123,7 @@ async def measure(out: Path, meter: Meter, run: asyncio.subprocess.Process) -> d
             row = next(iter(await jobs.jobs(state)), None)
             if row is not None and row.opened and first is None:
                 first = meter.reading(roles=False)
-            if row is not None and row.phase in ("evaluation", *jobs.ENDED):
+            if row is not None and row.phase in (jobs.Phase.EVALUATION, *jobs.ENDED):
                 break
             if run.returncode is not None:
                 raise RuntimeError(f"the run ended with {run.returncode}")

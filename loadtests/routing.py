@@ -36,10 +36,10 @@ from common.state import registry
 from loadtests.measuring.meshed import meshed
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.lengths import Lengths, Past, State, state_of
-from services.rollout.routing.queues import Bucket, Decision, bucket_of
+from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
+from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
 from services.rollout.routing.router import Router
-from services.rollout.trajectory import Ending, Round, Trajectory
+from services.rollout.trajectory import Ending, Trajectory, Turn
 
 PACE = "6/16/30000"  # ms a decode step, sequences on the plateau, prefill tokens/s
 BATCH = 16  # requests that an engine decodes together: the plateau
@@ -83,7 +83,7 @@ class Script:
         returns, sampled = [], 0
         for step in self.steps[:-1]:
             sampled += step.tokens
-            returns.append((state_of("run", step.answer), sampled))
+            returns.append((tool_return_of("run", step.answer), sampled))
         return Past(self.prompt, tuple(returns), self.sampled)
 
 
@@ -119,34 +119,36 @@ class Fifo(Scheduler):
 class Mlfq(Scheduler):
     """Promoted by what it has sampled so far."""
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
         bucket = bucket_of(float((t.versions >= 0).sum()), self.buckets)
         outcome = "already_in_target" if bucket == current else "causal_signal_agree"
-        return Decision(outcome, bucket, "by current length")
+        return BucketDecision(outcome, bucket, "by current length")
 
 
 class Oracle(Scheduler):
     """Knows what each trajectory will still sample."""
 
-    def __init__(self, buckets: Sequence[Bucket], plan: Sequence[Script]) -> None:
+    def __init__(self, buckets: Sequence[LengthBucket], plan: Sequence[Script]) -> None:
         super().__init__(buckets, PROMPTS, Lengths())
         self._plan = plan
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
         bucket = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
         outcome = "already_in_target" if bucket == current else "causal_signal_agree"
-        return Decision(outcome, bucket, "by the future")
+        return BucketDecision(outcome, bucket, "by the future")
 
 
 class Ours(Scheduler):
     """C-MLFQ as it is, compared at each decision with what the oracle would have said."""
 
-    def __init__(self, buckets: Sequence[Bucket], lengths: Lengths, plan: Sequence[Script]) -> None:
+    def __init__(
+        self, buckets: Sequence[LengthBucket], lengths: Lengths, plan: Sequence[Script]
+    ) -> None:
         super().__init__(buckets, PROMPTS, lengths)
         self._plan = plan
         self.agreed: list[bool] = []
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
         decision = super().decided(t, path, current)
         truth = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
         self.agreed.append(decision.bucket == truth)
@@ -195,7 +197,7 @@ async def trajectory(router: Router, index: int, script: Script) -> None:
         for step in script.steps:
             await stay.generate(t.length + step.tokens)
             if step.answer:
-                t.open_round = Round("", step.tokens, "run", None, step.answer, answered=True)
+                t.open_turn = Turn("", step.tokens, "run", None, step.answer, answered=True)
                 router.returned(stay)
                 await asyncio.sleep(step.latency_s)
                 t.appended(words[:ANSWER].tolist())
@@ -204,8 +206,8 @@ async def trajectory(router: Router, index: int, script: Script) -> None:
 
 
 async def compare(rounds: int, seed: int) -> dict[str, Any]:
-    one = [Bucket(1 << 30, BATCH)]
-    two = [Bucket(BORDER, BATCH), Bucket(1 << 30, BATCH)]
+    one = [LengthBucket(1 << 30, BATCH)]
+    two = [LengthBucket(BORDER, BATCH), LengthBucket(1 << 30, BATCH)]
     spans: dict[str, list[float]] = {name: [] for name in ("ours", "fifo", "mlfq", "oracle")}
     moved: dict[str, list[int]] = {name: [] for name in spans}
     caches: dict[str, list[dict[str, int]]] = {name: [] for name in spans}

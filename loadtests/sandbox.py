@@ -21,7 +21,7 @@ from common.process.host import SystemHost
 from loadtests.measuring.sandboxed import Place, sandboxed
 from services.sandbox.isolation.jail_launcher import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
-from services.sandbox.workers.pool import Limits, Pool, Work
+from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from services.sandbox.workers.worker import TOOL
 
 PROGRAM = "print(sum(i * i for i in range(1000)))"
@@ -134,7 +134,7 @@ async def in_worker(place: Place) -> float:
     """The same as the sandbox sees it: from a call's arrival at its pool to its answer."""
     functions = {f"{TOOL}c": TRUSTED_TOOLS["calculator"]}
     directory = str(place.directory)
-    pool = Pool(SystemHost(), SystemClock(), "load", directory, functions, None, Limits())
+    pool = Pool(SystemHost(), SystemClock(), "load", directory, functions, None, PoolLimits())
     await pool.start()
     took = []
     try:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.api.sandbox import Jailing, LoadJob, RewardCall, RewardPart, Sandbox, ScoreBatch
+from common.api.sandbox import JailSettings, LoadJob, RewardBatch, RewardCall, RewardPart, Sandbox
 from common.errors import MeshError
 from loadtests.measuring.sandboxed import CALL_S, START_S, TOOLS, Place, sandboxed
 
@@ -79,7 +79,7 @@ class Soak:
 
     async def load(self) -> None:
         for job in JOBS:
-            jailing = Jailing(
+            jail = JailSettings(
                 wall_s=4.0,
                 cpu_s=1.0,
                 memory_bytes=128 << 20,
@@ -87,7 +87,7 @@ class Soak:
                 sessions=SESSIONS,
             )
             directory = str(self.place.directory)
-            request = LoadJob(job, directory, TOOLS, REWARDS, jailing=jailing)
+            request = LoadJob(job, directory, TOOLS, REWARDS, jail=jail)
             await self.place.sandbox.call(Sandbox.load, request, deadline_s=START_S)
 
     async def one(self) -> None:
@@ -151,7 +151,7 @@ class Soak:
         self, job: str, kind: str, row: dict[str, Any], source: str, wanted: float
     ) -> None:
         turns = [{"role": "model", "text": source}]
-        asked = ScoreBatch([RewardCall(0, job, row, turns, 10.0)])
+        asked = RewardBatch([RewardCall(0, job, row, turns, 10.0)])
         call = self.place.sandbox.call(Sandbox.score, asked, deadline_s=CALL_S)
         outcome = (await call).outcomes[0]
         found = (outcome.status, outcome.value)

@@ -33,7 +33,7 @@ Set = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Overrides `seed` of the job file.")]
 Force = Annotated[bool, typer.Option("--force", help="Deletes a run that is already in `out`.")]
-Mesh = Annotated[
+MeshOption = Annotated[
     Path | None,
     typer.Option(
         "--mesh", metavar="PATH", help="A run or mesh directory; default: the mesh started last."
@@ -178,7 +178,7 @@ def up(
 
 
 @app.command(rich_help_panel="Meshes")
-def down(mesh: Mesh = None) -> None:
+def down(mesh: MeshOption = None) -> None:
     """Stops a mesh with everything it started.
 
     Example:
@@ -192,7 +192,7 @@ def down(mesh: Mesh = None) -> None:
 
 @app.command(rich_help_panel="Runs")
 def submit(
-    job: Job, seed: Seed = None, set_: Set = None, force: Force = False, mesh: Mesh = None
+    job: Job, seed: Seed = None, set_: Set = None, force: Force = False, mesh: MeshOption = None
 ) -> None:
     """Hands a job to the mesh that runs, and returns.
 
@@ -213,7 +213,7 @@ def status(
         bool, typer.Option("--stalled", help="Names who waits and which process is the cause.")
     ] = False,
     json: AsJson = False,
-    mesh: Mesh = None,
+    mesh: MeshOption = None,
 ) -> None:
     """Shows jobs, services and gangs, or with --stalled what holds them up.
 
@@ -232,7 +232,7 @@ def status(
 
 
 @app.command(rich_help_panel="Meshes")
-def workers(json: AsJson = False, mesh: Mesh = None) -> None:
+def workers(json: AsJson = False, mesh: MeshOption = None) -> None:
     """Shows each worker with its accelerator, its role and the role it is to have.
 
     Example:
@@ -248,7 +248,7 @@ def workers(json: AsJson = False, mesh: Mesh = None) -> None:
 def move(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="As in `meshrl workers`: g1.")],
     role: Annotated[str, typer.Argument(metavar="ROLE", help="rollout, training or idle.")],
-    mesh: Mesh = None,
+    mesh: MeshOption = None,
 ) -> None:
     """Gives a worker another role and keeps it there; the others go on.
 
@@ -268,7 +268,7 @@ def logs(
     ] = None,
     lines: Annotated[int, typer.Option("-n", "--lines", help="How many, of each log.")] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
-    mesh: Mesh = None,
+    mesh: MeshOption = None,
 ) -> None:
     """Prints the logs of a mesh, also of one that has stopped.
 

@@ -30,7 +30,7 @@ ANSWER_S = 10.0
 QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
 VERDICT_S = 6.0
 POLL_S = 0.2
-ROLES = ("rollout", "training", "idle")
+ROLES = (gangs.Role.ROLLOUT, gangs.Role.TRAINING, gangs.Role.IDLE)
 
 
 def _ask(place: MeshPlace, question: Callable[[State], Awaitable[T]], deadline_s: float) -> T:
@@ -152,7 +152,7 @@ def _gang_table(known: list[gangs.Gang]) -> Table:
     table = _table("worker", "on", "role", "state", "to be", "job", "")
     for gang in known:
         notes = [
-            "core" if gang.desired_core and gang.desired_role == "training" else "",
+            "core" if gang.desired_core and gang.desired_role == gangs.Role.TRAINING else "",
             "placed by hand" if gang.pinned else "",
             gang.detail,
         ]

@@ -44,7 +44,7 @@ TRAIN_S = 24.0  # seconds that a step takes on one gang
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
 
 
-class Ticks(SimulatedHost):
+class StoppableHost(SimulatedHost):
     """A host whose threads stop when the process is stopped."""
 
     def __init__(self, clock: VirtualClock, random: Random, tokenizer: Path) -> None:
@@ -72,7 +72,7 @@ class Process:
     def __init__(self, world: World, name: str, kind: str) -> None:
         self.name = name
         self.network = world.network
-        self.host = Ticks(world.clock, world.random.child(name), world.tokenizer)
+        self.host = StoppableHost(world.clock, world.random.child(name), world.tokenizer)
         self.mesh = Mesh(
             name=name,
             kind=kind,
@@ -182,11 +182,11 @@ class World:
                 role.stop()
                 await role.mesh.leave()
                 role = None
-            if row.desired_role == "rollout":
+            if row.desired_role == gangs.Role.ROLLOUT:
                 role = await self._engine(gang, epoch)
-            elif row.desired_role == "training":
+            elif row.desired_role == gangs.Role.TRAINING:
                 role = await self._trainer(gang, epoch, row.desired_core)
-            status = "idle" if row.desired_role == "idle" else "ready"
+            status = "idle" if row.desired_role == gangs.Role.IDLE else "ready"
             await gangs.report_actual(self.state, gang, mesh.token, epoch, row.desired_role, status)
 
     async def _engine(self, gang: str, epoch: int) -> Process:
@@ -238,7 +238,7 @@ class World:
         if row.version < 0:
             first = await stage(mesh, bulk, JOB, 0, 0, {"w": torch.zeros(1)})
             await steps.commit_initial(self.state, JOB, mesh.name, mesh.token, 0, first, "c0")
-            await jobs.set_phase(self.state, JOB, "training", mesh.token, mesh.name)
+            await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, mesh.token, mesh.name)
         while True:
             row = await jobs.job(self.state, JOB)
             assert row is not None
@@ -248,7 +248,8 @@ class World:
                 await self.clock.sleep(0.5)
                 continue
             training = sum(
-                g.desired_role == "training" and g.settled for g in await gangs.gangs(self.state)
+                g.desired_role == gangs.Role.TRAINING and g.settled
+                for g in await gangs.gangs(self.state)
             )
             began = self.clock.monotonic()
             await self.clock.sleep(TRAIN_S / max(1, training))

@@ -7,7 +7,7 @@ from dataclasses import field
 from enum import IntEnum
 
 from common.api.hint import Look
-from common.api.role import Role
+from common.api.role import Drainable
 from common.records.experts import NO_EXPERTS
 from common.runtime.interface import Call, Cast, Stream
 from common.wire.frames import Array, message
@@ -117,7 +117,7 @@ class Abort:
 
 
 @message
-class Move:
+class CacheMove:
     """Asks an engine to take over what `source` has computed of a session, between two of its
     turns.
     """
@@ -128,8 +128,8 @@ class Move:
 
 
 @message
-class Moved:
-    """The answer to Move: how much was taken over, and what that took."""
+class CacheMoved:
+    """The answer to CacheMove: how much was taken over, and what that took."""
 
     tokens: int  # tokens that the session's next turn finds computed here
     bytes: int  # size of the keys and values that came
@@ -169,13 +169,13 @@ class CacheFrame:
     content: Array  # uint8
 
 
-class Engine(Role):
+class Engine(Drainable):
     """The methods of an engine process."""
 
     attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
     submit = Call(Submit, Submitted, deadline_s=15.0)
     abort = Cast(Abort)
     rest = Call(Rest, Rested, deadline_s=90.0, idempotent=True)
-    move = Call(Move, Moved, deadline_s=75.0)
+    move = Call(CacheMove, CacheMoved, deadline_s=75.0)
     export = Stream(Export, CacheFrame, idle_s=5.0, credits=16)
     look = Cast(Look)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.api.role import Role
+from common.api.role import Drainable
 from common.runtime.interface import Call
 from common.wire.frames import Array, message
 
@@ -112,7 +112,7 @@ class Taking:
     optimizer: bool  # whether the optimizer's state goes along
 
 
-class Ranks(Role):
+class Ranks(Drainable):
     """The methods of a rank other than 0."""
 
     stand_by = Call(Order, Done, deadline_s=30.0, idempotent=True)

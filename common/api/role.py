@@ -20,7 +20,7 @@ class Drained:
     requests: int  # given back unfinished; their owners continue them elsewhere
 
 
-class Role(Interface):
+class Drainable(Interface):
     """The methods that every role process has."""
 
     drain = Call(Drain, Drained, deadline_s=5.0, idempotent=True)

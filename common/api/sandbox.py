@@ -33,7 +33,7 @@ class RewardPart:
 
 
 @message
-class Jailing:
+class JailSettings:
     """What code that the model wrote may use; see `SandboxConfig`."""
 
     tier: str = "bwrap"  # weakest tier that may run it
@@ -60,7 +60,7 @@ class LoadJob:
     tools: dict[str, str]  # name -> "module:function", f(input) -> plain value; or a built-in's
     rewards: list[RewardPart] = field(default_factory=list)  # their weighted sum is the reward
     mcp: dict[str, list[str]] = field(default_factory=dict)  # server -> its command
-    jailing: Jailing = field(default_factory=Jailing)
+    jail: JailSettings = field(default_factory=JailSettings)
 
 
 @message
@@ -105,7 +105,7 @@ class RewardCall:
 
 
 @message
-class ScoreBatch:
+class RewardBatch:
     """A batch of trajectories to score, which may be of several jobs."""
 
     calls: list[RewardCall]
@@ -135,7 +135,7 @@ class Outcome:
 
 @message
 class Outcomes:
-    """The answer to RunTools and ScoreBatch."""
+    """The answer to RunTools and RewardBatch."""
 
     outcomes: list[Outcome]  # in the order of the calls
 
@@ -145,5 +145,5 @@ class Sandbox(Interface):
 
     load = Call(LoadJob, Loaded, deadline_s=120.0, idempotent=True)
     run = Call(RunTools, Outcomes, deadline_s=60.0)
-    score = Call(ScoreBatch, Outcomes, deadline_s=120.0, idempotent=True)
+    score = Call(RewardBatch, Outcomes, deadline_s=120.0, idempotent=True)
     end_sessions = Cast(EndSessions)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.api.role import Role
+from common.api.role import Drainable
 from common.runtime.interface import Call
 from common.wire.frames import Array, message
 
@@ -81,7 +81,7 @@ class RoundTaken:
     counted: bool  # False: the step has moved on, or another result came first
 
 
-class Trainer(Role):
+class Trainer(Drainable):
     """The methods of the core of a training gang."""
 
     join = Call(JoinHybrids, Joined, deadline_s=10.0)

@@ -17,7 +17,7 @@ CALL_S = 3600.0  # a caller that waits less long kills the process that waits he
 Listed = dict[str, tuple[str, dict[str, Any]]]  # tool -> (description, JSON schema of arguments)
 
 
-class Server:
+class McpServer:
     """One running server. Its methods block; they are called from one thread."""
 
     def __init__(self, command: list[str], directory: str) -> None:
@@ -86,7 +86,7 @@ class Server:
 
 def listed(command: list[str], directory: str) -> Listed:
     """The tools of a server, which is started for this and ended again."""
-    server = Server(command, directory)
+    server = McpServer(command, directory)
     try:
         return server.tools()
     finally:

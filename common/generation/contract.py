@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.engine import Finish
 from common.errors import Refused
 from common.records.experts import NO_EXPERTS, laid_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-RUNNING, STOP, LENGTH, ABORTED = range(4)  # finish codes, as on the wire
 MIXED = -1  # version of a cache that weights of several versions computed
 WHOLE_BYTES = 1 << 62  # more bytes than any cache has: all of it
 NO_SESSION = -1  # any negative session: nothing is kept after the request
@@ -74,7 +74,7 @@ class Piece:
     tokens: Ints
     logprobs: Floats
     versions: Ints
-    finish: int = RUNNING
+    finish: Finish = Finish.RUNNING
     unmodified: Floats | None = None
     experts: NDArray[np.int16] | None = None
 
@@ -94,7 +94,7 @@ class SessionCache:
     first_version: int  # the weights that sampled that one
 
 
-class Engine(Protocol):
+class TokenEngine(Protocol):
     """The contract. One thread drives an engine: `step` until it returns False, `drain` at any
     time.
     """

@@ -13,7 +13,7 @@ from common.job.constraints import (
     AlgorithmName,
     Count,
     Dtype,
-    Endpoint,
+    EndpointText,
     EnginePath,
     Figure,
     File,
@@ -36,7 +36,7 @@ class MeshConfig(Table):
     # accelerators (CPU slots here) that the planner may place roles on
     workers: Annotated[Whole, Ge(2)] = 3
     device: Literal["cpu", "cuda"] = "cpu"  # what workers compute on
-    bind: Endpoint = "tcp://127.0.0.1:*"  # where every process listens
+    bind: EndpointText = "tcp://127.0.0.1:*"  # where every process listens
     advertise: str = ""  # what it tells others; empty: the bound address
     metrics: str = "127.0.0.1:*"  # where each process serves its metrics and health; off
 

@@ -96,7 +96,7 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 
 Text = Annotated[str, MinLen(1)]
 Name = Annotated[str, Predicate(_is_name)]
-Endpoint = Annotated[str, Predicate(_is_endpoint)]
+EndpointText = Annotated[str, Predicate(_is_endpoint)]
 Figure = Annotated[str, Predicate(_is_figure)]
 File = Annotated[str, Predicate(_is_path)]
 Options = Annotated[dict[str, Any], Predicate(_is_plain)]

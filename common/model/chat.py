@@ -28,7 +28,7 @@ class ChatBroken(MeshError):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """A tool call as the model wrote it; `problem` says why it cannot be made, and is empty if it
     can.
     """
@@ -46,7 +46,7 @@ class Reply:
 
     content: str
     reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ParsedCall] = field(default_factory=list)
 
 
 class Chat:
@@ -130,7 +130,7 @@ class Conversation:
                 list(ids), tools=self._tools or None, prompt_ids=before
             )
         except UNREADABLE as error:
-            return Reply("", calls=[Call("", {}, f"call_{len(before)}", f"{error}"[:200])])
+            return Reply("", calls=[ParsedCall("", {}, f"call_{len(before)}", f"{error}"[:200])])
         calls = [_call(c, f"call_{len(before)}_{i}") for i, c in enumerate(parsed.tool_calls)]
         return Reply(parsed.content or "", parsed.reasoning_content or "", calls)
 
@@ -187,7 +187,7 @@ class _Spelling:
         return [self._tokenizer.token_to_id(t) for t in tokens]
 
 
-def _call(parsed: Any, identity: str) -> Call:
+def _call(parsed: Any, identity: str) -> ParsedCall:
     """One attempt at a call; what `renderers` could not parse is told to the model as a problem."""
     name, arguments = parsed.name, parsed.arguments
     problem = "" if parsed.status == "ok" else str(parsed.status).replace("_", " ")
@@ -198,7 +198,7 @@ def _call(parsed: Any, identity: str) -> Call:
             problem = "invalid json"
     if not problem and not (isinstance(name, str) and isinstance(arguments, dict)):
         problem = "a call is a name and an object of arguments"
-    return Call(
+    return ParsedCall(
         name if isinstance(name, str) else "",
         arguments if isinstance(arguments, dict) else {},
         parsed.id or identity,

@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 
-State = Mapping[str, Tensor]
+StateDict = Mapping[str, Tensor]
 
 _WHOLE = {  # our tensor of a layer -> theirs, where one is one
     "attention_norm": "input_layernorm.weight",
@@ -75,7 +75,7 @@ def load_config(path: str | Path) -> ModelConfig:
 def save_model(
     path: str | Path,
     config: ModelConfig,
-    state: State,
+    state: StateDict,
     tokenizer_file: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -96,7 +96,7 @@ def save_model(
         _copy_tokenizer(Path(tokenizer_file), directory, config)
 
 
-def state_to_hf(config: ModelConfig, state: State) -> dict[str, Tensor]:
+def state_to_hf(config: ModelConfig, state: StateDict) -> dict[str, Tensor]:
     """Hugging Face's names and shapes; fused matrices come apart as views, nothing is copied."""
     theirs = {_OUTSIDE[name]: state[name] for name in _OUTSIDE if name in state}
     for index in range(config.layers):
@@ -113,7 +113,7 @@ def state_to_hf(config: ModelConfig, state: State) -> dict[str, Tensor]:
     return theirs
 
 
-def state_from_hf(config: ModelConfig, tensors: State) -> dict[str, Tensor]:
+def state_from_hf(config: ModelConfig, tensors: StateDict) -> dict[str, Tensor]:
     """A state that `Decoder.load_state_dict` takes; ConfigError when a tensor is missing."""
     ours = {}
     for name, source in _OUTSIDE.items():
@@ -132,7 +132,9 @@ def state_from_hf(config: ModelConfig, tensors: State) -> dict[str, Tensor]:
     return ours
 
 
-def _experts_to_hf(config: ModelConfig, state: State, ours: str, prefix: str) -> dict[str, Tensor]:
+def _experts_to_hf(
+    config: ModelConfig, state: StateDict, ours: str, prefix: str
+) -> dict[str, Tensor]:
     """A layer's experts one by one, as views."""
     block, names = _MIXTURE[config.architecture]
     theirs = {f"{prefix}{block}.gate.weight": state[ours + "router"]}
@@ -144,7 +146,7 @@ def _experts_to_hf(config: ModelConfig, state: State, ours: str, prefix: str) ->
 
 
 def _experts_from_hf(
-    config: ModelConfig, tensors: State, ours: str, prefix: str
+    config: ModelConfig, tensors: StateDict, ours: str, prefix: str
 ) -> dict[str, Tensor]:
     """A layer's experts as matrices [experts, ..]."""
     block, names = _MIXTURE[config.architecture]
@@ -180,7 +182,7 @@ def _has(config: ModelConfig, name: str, layer: int) -> bool:
     return name != "output_bias" or config.output_bias
 
 
-def _tensor(tensors: State, name: str) -> Tensor:
+def _tensor(tensors: StateDict, name: str) -> Tensor:
     if name not in tensors:
         raise ConfigError(
             f"tensor {name} is missing",
@@ -217,7 +219,7 @@ class _Tensors(Mapping[str, Tensor]):
         return len(self._shard)
 
 
-def _write_tensors(directory: Path, tensors: State, shard_bytes: int) -> None:
+def _write_tensors(directory: Path, tensors: StateDict, shard_bytes: int) -> None:
     """One file, or several and their index; files of an earlier, other cut are removed after."""
     shards = _cut(tensors, shard_bytes)
     names = [_SINGLE]
@@ -245,7 +247,7 @@ def _write_tensors(directory: Path, tensors: State, shard_bytes: int) -> None:
             old.unlink(missing_ok=True)
 
 
-def _cut(tensors: State, shard_bytes: int) -> list[list[str]]:
+def _cut(tensors: StateDict, shard_bytes: int) -> list[list[str]]:
     """Names, in order, in shards of at most so many bytes (a larger tensor has one of its own)."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -285,7 +287,7 @@ def _readable(place: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_shapes(wanted: State, found: State) -> None:
+def _check_shapes(wanted: StateDict, found: StateDict) -> None:
     for name, tensor in found.items():
         if name in wanted and tensor.shape != wanted[name].shape:
             raise ConfigError(

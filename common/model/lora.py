@@ -22,7 +22,7 @@ from common.errors import ConfigError
 from common.model.config import ModelConfig
 from common.model.projections import projections
 
-State = Mapping[str, Tensor]
+StateDict = Mapping[str, Tensor]
 
 _PART = ".adapters."  # in the name of every tensor of an adapter
 
@@ -82,7 +82,7 @@ def is_adapter(name: str) -> bool:
     return _PART in name
 
 
-def merged(config: ModelConfig, tensors: State, scale: float) -> dict[str, Tensor]:
+def merged(config: ModelConfig, tensors: StateDict, scale: float) -> dict[str, Tensor]:
     """The plain decoder's tensors of base and adapters, summed in float32; `tensors` stays as it
     is. Without adapters, the same tensors.
     """
@@ -101,7 +101,7 @@ def merged(config: ModelConfig, tensors: State, scale: float) -> dict[str, Tenso
     return plain | {name: whole.to(plain[name].dtype) for name, whole in sums.items()}
 
 
-def to_peft(config: ModelConfig, tensors: State) -> dict[str, Tensor]:
+def to_peft(config: ModelConfig, tensors: StateDict) -> dict[str, Tensor]:
     """The adapters among `tensors` under PEFT's names."""
     parts = projections(config)
     found = {}
@@ -115,7 +115,7 @@ def to_peft(config: ModelConfig, tensors: State) -> dict[str, Tensor]:
 
 
 def save_adapter(
-    path: str | Path, config: ModelConfig, tensors: State, alpha: float, base: str
+    path: str | Path, config: ModelConfig, tensors: StateDict, alpha: float, base: str
 ) -> None:
     """Writes a directory that `peft.PeftModel.from_pretrained` reads: adapter_config.json and
     adapter_model.safetensors. `base`: where the base model is, a directory or a published name.

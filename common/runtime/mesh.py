@@ -31,7 +31,7 @@ from common.runtime.waits import WaitTable
 from common.settings import OFF, MeshSettings
 from common.state import registry
 from common.state.client import State
-from common.telemetry.endpoint import Endpoint
+from common.telemetry.endpoint import MetricsEndpoint
 from common.telemetry.logs import Telemetry, log_to_stderr
 from common.telemetry.monitor import Monitor
 from common.telemetry.tracing import Tracer, scope
@@ -117,7 +117,7 @@ class Mesh:
         self._housekeeping: asyncio.Task[None] | None = None
         self._owns_state = owns_state
         self._left = False
-        self._endpoint: Endpoint | None = None
+        self._endpoint: MetricsEndpoint | None = None
 
     @classmethod
     async def open(cls, name: str, kind: str, settings: MeshSettings) -> Mesh:
@@ -268,7 +268,7 @@ class Mesh:
         publishes the address. ConfigError when `where` (as `mesh.metrics`) has no free port.
         """
         pages = Monitor(self.name, self.kind, self._lease, self._watchdog, self.telemetry).pages
-        self._endpoint = Endpoint(where, self.settings.advertise, self.host, pages)
+        self._endpoint = MetricsEndpoint(where, self.settings.advertise, self.host, pages)
 
     @property
     def serving(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from common.state.client import State
@@ -15,6 +16,15 @@ MOVES = f"{MESH}:moves"
 MOVING = f"{MESH}:moving"
 
 
+class Role(StrEnum):
+    """What a gang does."""
+
+    IDLE = "idle"
+    ROLLOUT = "rollout"
+    TRAINING = "training"
+    SCORING = "scoring"  # it hosts the job's frozen models
+
+
 @dataclass(frozen=True)
 class Gang:
     """The row of a gang. `epoch` counts decisions; the actual state counts only for the decision
@@ -24,11 +34,11 @@ class Gang:
     id: str
     workers: list[str]  # in the order of their ranks
     accelerator: str
-    desired_role: str  # idle | rollout | training | serving
+    desired_role: Role
     desired_job: str
     desired_core: bool  # in a training role: owns parameters and optimizer
     epoch: int
-    actual_role: str
+    actual_role: Role
     actual_state: str  # idle | starting | ready | draining | failed | lost
     actual_epoch: int
     changed_ms: int
@@ -44,21 +54,21 @@ class Gang:
     @property
     def settled(self) -> bool:
         """Whether the gang does what was decided last."""
-        done = "idle" if self.desired_role == "idle" else "ready"
+        done = "idle" if self.desired_role == Role.IDLE else "ready"
         return self.actual_epoch == self.epoch and self.actual_state == done
 
 
 @dataclass(frozen=True)
-class Move:
+class MoveRequest:
     """What a person asked for with `meshrl move`."""
 
     gang: str
-    role: str
+    role: str  # as that person wrote it
     op_id: str
 
 
 @dataclass(frozen=True)
-class Moving:
+class GangMove:
     """A move that a leader has decided and that is not complete yet."""
 
     gang: str
@@ -90,7 +100,7 @@ async def set_desired(
     state: State,
     leader_token: int,
     gang: str,
-    role: str,
+    role: Role,
     job: str,
     core: bool,
     reason: str,
@@ -125,7 +135,7 @@ async def report_actual(
     gang: str,
     worker_token: int,
     epoch: int,
-    role: str,
+    role: Role,
     status: str,
     detail: str = "",
 ) -> bool:
@@ -170,12 +180,12 @@ async def request_move(state: State, gang: str, role: str, op_id: str) -> None:
     await state.run("request_move", [MESH], {"gang": gang, "role": role, "op": op_id})
 
 
-async def moves_asked_for(state: State) -> list[Move]:
+async def moves_asked_for(state: State) -> list[MoveRequest]:
     """The moves on record, in the order in which they were asked for."""
     row = (await state.run("row", [MOVES], {}))["row"] or {}
     moves = [json.loads(move) | {"op": op} for op, move in row.items()]
     moves.sort(key=lambda move: (move["asked_ms"], move["op"]))
-    return [Move(move["gang"], move["role"], move["op"]) for move in moves]
+    return [MoveRequest(move["gang"], move["role"], move["op"]) for move in moves]
 
 
 async def decline_move(state: State, leader_token: int, op_id: str, reason: str) -> None:
@@ -184,18 +194,18 @@ async def decline_move(state: State, leader_token: int, op_id: str, reason: str)
     await state.run("decline_move", [MESH], args)
 
 
-async def moving(state: State) -> list[Moving]:
+async def moves_under_way(state: State) -> list[GangMove]:
     """The moves that are under way, one of a gang at most, by gang."""
     row = (await state.run("row", [MOVING], {}))["row"] or {}
     found = {gang: json.loads(move) for gang, move in row.items()}
     return [
-        Moving(gang, move["epoch"], move["started_ms"], json.loads(move["details"]))
+        GangMove(gang, move["epoch"], move["started_ms"], json.loads(move["details"]))
         for gang, move in sorted(found.items())
     ]
 
 
 async def finish_move(
-    state: State, leader_token: int, move: Moving, details: dict[str, Any]
+    state: State, leader_token: int, move: GangMove, details: dict[str, Any]
 ) -> None:
     """Strikes a complete move off the record and tells of it, with `details`, in the event `move`,
     once. Nothing happens when the gang was decided about anew.
@@ -223,11 +233,11 @@ def _gang(row: dict[str, str]) -> Gang:
             key=lambda worker: (len(worker), worker),
         ),
         accelerator=row["accelerator"],
-        desired_role=row["desired_role"],
+        desired_role=Role(row["desired_role"]),
         desired_job=row["desired_job"],
         desired_core=row["desired_core"] == "1",
         epoch=int(row["epoch"]),
-        actual_role=row["actual_role"],
+        actual_role=Role(row["actual_role"]),
         actual_state=row["actual_state"],
         actual_epoch=int(row["actual_epoch"]),
         changed_ms=int(row["changed_ms"]),

@@ -45,7 +45,7 @@ class GroupRow:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class LeaseWait:
     """Why the trainer gets no group now."""
 
     reason: str
@@ -53,11 +53,11 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Leased:
+class LeasedGroups:
     """The answer to a lease of groups."""
 
     groups: list[GroupRow]  # so far, less those that were given before; oldest first
-    waiting: Waiting | None  # for the rest of the step's groups
+    waiting: LeaseWait | None  # for the rest of the step's groups
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ async def forget_segment(state: State, job: str, shard: str, token: int, name: s
 
 async def lease_groups(
     state: State, job: str, trainer: str, token: int, step: int, given: Iterable[int] = ()
-) -> Leased:
+) -> LeasedGroups:
     """The groups of step `step`, which turns version step - 1 into version step: steps count from
     1.
 
@@ -192,8 +192,8 @@ async def lease_groups(
     """
     args = {"job": job, "trainer": trainer, "token": token, "step": step, "given": list(given)}
     answer = await state.run("lease_groups", [job_prefix(job)], args)
-    waiting = Waiting(answer["waiting"], answer["on"]) if "waiting" in answer else None
-    return Leased([group_row(row) for row in answer["groups"] or []], waiting)
+    waiting = LeaseWait(answer["waiting"], answer["on"]) if "waiting" in answer else None
+    return LeasedGroups([group_row(row) for row in answer["groups"] or []], waiting)
 
 
 async def in_flight(state: State, job: str) -> InFlight:

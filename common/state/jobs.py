@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from common.errors import NotFound
 from common.state.client import State
 from common.state.keys import MESH, job_prefix
 
-ENDED = frozenset({"finished", "failed", "stopped"})
 JOBS = f"{MESH}:jobs"
 DELETED = f"{MESH}:deleted"
 COUNTS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+
+
+class Phase(StrEnum):
+    """Where a job is; phases follow each other in this order, and the last three end it."""
+
+    QUEUED = "queued"
+    WARM_START = "warm_start"
+    BASELINE = "baseline"  # version 0 is evaluated
+    TRAINING = "training"
+    EVALUATION = "evaluation"  # of the last version
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+ACTIVE = frozenset({Phase.BASELINE, Phase.TRAINING, Phase.EVALUATION})  # shards work on the job
+ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.STOPPED})
 
 
 @dataclass(frozen=True)
@@ -21,7 +38,7 @@ class JobRow:
     """The row of a job in Redis. Counts are in trajectories."""
 
     id: str
-    phase: str
+    phase: Phase
     document: dict[str, Any]  # the resolved job file
     run_dir: str
     lineage: int
@@ -67,7 +84,7 @@ async def submit(
         "counts": dict.fromkeys(COUNTS, 0),
         "requeue": [],
     }
-    await create(state, job, document, run_dir, op_id, "queued", fresh, "submitted", {})
+    await create(state, job, document, run_dir, op_id, Phase.QUEUED, fresh, "submitted", {})
 
 
 async def create(
@@ -76,7 +93,7 @@ async def create(
     document: dict[str, Any],
     run_dir: str,
     op_id: str,
-    phase: str,
+    phase: Phase,
     counters: dict[str, Any],
     why: str,
     details: dict[str, Any],
@@ -119,7 +136,7 @@ async def job(state: State, job: str) -> JobRow:
 async def set_phase(
     state: State,
     job: str,
-    phase: str,
+    phase: Phase,
     token: int,
     name: str,
     error: str = "",
@@ -221,7 +238,7 @@ def _job(row: dict[str, str]) -> JobRow:
     )
     return JobRow(
         id=row["id"],
-        phase=row["phase"],
+        phase=Phase(row["phase"]),
         document=json.loads(row["document"]),
         run_dir=row["run_dir"],
         manifest=row["manifest"],

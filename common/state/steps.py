@@ -12,7 +12,7 @@ from typing import Any
 
 from common.state.client import State
 from common.state.groups import GroupRow, group_row
-from common.state.jobs import COUNTS, create
+from common.state.jobs import COUNTS, Phase, create
 from common.state.keys import job_prefix
 
 # Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
@@ -200,7 +200,7 @@ async def restore_job(
         "requeue": checkpoint["requeue"],
         "kept": checkpoint.get("kept", {}),
     }
-    phase = "training" if version < document["budget"]["steps"] else "evaluation"
+    phase = Phase.TRAINING if version < document["budget"]["steps"] else Phase.EVALUATION
     op_id = f"restore-{lineage}-{version}"
     details = {"counts": counts}
     await create(state, job, document, run_dir, op_id, phase, counters, "restored", details)

@@ -30,7 +30,7 @@ def health(why_not: Callable[[], str]) -> Page:
     return page
 
 
-class Endpoint:
+class MetricsEndpoint:
     """Serves `pages` by path until it is closed. `where`: as `mesh.metrics` of a job file;
     ConfigError when no port of its range is free. Others are told `advertise` (as `mesh.advertise`)
     unless it serves this host alone.

@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from common.errors import ConfigError, Overloaded
 from common.settings import advertised_host
 from common.transport.base import Deliver, Frames, Gone, Lost, Peer
-from common.wire.frames import DEFAULT_LIMITS, Frame, Limits
+from common.wire.frames import DEFAULT_LIMITS, Frame, MessageLimits
 
 DRAIN_MESSAGES = 256  # a turn of the loop stays under ~5 ms
 BURST = 16  # messages written in one go: enough to share a wake-up, few enough to overlap with work
@@ -240,7 +240,7 @@ class ZmqTransport:
         *,
         hwm: int = 1000,
         park_messages: int = 10_000,
-        limits: Limits = DEFAULT_LIMITS,
+        limits: MessageLimits = DEFAULT_LIMITS,
     ) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)

@@ -16,7 +16,7 @@ from common.wire.messages import (
     OUT_OF_BAND_BYTES,
     Array,
     Frame,
-    Limits,
+    MessageLimits,
     checked,
     decode,
     encode,
@@ -29,7 +29,7 @@ __all__ = [
     "OUT_OF_BAND_BYTES",
     "Array",
     "Frame",
-    "Limits",
+    "MessageLimits",
     "check_sizes",
     "decode",
     "encode",
@@ -66,7 +66,7 @@ def pack_header(
     return _pack((VERSION, kind, call_id, actor, method, sender, target, number, trace))
 
 
-def unpack_header(frame: Frame, limits: Limits = DEFAULT_LIMITS) -> tuple[Any, ...]:
+def unpack_header(frame: Frame, limits: MessageLimits = DEFAULT_LIMITS) -> tuple[Any, ...]:
     """The nine fields of a header; BadMessage if it is too long, or not nine, or mistyped."""
     if len(frame) > limits.header_bytes:
         raise BadMessage(f"a header of {len(frame)} bytes; the limit is {limits.header_bytes}")
@@ -89,7 +89,7 @@ def pack_error(code: str, text: str) -> bytes:
     return _pack((code, text[:4096]))
 
 
-def unpack_error(body: Frame, limits: Limits = DEFAULT_LIMITS) -> tuple[str, str]:
+def unpack_error(body: Frame, limits: MessageLimits = DEFAULT_LIMITS) -> tuple[str, str]:
     """(code, text) of an error's body; BadMessage if it holds anything else."""
     code, text = checked(unpacked(body, limits), 2, "an error")
     if type(code) is not str or type(text) is not str:
@@ -97,7 +97,7 @@ def unpack_error(body: Frame, limits: Limits = DEFAULT_LIMITS) -> tuple[str, str
     return code, text
 
 
-def check_sizes(frames: Sequence[Frame], limits: Limits = DEFAULT_LIMITS) -> None:
+def check_sizes(frames: Sequence[Frame], limits: MessageLimits = DEFAULT_LIMITS) -> None:
     """BadMessage if the frames [header, body, buffer...] exceed a limit; looks at lengths only."""
     if len(frames) > limits.frames:
         raise BadMessage(f"a message of {len(frames)} frames; the limit is {limits.frames}")

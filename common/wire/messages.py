@@ -40,7 +40,7 @@ DECODE_ERRORS = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MessageLimits:
     """What one message may weigh; checked before decoding, on both ends."""
 
     frames: int = 1026  # header, body and 1,024 buffers
@@ -53,7 +53,7 @@ class Limits:
     dims: int = 8
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = MessageLimits()
 
 
 Buffers = list[memoryview]
@@ -103,7 +103,7 @@ def decode(
     cls: type[M],
     body: Frame,
     buffers: Sequence[Frame] = (),
-    limits: Limits = DEFAULT_LIMITS,
+    limits: MessageLimits = DEFAULT_LIMITS,
 ) -> M:
     """The message in `body`; its arrays are read-only views of `buffers`."""
     rest = iter(buffers)
@@ -113,7 +113,7 @@ def decode(
     return made
 
 
-def unpacked(body: Frame, limits: Limits) -> Any:
+def unpacked(body: Frame, limits: MessageLimits) -> Any:
     """The MessagePack value of a body; BadMessage if it is malformed or beyond the limits."""
     size = len(body)
     if size > limits.body_bytes:

@@ -94,7 +94,7 @@ async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
                 version = row.version
                 cpu = meter.reading(roles=True)
                 measured.readings[version] = Reading(version, time.perf_counter(), cpu)
-            if row is not None and row.phase == "failed":
+            if row is not None and row.phase == jobs.Phase.FAILED:
                 raise RuntimeError(f"the job failed: {row.error}")
             await asyncio.sleep(LOOK_S)
         measured.rows = await steps_of(state)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from common.api.sandbox import Jailing, LoadJob, RewardPart, RunTools, Sandbox, ToolCall
+from common.api.sandbox import JailSettings, LoadJob, RewardPart, RunTools, Sandbox, ToolCall
 from common.runtime.mesh import Mesh, MeshSettings, Ref
 from common.settings import SETTINGS_ENV
 from common.state import registry
@@ -59,8 +59,8 @@ class Place:
     directory: Path
 
     async def load(self, job: str, rewards: list[RewardPart] | None = None) -> None:
-        jailing = Jailing(sessions=64)
-        request = LoadJob(job, str(self.directory), TOOLS, rewards or [], jailing=jailing)
+        jail = JailSettings(sessions=64)
+        request = LoadJob(job, str(self.directory), TOOLS, rewards or [], jail=jail)
         await self.sandbox.call(Sandbox.load, request, deadline_s=START_S)
 
     async def run(

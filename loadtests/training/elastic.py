@@ -115,9 +115,9 @@ async def joined(task: Task, out: Path) -> tuple[list[Row], int]:
     job = task.job_file(out, steps=JOIN_AT + JOIN_STEPS + 1, staleness=0, workers=3)
     async with started(job, out, *SETTINGS, STAY) as (state, _), asyncio.timeout(DEADLINE_S):
         await committed(state, JOIN_AT)
-        gang = next(g.id for g in await gangs.gangs(state) if g.desired_role == "rollout")
+        gang = next(g.id for g in await gangs.gangs(state) if g.desired_role == gangs.Role.ROLLOUT)
         moved = (await row_of(state)).version
-        await gangs.request_move(state, gang, "training", uuid.uuid4().hex)
+        await gangs.request_move(state, gang, gangs.Role.TRAINING, uuid.uuid4().hex)
         while True:
             rows = await steps_of(state)
             if len(rows) >= JOIN_AT + JOIN_STEPS or (rows and len(rows[-1]["workers"]) > 1):
@@ -165,7 +165,7 @@ async def recovered(task: Task, out: Path) -> float:
 async def committed(state: State, version: int) -> None:
     """Until a step is committed; RuntimeError if the job fails instead."""
     while (row := await row_of(state)).version < version:
-        if row.phase == "failed":
+        if row.phase == jobs.Phase.FAILED:
             raise RuntimeError(f"the job failed: {row.error}")
         await asyncio.sleep(LOOK_S)
 

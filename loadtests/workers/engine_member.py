@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from common.generation.builtin.build import build
-from common.generation.contract import Engine
+from common.generation.contract import TokenEngine
 from common.job.pace import profile
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
@@ -36,7 +36,7 @@ MODEL = ModelConfig(
 )
 
 
-def engine(mesh: Mesh, slots: int, max_length: int, pace: str) -> Engine:
+def engine(mesh: Mesh, slots: int, max_length: int, pace: str) -> TokenEngine:
     """The built-in engine by its best path, the same weights in every process."""
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(0))

@@ -42,7 +42,7 @@ from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
-from services.rollout.trajectory import Ending, Restored, Round, Trajectory
+from services.rollout.trajectory import Ending, Restored, Trajectory, Turn
 
 JOB = "ledger-load"
 GROUP = 8  # trajectories of a prompt
@@ -145,12 +145,12 @@ class Shard:
             finish = await stay.generate(MAX_TOKENS)
             self.turns += 1
             text = self.traffic.text(len(t.turn))
-            t.open_round = Round(text, len(t.turn))
+            t.open_turn = Turn(text, len(t.turn))
             self.ledger.defer(Kind.TURN, [t.id, text], t.group)
-            if finish is Finish.LENGTH or len(t.rounds) + 1 >= plan.turns:
+            if finish is Finish.LENGTH or len(t.past_turns) + 1 >= plan.turns:
                 return
             await self.mesh.clock.sleep(self.traffic.tool_s())
-            r = t.open_round
+            r = t.open_turn
             r.tool, r.input, r.value, r.answered = "search", {"query": text[:40]}, text[:80], True
             record = (Kind.TOOL, [t.id, r.tool, r.input, r.value])
             await self.ledger.log(record, groups=(t.group,))

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from common.generation.contract import Engine, Request
+from common.generation.contract import Request, TokenEngine
 from common.job.pace import profile
 from common.runtime.mesh import Mesh, MeshSettings, run
 from loadtests.workers.ledger_traffic import (
@@ -99,7 +99,7 @@ async def serve(mesh: Mesh, phase_s: float) -> None:
 # ---------------------------------------------------------------- the built-in engine
 
 
-def tiny() -> Engine:
+def tiny() -> TokenEngine:
     """The same weights in every process."""
     import torch
 
@@ -132,7 +132,7 @@ def tiny() -> Engine:
 class Noting(PacedEngine):
     """Notes what it is asked to generate: a note outlives a SIGKILL."""
 
-    def __init__(self, inner: Engine, mesh: Mesh, log: Path) -> None:
+    def __init__(self, inner: TokenEngine, mesh: Mesh, log: Path) -> None:
         super().__init__(inner, profile(PACE), mesh.clock)
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
@@ -142,7 +142,7 @@ class Noting(PacedEngine):
         super().submit(requests)
 
 
-async def native(inner: Engine, name: str, log: Path) -> None:
+async def native(inner: TokenEngine, name: str, log: Path) -> None:
     from services.engine.running import SWITCH_S, Driver
 
     sys.setswitchinterval(SWITCH_S)

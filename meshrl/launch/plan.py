@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 
 from common.job.config import JobConfig
+from common.state.gangs import Role
 
 PLANNERS = 2  # the second takes over when the first one's lease ends
 
@@ -93,7 +94,7 @@ def described(config: JobConfig) -> list[tuple[str, str]]:
         rows.append((f"worker/g0.{rank}", f"{config.mesh.device} slot; rank {rank} of the core"))
     for i in range(config.mesh.workers - ranks + 1):
         scores = i == training and bool(config.models.declared)
-        role = "training" if i < training else "scoring" if scores else "rollout"
+        role = Role.TRAINING if i < training else Role.SCORING if scores else Role.ROLLOUT
         rows.append((f"worker/g{i}", f"{config.mesh.device} slot; starts in the {role} role"))
     if config.environment.use:
         count = config.environment.processes

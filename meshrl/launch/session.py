@@ -82,7 +82,7 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
     known = {row.id: row for row in await jobs.jobs(launcher.state)}
     if job in known:
         row = known[job]
-        if row.phase == "finished":
+        if row.phase == jobs.Phase.FINISHED:
             raise Refused("the job is finished; nothing is left to do")
         if row.run_dir != str(run_dir):
             shown = embedded.without_password(embedded.configured_url())
@@ -141,10 +141,10 @@ async def _conclude(recorder: Recorder | None, launcher: Launcher) -> int:
     report.show(summary, recorder.run_dir)
     if launcher.failed.is_set():
         print(f"error: {launcher.why}", file=sys.stderr)
-    phase = recorder.shot.phase if recorder.shot else ""
-    if phase == "finished":
+    phase = recorder.shot.phase if recorder.shot else None
+    if phase == jobs.Phase.FINISHED:
         return 0
-    if phase == "failed":
+    if phase == jobs.Phase.FAILED:
         error = recorder.shot.error if recorder.shot else ""
         print(f"error: the job failed: {error}", file=sys.stderr)
         return 1

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from common.state.gangs import Role
+
 WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 12, 34  # margins, for the axes' labels
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito: apart for all eyes
-ROLE_COLORS = {
-    "rollout": "#56b4e9",
-    "training": "#e69f00",
-    "serving": "#009e73",
-    "scoring": "#cc79a7",
+ROLE_COLORS: dict[str, str] = {
+    Role.ROLLOUT: "#56b4e9",
+    Role.TRAINING: "#e69f00",
+    Role.SCORING: "#cc79a7",
 }
 ROW = 26  # height of a gang's row in the timeline
 

@@ -17,6 +17,8 @@ from rich.table import Table
 from common.job.evaluation_plan import HELD_OUT
 from common.state.accounting import account
 from common.state.events import Event
+from common.state.gangs import Role
+from common.state.jobs import Phase
 from meshrl import dryrun
 from meshrl.exporting import command
 from meshrl.launch.places import write_json
@@ -27,7 +29,7 @@ from meshrl.observe.view import clock
 from meshrl.observe.watch import Evaluation, told, unforeseen
 
 EXPORT_S = 120.0
-EXPORTED_PHASES = ("training", "evaluation", "finished")
+EXPORTED_PHASES = (Phase.TRAINING, Phase.EVALUATION, Phase.FINISHED)
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em;
@@ -52,7 +54,7 @@ async def write(recorder: Recorder) -> dict[str, Any]:
     evaluations = list(shot.evaluations) if shot else []
     found = summary.summarize(
         job=job,
-        phase=shot.phase if shot else "queued",
+        phase=shot.phase if shot else Phase.QUEUED,
         seed=int(document["seed"]),
         wall_s=recorder.wall_s,
         warm_start_cached=recorder.tally.warm_start_cached,
@@ -225,7 +227,7 @@ def spans(events: Sequence[Event], start_ms: int, end: float) -> list[Span]:
         if gang in current:
             role, state, since = current.pop(gang)
             found.append(Span(gang, role, state, since, at))
-        if event.kind == "actual" and event.fields["role"] != "idle":
+        if event.kind == "actual" and event.fields["role"] != Role.IDLE:
             current[gang] = (str(event.fields["role"]), str(event.fields["status"]), at)
     found += [Span(gang, role, state, at, end) for gang, (role, state, at) in current.items()]
     return found

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.state.events import Event
+from common.state.gangs import Role
+from common.state.jobs import Phase
 from meshrl.observe.usage import Tally
 from meshrl.observe.watch import Evaluation, unforeseen
 
-TRADED = {"rollout", "training"}
+TRADED = {Role.ROLLOUT, Role.TRAINING}
 
 
 def summarize(
     *,
     job: str,
-    phase: str,
+    phase: Phase,
     seed: int,
     wall_s: float,
     warm_start_cached: bool,

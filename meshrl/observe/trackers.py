@@ -34,11 +34,13 @@ NICE = 10
 
 BATCH = 64  # records in one frame
 
-Record = dict[str, Any]  # kind: row | evaluation | rewind; step; of what is shown: values, wall, id
+TrackerRecord = dict[
+    str, Any
+]  # kind: row | evaluation | rewind; step; of what is shown: values, wall, id
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrackerLimits:
     """What a tracker is allowed before it counts as broken."""
 
     queue: int = 4096  # records that wait; beyond, the oldest are dropped
@@ -50,7 +52,7 @@ class Limits:
 
 
 @dataclass
-class Progress:
+class TrackerProgress:
     """How far one tracker has come; kept in the run directory."""
 
     id: str  # the run's id, as the tracker knows it
@@ -87,7 +89,7 @@ def scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-class Tracker:
+class TrackerProcess:
     """One tracker's queue and process. `argv` runs what takes the frames (see
     `meshrl.observe.tracking`): first what the run is, then lists of records; each frame is answered
     by one.
@@ -98,23 +100,23 @@ class Tracker:
         name: str,
         argv: Sequence[str],
         about: Mapping[str, Any],
-        progress: Progress,
+        progress: TrackerProgress,
         host: Host,
         clock: Clock,
         log: Path,
-        limits: Limits | None = None,
+        limits: TrackerLimits | None = None,
     ) -> None:
-        self._limits = limits or Limits()
+        self._limits = limits or TrackerLimits()
         self.name, self.progress = name, progress
         self._argv, self._about = list(argv), dict(about)
         self._host, self._clock, self._log = host, clock, log
-        self._waiting: deque[Record] = deque()
+        self._waiting: deque[TrackerRecord] = deque()
         self._came = asyncio.Event()
         self._closing = False
         self._failures = 0  # in a row
         self._task: asyncio.Task[None] | None = None
 
-    def offer(self, records: Iterable[Record]) -> None:
+    def offer(self, records: Iterable[TrackerRecord]) -> None:
         """Never waits; what is shown already is left out."""
         for record in records:
             if record["kind"] == "rewind":
@@ -141,12 +143,12 @@ class Tracker:
         self.progress.dropped += len(self._waiting)
         self._waiting.clear()
 
-    def _new(self, record: Record) -> bool:
+    def _new(self, record: TrackerRecord) -> bool:
         if record["kind"] == "row":
             return bool(record["step"] > self.progress.step)
         return record["id"] not in self.progress.evaluations
 
-    def _rewind(self, record: Record) -> None:
+    def _rewind(self, record: TrackerRecord) -> None:
         step = int(record["step"])
         kept = [r for r in self._waiting if r["kind"] == "rewind" or r["step"] <= step]
         self._waiting = deque([*kept, record])
@@ -196,7 +198,7 @@ class Tracker:
         if await child.wait(limits.close_s) != 0:
             raise PeerLost("it did not finish in order", where=self.name)
 
-    def _shown(self, batch: list[Record]) -> None:
+    def _shown(self, batch: list[TrackerRecord]) -> None:
         self._failures = 0
         for record in batch:
             if record not in self._waiting:
@@ -211,7 +213,7 @@ class Tracker:
 class Trackers:
     """The trackers of one run."""
 
-    def __init__(self, trackers: list[Tracker], path: Path) -> None:
+    def __init__(self, trackers: list[TrackerProcess], path: Path) -> None:
         self.trackers, self._path = trackers, path
 
     @classmethod
@@ -228,7 +230,7 @@ class Trackers:
             if not asked.get(name):
                 continue
             own = known.get(name) or {"id": f"{held['job']}-{uuid.uuid4().hex[:8]}"}
-            progress = Progress(**{**own, "trouble": ""})
+            progress = TrackerProgress(**{**own, "trouble": ""})
             about = {
                 "target": _target(name, asked[name], run_dir),
                 "id": progress.id,
@@ -238,12 +240,12 @@ class Trackers:
             }
             argv = [sys.executable, "-m", "meshrl.observe.tracking", name]
             log = run_dir / "mesh/logs" / f"{name}.log"
-            made.append(Tracker(name, argv, about, progress, host, clock, log))
+            made.append(TrackerProcess(name, argv, about, progress, host, clock, log))
         return cls(made, path)
 
     def offer(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Event]) -> None:
         """Never waits; what a tracker has shown already it leaves out."""
-        records: list[Record] = [
+        records: list[TrackerRecord] = [
             {"kind": "row", "step": row["step"], "wall": row["wall"], "values": scalars(row)}
             for row in rows
         ]
@@ -264,7 +266,7 @@ class Trackers:
         """Rows after `step` are not part of the run any more."""
         self._tell([{"kind": "rewind", "step": step}])
 
-    def _tell(self, records: list[Record]) -> None:
+    def _tell(self, records: list[TrackerRecord]) -> None:
         for tracker in self.trackers:
             tracker.offer(records)
         self._keep()

@@ -16,14 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from common.job.evaluation_plan import HELD_OUT
-from meshrl.observe.watch import Evaluation, Snapshot, Worker
+from common.state.gangs import Role
+from common.state.jobs import Phase
+from meshrl.observe.watch import Evaluation, Snapshot, WorkerLine
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-ROLE_COLORS = {
-    "rollout": "cyan",
-    "training": "magenta",
-    "scoring": "green",
-    "idle": "bright_black",
+ROLE_COLORS: dict[str, str] = {
+    Role.ROLLOUT: "cyan",
+    Role.TRAINING: "magenta",
+    Role.SCORING: "green",
+    Role.IDLE: "bright_black",
 }
 CURVE_WIDTH = 60
 
@@ -51,7 +53,7 @@ class Lines:
     def __init__(self) -> None:
         self._steps = -1
         self._evaluations = 0
-        self._phase = ""
+        self._phase: Phase | None = None
         self._trouble = False
 
     def __enter__(self) -> Self:
@@ -64,7 +66,7 @@ class Lines:
         print(text, flush=True)
 
     def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
-        if self._phase != "training":  # after training, the last steps come before the news
+        if self._phase != Phase.TRAINING:  # after training, the last steps come before the news
             self._show_phase(shot)
         if bool(shot.trouble) != self._trouble:
             self._trouble = bool(shot.trouble)
@@ -125,7 +127,7 @@ def screen(shot: Snapshot, run_dir: Path) -> RenderableType:
 
 
 def _progress(shot: Snapshot) -> RenderableType:
-    warming = shot.phase == "warm_start"
+    warming = shot.phase == Phase.WARM_START
     done, total = (shot.warm_start, 1.0) if warming else (float(shot.step), float(shot.steps))
     what = f"warm start {shot.warm_start:.0%}" if warming else f"step {shot.step}/{shot.steps}"
     to_go = f"about {clock(shot.eta_s)} to go" if shot.eta_s is not None else ""
@@ -161,7 +163,7 @@ def _learning(shot: Snapshot) -> RenderableType:
     return grid
 
 
-def _workers(workers: Sequence[Worker]) -> RenderableType:
+def _workers(workers: Sequence[WorkerLine]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("worker", "on", "role", "state", "doing"):
         table.add_column(column, no_wrap=True, header_style="dim")
@@ -240,6 +242,6 @@ def other_figures(evaluation: Evaluation) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in others.items())
 
 
-def roles(workers: Sequence[Worker]) -> str:
+def roles(workers: Sequence[WorkerLine]) -> str:
     """`g0:training g1:rollout`."""
     return " ".join(f"{w.gang}:{w.role}" for w in workers)

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from common.state.events import Event
-from common.state.gangs import Gang
-from common.state.jobs import ENDED, JobRow
+from common.state.gangs import Gang, Role
+from common.state.jobs import ENDED, JobRow, Phase
 from common.state.registry import Entry
 
 RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
@@ -19,14 +19,14 @@ ETA_STEPS = 8  # the last steps that the time to go is judged by
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerLine:
     """A gang in one line."""
 
     gang: str
     accelerator: str
-    role: str  # what it does: idle | rollout | training
+    role: Role  # what it does
     state: str  # starting | ready | draining | ...
-    wanted: str  # the role it is to have
+    wanted: Role  # that it is to have
     doing: str  # "31 running, version 12"
 
 
@@ -45,7 +45,7 @@ class Snapshot:
     """A run at one moment."""
 
     job: str
-    phase: str
+    phase: Phase
     seed: int
     step: int
     steps: int
@@ -60,7 +60,7 @@ class Snapshot:
     max_staleness: int = 0
     logprob_gap: float | None = None  # gap in the last step that could be measured
     entropy: float = 0.0
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[WorkerLine, ...] = ()
     in_flight: int = 0
     bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
     histogram: tuple[int, ...] = ()
@@ -176,16 +176,16 @@ def trained_rate(rows: Sequence[dict[str, Any]]) -> float:
     return sum(float(row["tokens_trained"]) for row in recent[1:]) / span if span > 0 else 0.0
 
 
-def worker(gang: Gang, entries: Sequence[Entry]) -> Worker:
+def worker(gang: Gang, entries: Sequence[Entry]) -> WorkerLine:
     stats = next((e.stats for e in entries if e.alive and e.name == f"engine/{gang.id}"), None)
     doing = ""
-    if gang.actual_role == "training":
+    if gang.actual_role == Role.TRAINING:
         doing = "core" if gang.desired_core else "hybrid"
-    elif gang.actual_role == "scoring":
+    elif gang.actual_role == Role.SCORING:
         doing = "frozen models"
-    elif gang.actual_role == "rollout" and stats:
+    elif gang.actual_role == Role.ROLLOUT and stats:
         doing = f"{stats.get('running', 0)} running, version {stats.get('version', '?')}"
-    return Worker(
+    return WorkerLine(
         gang=gang.id,
         accelerator=gang.accelerator,
         role=gang.actual_role,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
-from common.generation.contract import Engine
+from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.job.pace import profile
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from services.engine.sglang.engine import SGLangEngine
 
 
-async def opened(mesh: Mesh, data: JobData, gang: str) -> Engine:
+async def opened(mesh: Mesh, data: JobData, gang: str) -> TokenEngine:
     """The job's engine, asleep; native code is compiled if this host has none yet.
 
     From the main thread: a server that an engine needs dies with the thread that starts it.
     """
     if data.config.rollout.engine == "sglang":
-        engine: Engine = await _sglang(mesh, data, gang)
+        engine: TokenEngine = await _sglang(mesh, data, gang)
     else:
         engine = await mesh.host.run_blocking(_torch, data, deadline_s=BUILD_S)
     pace = data.config.rollout.pace
@@ -36,11 +36,11 @@ async def opened(mesh: Mesh, data: JobData, gang: str) -> Engine:
 
 
 async def _sglang(mesh: Mesh, data: JobData, gang: str) -> SGLangEngine:
-    from services.engine.sglang import opening
+    from services.engine.sglang import startup
 
     limits = data.config.rollout
     model = model_config(data)
-    how = opening.launch(
+    how = startup.launch(
         limits.sglang_python or str(interpreter(home("sglang"))),
         model,
         data.run_dir / "sglang" / gang,
@@ -53,8 +53,8 @@ async def _sglang(mesh: Mesh, data: JobData, gang: str) -> SGLangEngine:
         kv_on_update=limits.kv_on_update,
         options=tuple(limits.sglang_options),
     )
-    server = await opening.start(mesh.host, mesh.clock, how, limits.sglang_weights)
-    return opening.attach(
+    server = await startup.start(mesh.host, mesh.clock, how, limits.sglang_weights)
+    return startup.attach(
         server,
         model,
         limits.slots,

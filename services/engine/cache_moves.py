@@ -18,10 +18,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import CacheFrame, CachePart, Engine, Export, Move, Moved
+from common.api.engine import CacheFrame, CacheMove, CacheMoved, CachePart, Engine, Export
 from common.errors import BadMessage, MeshError
-from common.generation.contract import Engine as TokenEngine
-from common.generation.contract import SessionCache
+from common.generation.contract import SessionCache, TokenEngine
 from common.runtime.mesh import Mesh
 
 R = TypeVar("R")
@@ -41,7 +40,7 @@ class BetweenSteps(Protocol):
         """What `action` answers between two steps of the engine."""
 
 
-class Moves:
+class CacheMoves:
     """Both ends of moves, at one engine. `loaded` names the weights that it computes with."""
 
     def __init__(
@@ -81,7 +80,7 @@ class Moves:
 
     # -- the target ------------------------------------------------------------------------------
 
-    async def fetch(self, move: Move) -> Moved:
+    async def fetch(self, move: CacheMove) -> CacheMoved:
         """Takes over what `move.source` has, as far as that goes."""
         came = _Came()
         try:
@@ -94,9 +93,9 @@ class Moves:
         except MeshError as error:
             came.whole = False
             self._mesh.telemetry.count(f"moves_failed_{error.code}")
-        return Moved(came.tokens, came.bytes, came.seconds, came.whole)
+        return CacheMoved(came.tokens, came.bytes, came.seconds, came.whole)
 
-    async def _fetch(self, move: Move, came: _Came) -> None:
+    async def _fetch(self, move: CacheMove, came: _Came) -> None:
         frames = self._mesh.ref(move.source).stream(Engine.export, Export(move.session))
         async with aclosing(frames), aclosing(_parts(frames, came)) as parts:
             async for part, content in parts:

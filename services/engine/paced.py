@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.engine import Finish
 from common.clock import Clock
 from common.generation.contract import (
-    RUNNING,
     WHOLE_BYTES,
-    Engine,
     Flush,
     Ints,
     Request,
     SessionCache,
+    TokenEngine,
     joined,
     rows_of,
 )
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class PacedEngine:
-    """See `Engine`; whatever `inner` has beyond that is reachable there."""
+    """See `TokenEngine`; whatever `inner` has beyond that is reachable there."""
 
-    def __init__(self, inner: Engine, pace: Pace, clock: Clock) -> None:
+    def __init__(self, inner: TokenEngine, pace: Pace, clock: Clock) -> None:
         """`inner` does one step a call, so that none of its tokens shows too early."""
         self.inner, self.pace = inner, pace
         self._clock = clock
@@ -81,7 +81,7 @@ class PacedEngine:
 
     @property
     def ended(self) -> bool:
-        return self._seen is not None and bool((self._seen.finish != RUNNING).any())
+        return self._seen is not None and bool((self._seen.finish != Finish.RUNNING).any())
 
     @property
     def due_s(self) -> float:
@@ -127,7 +127,7 @@ class PacedEngine:
         seen, self._seen = self._seen, None
         if seen is None or not ended_only:
             return seen
-        over = np.isin(seen.ids, seen.ids[seen.finish != RUNNING])
+        over = np.isin(seen.ids, seen.ids[seen.finish != Finish.RUNNING])
         if not over.all():
             self._seen = rows_of(seen, ~over)
         return rows_of(seen, over) if over.any() else None

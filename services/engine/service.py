@@ -22,10 +22,11 @@ from common.api.engine import (
     Abort,
     Attach,
     CacheFrame,
+    CacheMove,
+    CacheMoved,
     Engine,
     Export,
-    Move,
-    Moved,
+    Finish,
     Rest,
     Rested,
     Submit,
@@ -35,11 +36,10 @@ from common.api.engine import (
 from common.api.hint import Look
 from common.api.role import Drain, Drained
 from common.errors import MeshError, Refused
-from common.generation.contract import ABORTED, NO_FLOATS, RUNNING, Flush, Request
-from common.generation.contract import Engine as TokenEngine
+from common.generation.contract import NO_FLOATS, Flush, Request, TokenEngine
 from common.runtime.actor import Actor, call, cast, stream
 from common.runtime.mesh import Mesh
-from services.engine.cache_moves import Moves
+from services.engine.cache_moves import CacheMoves
 from services.engine.throughput import Throughput
 
 R = TypeVar("R")
@@ -96,7 +96,7 @@ class EngineService(Actor):
         self.manifest = ""  # names the weights that are loaded
         self.lineage = 0  # lineage of their version; never ahead of them
         self._computing = ""  # the same, as the driver's side knows it
-        self.moves = Moves(mesh, engine, self._between_steps, lambda: self._computing)
+        self.moves = CacheMoves(mesh, engine, self._between_steps, lambda: self._computing)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -141,7 +141,7 @@ class EngineService(Actor):
         for owner in owners:
             mine = [route is not None and route[0] is owner for route in routes]
             owner.flushes.put_nowait(_cut(flush, routes, mine, *self._weights))
-        for i in flush.ids[flush.finish != RUNNING].tolist():
+        for i in flush.ids[flush.finish != Finish.RUNNING].tolist():
             if (route := self._routes.pop(i, None)) is not None:
                 route[0].ids.pop(route[1], None)
 
@@ -243,7 +243,7 @@ class EngineService(Actor):
                 logprobs=none.logprobs,
                 unmodified=none.unmodified,
                 versions=none.versions,
-                finish=np.full(n, ABORTED, np.int8),
+                finish=np.full(n, Finish.ABORTED, np.int8),
             )
         )
 
@@ -325,10 +325,10 @@ class EngineService(Actor):
         return Rested(self.engine.version)
 
     @call(Engine.move)
-    async def move(self, request: Move) -> Moved:
+    async def move(self, request: CacheMove) -> CacheMoved:
         """Takes over a session from another engine, as far as that goes; never an error."""
         if self.draining or request.owner not in self._owners:
-            return Moved(0, 0, 0.0, False)
+            return CacheMoved(0, 0, 0.0, False)
         return await self.moves.fetch(request)
 
     @stream(Engine.export)

@@ -16,14 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.engine import Finish
 from common.clock import Clock
 from common.errors import Refused
 from common.generation.contract import (
-    ABORTED,
-    LENGTH,
     NO_FLOATS,
-    RUNNING,
-    STOP,
     WHOLE_BYTES,
     Flush,
     Ints,
@@ -68,7 +65,7 @@ class _Slots:
         self.unmodified = np.zeros(count, bool)  # asked for
 
     def place(
-        self, request: Request, at_s: float, ends_s: float, length: int, finish: int, vocab: int
+        self, request: Request, at_s: float, ends_s: float, length: int, finish: Finish, vocab: int
     ) -> int:
         slot = self.free.pop()
         self.requests[slot], self.slot_of[request.id] = request, slot
@@ -104,7 +101,7 @@ class _Slots:
         tokens = drawn.astype(np.int64)
         for stop in self.stops.T:
             tokens += tokens >= stop[rows]
-        last = (places + 1 == self.length[rows]) & (self.finish[rows] == STOP)
+        last = (places + 1 == self.length[rows]) & (self.finish[rows] == Finish.STOP)
         for i in np.flatnonzero(last).tolist():
             request = self.requests[int(rows[i])]
             assert request is not None
@@ -188,7 +185,7 @@ class SimulatedEngine:
                 continue
             known.add(request.id)
             if request.max_new < 1 or len(request.tokens) >= self.max_length:
-                self._over.append(_empty(request.id, LENGTH))
+                self._over.append(_empty(request.id, Finish.LENGTH))
             else:
                 self._queue.append(request)
         self._fill(self._now_s)
@@ -198,9 +195,9 @@ class SimulatedEngine:
         gone = set(ids)
         waiting = [request.id for request in self._queue if request.id in gone]
         self._queue = deque(request for request in self._queue if request.id not in gone)
-        self._over += [_empty(request_id, ABORTED) for request_id in waiting]
+        self._over += [_empty(request_id, Finish.ABORTED) for request_id in waiting]
         for request_id in [i for i in self._slots.slot_of if i in gone]:
-            self._end(self._slots.slot_of[request_id], ABORTED)
+            self._end(self._slots.slot_of[request_id], Finish.ABORTED)
         self._fill(self._now_s)
 
     def release(self, sessions: Iterable[int]) -> None:
@@ -243,7 +240,7 @@ class SimulatedEngine:
             ended_s = float(slots.ends_s[slot])
             self._count(int(slots.length[slot] - slots.produced[slot]))
             slots.produced[slot] = slots.length[slot]
-            self._end(slot, int(slots.finish[slot]))
+            self._end(slot, Finish(slots.finish[slot]))
             self._fill(ended_s)
         due = ((now - slots.started_s) * self._rate + _ROUNDING).astype(np.int64)
         reached = np.maximum(np.minimum(due, slots.length - 1), slots.produced)
@@ -260,7 +257,7 @@ class SimulatedEngine:
             request = self._queue.popleft()
             cut = min(request.max_new, self.max_length - len(request.tokens))
             length = min(cut, self._drawn_length(request)) if request.stop_ids else cut
-            finish = STOP if request.stop_ids and length < cut else LENGTH
+            finish = Finish.STOP if request.stop_ids and length < cut else Finish.LENGTH
             ends_s = at_s + length / self._rate
             slot = self._slots.place(request, at_s, ends_s, length, finish, self.vocab_size)
             for _, until in self._versions:
@@ -327,10 +324,10 @@ class SimulatedEngine:
             logprobs=logprobs,
             unmodified=np.where(asked, logprobs, nan) if asked.any() else NO_FLOATS,
             versions=versions,
-            finish=np.full(len(live), RUNNING, np.int8),
+            finish=np.full(len(live), Finish.RUNNING, np.int8),
         )
 
-    def _end(self, slot: int, code: int) -> None:
+    def _end(self, slot: int, code: Finish) -> None:
         """Takes the request out of its slot, with what it has not flushed."""
         rest = None
         if self._slots.produced[slot] > self._slots.flushed[slot]:
@@ -345,6 +342,6 @@ class SimulatedEngine:
         self._over.append(piece)
 
 
-def _empty(request_id: int, code: int) -> Piece:
+def _empty(request_id: int, code: Finish) -> Piece:
     none = np.zeros(0, np.int32)
     return Piece(request_id, none, NO_FLOATS, none, code)

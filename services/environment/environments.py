@@ -24,9 +24,9 @@ from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from common.process.child import Channel
 from services.environment.sessions import ChatSession, Session, TextSession
-from services.environment.tools import BuiltIn, Tool
+from services.environment.tools import BuiltIn, JobTool
 
-Answer = tuple[str, Any]
+TaggedReply = tuple[str, Any]
 
 
 class Environments:
@@ -45,7 +45,7 @@ class Environments:
         self._chat, self._tools = chat, tools or {}
         self._open: dict[int, Session] = {}
 
-    def perform(self, key: int, operation: str, argument: Any) -> Answer:
+    def perform(self, key: int, operation: str, argument: Any) -> TaggedReply:
         """One operation; what the author's code raises becomes the status `raised`."""
         try:
             answer = getattr(self, "_" + operation)(key, argument)
@@ -152,7 +152,7 @@ def offered(
         elif builtin.is_builtin(use):
             found[name] = BuiltIn.of(name, builtin.TOOLS[use])
         else:
-            found[name] = Tool(name, resolve(use, modules))
+            found[name] = JobTool(name, resolve(use, modules))
     return found
 
 

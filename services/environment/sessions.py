@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from common.environment.framing import encodable, packed
 from common.errors import BadMessage
-from common.model.chat import Call, Chat, Conversation, Message
+from common.model.chat import Chat, Conversation, Message, ParsedCall
 from common.model.tokenizer import Tokenizer
 from services.environment.tools import BadCall, BuiltIn
 
@@ -100,8 +100,8 @@ class ChatSession:
         self._tokenizer = tokenizer
         self._conversation: Conversation | None = None
         self._opening: tuple[list[Message], Any] = ([], [])
-        self._waiting: deque[Call] = deque()
-        self._calling: Call | None = None  # the call whose value the shard will bring
+        self._waiting: deque[ParsedCall] = deque()
+        self._calling: ParsedCall | None = None  # the call whose value the shard will bring
         self._answers: list[Message] = []
 
     @property
@@ -162,7 +162,7 @@ class ChatSession:
         self._calling = None
         return ["append", self.conversation.extend(self._answers)]
 
-    def _input(self, call: Call) -> Any:
+    def _input(self, call: ParsedCall) -> Any:
         if call.problem:
             raise BadCall(f"the call could not be read: {call.problem}")
         if call.name not in self._tools:
@@ -175,7 +175,7 @@ class ChatSession:
             raise BadCall(f"the arguments cannot be passed on: {error}") from error
         return value
 
-    def _answer(self, call: Call, content: str) -> None:
+    def _answer(self, call: ParsedCall, content: str) -> None:
         message = {"role": "tool", "tool_call_id": call.id, "content": encodable(content)}
         self._answers.append(message | ({"name": encodable(call.name)} if call.name else {}))
 

@@ -70,7 +70,7 @@ def checked(parameters: dict[str, Any], arguments: dict[str, Any], single: str) 
     return arguments[single] if single else arguments
 
 
-class Tool(BuiltIn):
+class JobTool(BuiltIn):
     """A tool of the job's author, `f(input)`, as what a model calls with named arguments.
 
     A TypedDict as the type of `input`, or an attribute `parameters` of the function, which is a

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from common.api.role import Drain, Role
+from common.api.role import Drain, Drainable
 from common.errors import MeshError
 from common.process.handle import Child
 from common.process.lease_watch import LeaseWatch
@@ -123,7 +123,7 @@ class RoleProcess(Hooks):
 
     async def _drain(self, name: str, reason: str, deadline_s: float) -> None:
         try:
-            await self._mesh.ref(name).call(Role.drain, Drain(reason), deadline_s=deadline_s)
+            await self._mesh.ref(name).call(Drainable.drain, Drain(reason), deadline_s=deadline_s)
         except MeshError as error:
             # It ends all the same: what it had is in its owners' ledgers.
             self._mesh.telemetry.log.warning("drain failed", role=name, error=str(error))

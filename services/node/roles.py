@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from common.api.scoring import scoring_name
 from common.errors import ConfigError
-from common.state.gangs import Gang
+from common.state.gangs import Gang, Role
 
-IDLE, ROLLOUT, TRAINING, SCORING = "idle", "rollout", "training", "scoring"
 COMMANDS: Mapping[str, list[str]] = {
-    ROLLOUT: [sys.executable, "-m", "services.engine"],
-    TRAINING: [sys.executable, "-m", "services.trainer"],
-    SCORING: [sys.executable, "-m", "services.scoring"],
+    Role.ROLLOUT: [sys.executable, "-m", "services.engine"],
+    Role.TRAINING: [sys.executable, "-m", "services.trainer"],
+    Role.SCORING: [sys.executable, "-m", "services.scoring"],
 }
 
 
@@ -23,7 +22,7 @@ COMMANDS: Mapping[str, list[str]] = {
 class Assignment:
     """What a gang should run under one decision of the planner."""
 
-    role: str
+    role: Role
     job: str
     core: bool
     epoch: int
@@ -39,17 +38,17 @@ class Assignment:
 
     def name(self, gang: str) -> str:
         """The registry name of the role process."""
-        if self.role == ROLLOUT:
+        if self.role == Role.ROLLOUT:
             return f"engine/{gang}"
         if self.rank:
             return f"rank/{self.job}/{self.rank}"
-        if self.role == SCORING:
+        if self.role == Role.SCORING:
             return scoring_name(self.job)
         return f"trainer/{self.job}" if self.core else f"hybrid/{gang}"
 
     def argv(self, gang: str, commands: Mapping[str, list[str]]) -> list[str]:
         if self.role not in commands:
-            raise ConfigError(f"no process serves the role {self.role!r}", where=f"gang {gang}")
+            raise ConfigError(f"no process serves the role '{self.role}'", where=f"gang {gang}")
         options = ["--gang", gang, "--job", self.job, "--epoch", str(self.epoch)]
         if self.core:
             options.append("--core")

@@ -19,9 +19,9 @@ from common.errors import DeadlineExceeded, StateUnavailable
 from common.runtime.actor import Actor, cast
 from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state import registry
-from common.state.gangs import Gang, gang, join_gang, report_actual
+from common.state.gangs import Gang, Role, gang, join_gang, report_actual
 from services.node.roleprocess import RoleProcess
-from services.node.roles import IDLE, Assignment, with_overrides
+from services.node.roles import Assignment, with_overrides
 
 LOOK_S = 0.5  # between two looks at the record; a hint comes earlier
 STARTING_LOOK_S = 0.1  # while a role process starts: its readiness is news
@@ -54,7 +54,7 @@ class GangWorker(Actor):
             "gang": self._gang,
             "rank": self._rank,
             "accelerator": self._accelerator,
-            "role": running.role if running else IDLE,
+            "role": running.role if running else Role.IDLE,
             "job": running.job if running else "",
             "epoch": running.epoch if running else 0,
             "state": self._role.state,
@@ -81,7 +81,7 @@ class GangWorker(Actor):
         record = await self._record()
         wanted = Assignment.of(record, self._rank)
         running = self._role.assignment
-        if wanted.role == IDLE:
+        if wanted.role == Role.IDLE:
             if running is not None:
                 await self._give_up_role(record, f"idle from epoch {record.epoch}")
         elif running != wanted:
@@ -91,7 +91,9 @@ class GangWorker(Actor):
             await self._role.start(wanted)
         await self._role.look()
         now = self._role.assignment
-        await self._report(record, now.role if now else IDLE, self._role.state, self._role.detail)
+        await self._report(
+            record, now.role if now else Role.IDLE, self._role.state, self._role.detail
+        )
 
     async def _record(self) -> Gang:
         found = await gang(self._mesh.state, self._gang)
@@ -107,10 +109,10 @@ class GangWorker(Actor):
 
     async def _give_up_role(self, record: Gang, reason: str) -> None:
         running = self._role.assignment
-        await self._report(record, running.role if running else IDLE, "draining", reason)
+        await self._report(record, running.role if running else Role.IDLE, "draining", reason)
         await self._role.stop(reason)
 
-    async def _report(self, record: Gang, role: str, state: str, detail: str) -> None:
+    async def _report(self, record: Gang, role: Role, state: str, detail: str) -> None:
         """Writes what runs by compare-and-set on the epoch: the record of a later decision is left
         alone.
         """

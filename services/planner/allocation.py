@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.job.config import PlannerConfig
+from common.state.gangs import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Split:
     training: int
 
 
-def growing_role(times: StageTimes, split: Split, config: PlannerConfig) -> str | None:
+def growing_role(times: StageTimes, split: Split, config: PlannerConfig) -> Role | None:
     """The role that should get a gang of the other, `training` or `rollout`; None: leave the split.
     Training keeps its core, rollout `min_rollout` gangs.
     """
@@ -38,10 +39,10 @@ def growing_role(times: StageTimes, split: Split, config: PlannerConfig) -> str 
         return None
     if times.train_s >= config.imbalance * times.rollout_s and split.rollout > config.min_rollout:
         after = iteration_s(times, split, Split(split.rollout - 1, split.training + 1))
-        grows = "training"
+        grows = Role.TRAINING
     elif times.rollout_s >= config.imbalance * times.train_s and split.training > 1:
         after = iteration_s(times, split, Split(split.rollout + 1, split.training - 1))
-        grows = "rollout"
+        grows = Role.ROLLOUT
     else:
         return None
     present = max(times.rollout_s, times.train_s)

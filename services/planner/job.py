@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.job.config import PlannerConfig
-from common.state.jobs import JobRow
+from common.state.jobs import JobRow, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,7 @@ class PlannedJob:
     """A job of the mesh: what it asks for, and how many steps it has committed."""
 
     id: str
-    phase: str
+    phase: Phase
     steps_done: int
     workers: int  # workers that its file asks for
     ranks: int  # ranks of its core, a worker each

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from common.state.gangs import Gang, Moving
+from common.state.gangs import Gang, GangMove
 from services.planner.stages import Published
 
 COUNTS = {"engine": "tokens", "trainer": "step", "hybrid": "bins"}  # what a process has done
 
 
 def finished(
-    moving: Iterable[Moving], gangs: Sequence[Gang], entries: Sequence[Published]
-) -> list[tuple[Moving, dict[str, Any]]]:
+    moving: Iterable[GangMove], gangs: Sequence[Gang], entries: Sequence[Published]
+) -> list[tuple[GangMove, dict[str, Any]]]:
     """The moves that are complete, in the order of their gangs, each with what its event reports.
     `entries` are those of live processes.
     """
@@ -36,7 +36,7 @@ def progress(gangs: Sequence[Gang], entries: Iterable[Published], but: str) -> d
     }
 
 
-def _told(move: Moving, gangs: Sequence[Gang], entries: Sequence[Published]) -> dict[str, Any]:
+def _told(move: GangMove, gangs: Sequence[Gang], entries: Sequence[Published]) -> dict[str, Any]:
     after = progress(gangs, entries, move.gang)
     details = dict(move.details)
     details["others"] = {

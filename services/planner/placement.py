@@ -14,17 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.state.gangs import Gang
-
-TRAINING, ROLLOUT, IDLE, SCORING = "training", "rollout", "idle", "scoring"
+from common.state.gangs import Gang, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RoleDecision:
     """A role for a gang, and the policy that gives it."""
 
     gang: str
-    role: str
+    role: Role
     core: bool
     policy: str  # default | repair | stage_time | user | release
     details: dict[str, Any] = field(default_factory=dict)  # a move: the figures that decided it
@@ -32,7 +30,7 @@ class Decision:
 
 def next_decision(
     gangs: Sequence[Gang], job: str, training: int, scoring: bool = False, ranks: int = 1
-) -> Decision | None:
+) -> RoleDecision | None:
     """What must be put right before anything is improved; None: every gang has its place.
 
     Without a job every gang is idle. A job has exactly one core, of `ranks` workers; `_able` says
@@ -41,35 +39,37 @@ def next_decision(
     """
     usable = [g for g in gangs if g.actual_state != "lost" and g.whole]
     if not job:
-        busy = next((g for g in usable if g.desired_role != IDLE), None)
-        return Decision(busy.id, IDLE, False, "release") if busy else None
-    foreign = next((g for g in usable if g.desired_role != IDLE and g.desired_job != job), None)
+        busy = next((g for g in usable if g.desired_role != Role.IDLE), None)
+        return RoleDecision(busy.id, Role.IDLE, False, "release") if busy else None
+    foreign = next(
+        (g for g in usable if g.desired_role != Role.IDLE and g.desired_job != job), None
+    )
     if foreign is not None:
-        return Decision(foreign.id, IDLE, False, "release")
-    unfit = next((g for g in usable if g.desired_role != IDLE and not _fits(g, ranks)), None)
+        return RoleDecision(foreign.id, Role.IDLE, False, "release")
+    unfit = next((g for g in usable if g.desired_role != Role.IDLE and not _fits(g, ranks)), None)
     if unfit is not None:
-        return Decision(unfit.id, IDLE, False, "release")
-    trains = [g for g in usable if g.desired_role == TRAINING]
+        return RoleDecision(unfit.id, Role.IDLE, False, "release")
+    trains = [g for g in usable if g.desired_role == Role.TRAINING]
     cores = [g for g in trains if g.desired_core]
     if not cores and (able := _able(usable, ranks)) is not None:
         begun = any(g.desired_core for g in gangs)
-        return Decision(able.id, TRAINING, True, "repair" if begun else "default")
+        return RoleDecision(able.id, Role.TRAINING, True, "repair" if begun else "default")
     if len(cores) > 1:  # one that was lost has come back: another leads since
         leads = next((g for g in cores if g.settled), cores[0])
         spare_core = next(g for g in cores if g.id != leads.id)
-        role = TRAINING if spare_core.size == 1 else IDLE
-        return Decision(spare_core.id, role, False, "repair")
+        role = Role.TRAINING if spare_core.size == 1 else Role.IDLE
+        return RoleDecision(spare_core.id, role, False, "repair")
     alone = [g for g in usable if g.size == 1]
     decision = _scoring(alone, trains, scoring)
     if decision is not None:
         return decision
-    idle = next((g for g in alone if g.desired_role == IDLE and not g.pinned), None)
+    idle = next((g for g in alone if g.desired_role == Role.IDLE and not g.pinned), None)
     if idle is not None:
-        role = TRAINING if len(trains) < training else ROLLOUT
-        return Decision(idle.id, role, False, "default")
-    if not any(g.desired_role == ROLLOUT for g in usable):
+        role = Role.TRAINING if len(trains) < training else Role.ROLLOUT
+        return RoleDecision(idle.id, role, False, "default")
+    if not any(g.desired_role == Role.ROLLOUT for g in usable):
         spare = next((g for g in trains if not g.desired_core), None)
-        return Decision(spare.id, ROLLOUT, False, "repair") if spare else None
+        return RoleDecision(spare.id, Role.ROLLOUT, False, "repair") if spare else None
     return None
 
 
@@ -100,8 +100,13 @@ def _able(usable: Sequence[Gang], ranks: int) -> Gang | None:
     """The gang that becomes the core: a hybrid, which has the model already, or else the one whose
     work is missed least. The only one that rolls out is taken when there is no other at all.
     """
-    rolls_out = sum(g.desired_role == ROLLOUT for g in usable)
-    order = {TRAINING: 0, IDLE: 1, ROLLOUT: 2 if rolls_out > 1 else 4, SCORING: 3}
+    rolls_out = sum(g.desired_role == Role.ROLLOUT for g in usable)
+    order = {
+        Role.TRAINING: 0,
+        Role.IDLE: 1,
+        Role.ROLLOUT: 2 if rolls_out > 1 else 4,
+        Role.SCORING: 3,
+    }
     fit = [g for g in usable if g.size == ranks]
     return min(fit, key=lambda g: order[g.desired_role], default=None)
 
@@ -111,28 +116,28 @@ def _fits(gang: Gang, ranks: int) -> bool:
     return gang.size == (ranks if gang.desired_core else 1)
 
 
-def _scoring(usable: Sequence[Gang], trains: Sequence[Gang], wanted: bool) -> Decision | None:
+def _scoring(usable: Sequence[Gang], trains: Sequence[Gang], wanted: bool) -> RoleDecision | None:
     """The gang that hosts the frozen models, or stops hosting them because another one does."""
-    hosts = [g for g in usable if g.desired_role == SCORING]
+    hosts = [g for g in usable if g.desired_role == Role.SCORING]
     stays = next((g for g in hosts if g.settled), hosts[0]) if hosts and wanted else None
     leaves = next((g for g in hosts if g is not stays), None)  # one that was lost has come back
     if leaves is not None:
-        return Decision(leaves.id, IDLE, False, "release")
+        return RoleDecision(leaves.id, Role.IDLE, False, "release")
     if stays is not None or not wanted:
         return None
-    idle = next((g for g in usable if g.desired_role == IDLE and not g.pinned), None)
+    idle = next((g for g in usable if g.desired_role == Role.IDLE and not g.pinned), None)
     if idle is not None:
-        return Decision(idle.id, SCORING, False, "default")
+        return RoleDecision(idle.id, Role.SCORING, False, "default")
     hybrids = [g for g in trains if not g.desired_core and not g.pinned]
-    engines = [g for g in usable if g.desired_role == ROLLOUT and not g.pinned]
-    rolls_out = sum(g.desired_role == ROLLOUT for g in usable)
+    engines = [g for g in usable if g.desired_role == Role.ROLLOUT and not g.pinned]
+    rolls_out = sum(g.desired_role == Role.ROLLOUT for g in usable)
     spare = hybrids + (engines if rolls_out > 1 else [])
-    return Decision(spare[-1].id, SCORING, False, "repair") if spare else None
+    return RoleDecision(spare[-1].id, Role.SCORING, False, "repair") if spare else None
 
 
 def gang_to_move(gangs: Sequence[Gang], grows: str) -> Gang | None:
     """The gang that joins the role that grows: the last serving the other one and is no core."""
-    other = ROLLOUT if grows == TRAINING else TRAINING
+    other = Role.ROLLOUT if grows == Role.TRAINING else Role.TRAINING
     candidates = [
         g
         for g in gangs

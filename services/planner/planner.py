@@ -16,15 +16,16 @@ from common.process.host import Stoppable
 from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
 from common.state import gangs, jobs, leader, registry
+from common.state.gangs import Role
 from services.planner.allocation import StageTimes
 from services.planner.balancing import rebalance
 from services.planner.feasibility import Shortfall, hopeless, shortfall
 from services.planner.job import PlannedJob, planned
 from services.planner.moves import finished
-from services.planner.placement import IDLE, Decision, next_decision
+from services.planner.placement import RoleDecision, next_decision
 from services.planner.presence import counted, gathering, missing_since, newly_lost
 from services.planner.requests import granted, refusal
-from services.planner.settling import Watch, following, look
+from services.planner.settling import StageWatch, following, look
 
 ELECTION = "planner"
 LEASE_MS = 6000
@@ -36,7 +37,7 @@ class Term:
     """What a leader remembers from look to look; each time that it is elected it begins anew."""
 
     def __init__(self) -> None:
-        self.watch = Watch()
+        self.watch = StageWatch()
         self.times: StageTimes | None = None  # the times that the last decision was made by
         self.missing: dict[str, float] = {}  # gang -> since when
         self.short: Shortfall | None = None
@@ -145,7 +146,9 @@ class Planner(Actor):
             return True
         if hopeless(term.short, now_s):
             why = term.short.why
-            await jobs.set_phase(mesh.state, job.id, "failed", mesh.token, mesh.name, error=why)
+            await jobs.set_phase(
+                mesh.state, job.id, jobs.Phase.FAILED, mesh.token, mesh.name, error=why
+            )
         return False
 
     async def _moves_asked_for(self, known: list[gangs.Gang], job: PlannedJob) -> None:
@@ -175,12 +178,12 @@ class Planner(Actor):
     async def _finish_moves(self, known: list[gangs.Gang], entries: list[registry.Entry]) -> None:
         """Says of each move when it is complete, and what the other gangs did meanwhile."""
         state, term = self.mesh.state, self._term
-        for move, details in finished(await gangs.moving(state), known, entries):
+        for move, details in finished(await gangs.moves_under_way(state), known, entries):
             await gangs.finish_move(state, self.token, move, details)
             term.watch = term.watch.arrived(details)
 
     async def _decide(
-        self, decision: Decision, job: PlannedJob | None, operation: str = ""
+        self, decision: RoleDecision, job: PlannedJob | None, operation: str = ""
     ) -> None:
         """Writes a decision, once for an operation, and hints at it."""
         await gangs.set_desired(
@@ -188,7 +191,7 @@ class Planner(Actor):
             self.token,
             decision.gang,
             decision.role,
-            job.id if job and decision.role != IDLE else "",
+            job.id if job and decision.role != Role.IDLE else "",
             decision.core,
             decision.policy,
             operation or self.mesh.random.token(8),

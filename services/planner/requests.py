@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from common.state.gangs import Gang, Move
-from services.planner.placement import IDLE, ROLLOUT, SCORING, TRAINING, Decision
+from common.state.gangs import Gang, MoveRequest, Role
+from services.planner.placement import RoleDecision
 
-ROLES = (ROLLOUT, TRAINING, IDLE)  # roles that a gang may be given by hand
+ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)  # roles that a gang may be given by hand
 
 
-def refusal(move: Move, gang: Gang | None) -> str:
+def refusal(move: MoveRequest, gang: Gang | None) -> str:
     """Why a requested move is declined; empty when it is made. `gang` is the one it names, if there
     is one.
     """
@@ -18,14 +18,14 @@ def refusal(move: Move, gang: Gang | None) -> str:
         return f"{move.role} is no role; choose from {', '.join(ROLES)}"
     if gang.desired_core:
         return f"{gang.id} is the core of training; move another one"
-    if gang.desired_role == SCORING:
+    if gang.desired_role == Role.SCORING:
         return f"{gang.id} hosts the job's frozen models; move another one"
     if gang.size > 1:
         return f"{gang.id} is a gang of {gang.size} workers, for a core of so many ranks"
     return ""
 
 
-def granted(move: Move, gang: Gang) -> Decision:
+def granted(move: MoveRequest, gang: Gang) -> RoleDecision:
     """The decision that makes the move that was asked for."""
     details = {"policy": "user", "from": gang.desired_role, "to": move.role}
-    return Decision(gang.id, move.role, False, "user", details)
+    return RoleDecision(gang.id, Role(move.role), False, "user", details)

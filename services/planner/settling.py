@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.state.gangs import Gang
+from common.state.jobs import Phase
 from services.planner.allocation import StageTimes
 from services.planner.job import PlannedJob
 from services.planner.presence import usable
@@ -20,7 +21,7 @@ from services.planner.stages import Published, StageWindow, read
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class StageWatch:
     """What a leader remembers of the stage times of a job."""
 
     job: str = ""
@@ -28,36 +29,36 @@ class Watch:
     observed_s: float = -math.inf  # when it looked at the counters last
     last_move_step: float = -math.inf
 
-    def moved(self, step: int) -> Watch:
+    def moved(self, step: int) -> StageWatch:
         """The watch after a move at this step: times from before say nothing of those after."""
         return replace(self, window=self.window.emptied(), last_move_step=step)
 
-    def arrived(self, details: Mapping[str, Any]) -> Watch:
+    def arrived(self, details: Mapping[str, Any]) -> StageWatch:
         """The watch after a move of these details is complete; a predecessor may have made it."""
         return replace(self, last_move_step=details.get("step", self.last_move_step))
 
 
-def following(watch: Watch, job: PlannedJob | None) -> Watch:
+def following(watch: StageWatch, job: PlannedJob | None) -> StageWatch:
     """The watch of this job; it begins anew when the mesh takes up another job."""
     if job is None:
-        return replace(Watch(), observed_s=watch.observed_s)
+        return replace(StageWatch(), observed_s=watch.observed_s)
     if job.id == watch.job:
         return watch
-    return Watch(job.id, StageWindow(job.groups_per_step), watch.observed_s)
+    return StageWatch(job.id, StageWindow(job.groups_per_step), watch.observed_s)
 
 
 def look(
-    watch: Watch,
+    watch: StageWatch,
     job: PlannedJob,
     gangs: Sequence[Gang],
     entries: Iterable[Published],
     now_s: float,
-) -> tuple[Watch, StageTimes | None]:
+) -> tuple[StageWatch, StageTimes | None]:
     """The watch after this look, and the stage times when a move may be decided by them.
 
     `entries` are those of live processes.
     """
-    if job.phase != "training" or job.steps_done <= job.config.warmup_steps:
+    if job.phase != Phase.TRAINING or job.steps_done <= job.config.warmup_steps:
         return watch, None
     if not all(g.settled for g in usable(gangs)):
         return replace(watch, window=watch.window.emptied()), None

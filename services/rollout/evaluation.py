@@ -39,7 +39,7 @@ class Drawn:
         return comparable(self.failed + self.mixed, len(self.lengths))
 
 
-class Evaluation:
+class EvaluationRun:
     """One plan, carried out; groups are off the books and numbered by version and set."""
 
     def __init__(self, shard: ShardJob, plan: Plan, lineage: int) -> None:
@@ -144,7 +144,7 @@ async def evaluate(shard: ShardJob, plan: Plan, lineage: int) -> None:
         shard.mesh.clock, lambda: jobs.evaluations(shard.mesh.state, shard.job.id)
     )
     if plan.tag not in {e["tag"] for e in recorded}:
-        await Evaluation(shard, plan, lineage).run()
+        await EvaluationRun(shard, plan, lineage).run()
 
 
 def _of_another_version(t: Trajectory, version: int) -> bool:

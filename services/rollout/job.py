@@ -26,16 +26,16 @@ from services.rollout.record.finished_groups import finished_group, hand_in
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
 from services.rollout.rewards.judge import judge_of
-from services.rollout.rewards.sandboxes import Outside
+from services.rollout.rewards.sandboxes import SandboxClient
 from services.rollout.rewards.scoring import Scorer
 from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.length_history import History
+from services.rollout.routing.length_history import LengthHistory
 from services.rollout.routing.lengths import Lengths
-from services.rollout.routing.queues import Bucket
+from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
-from services.rollout.supervised import give
-from services.rollout.trajectory import Ending, Round, Trajectory
+from services.rollout.supervised import supervise
+from services.rollout.trajectory import Ending, Trajectory, Turn
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again
@@ -55,11 +55,11 @@ class ShardJob:
         config = job.config
         self.mesh, self.job, self.config = mesh, job, config
         self.train_rows, self.held_out = job.rows("train"), job.rows("held_out")
-        self.outside = Outside(mesh, job)
+        self.sandbox = SandboxClient(mesh, job)
         self.environments = EnvironmentPool(mesh, job, logs)
         self.ledger = ShardLedger(mesh, job)
         buckets = self._buckets()
-        self.history = History(mesh.host, self.ledger.directory) if len(buckets) > 1 else None
+        self.history = LengthHistory(mesh.host, self.ledger.directory) if len(buckets) > 1 else None
         lengths = Lengths(self.history.latest if self.history else ())
         scheduler = Scheduler(buckets, len(self.train_rows), lengths)
         self.commits = GroupCommit(mesh, self.ledger)
@@ -86,11 +86,11 @@ class ShardJob:
             min_p=rollout.min_p,
         )
 
-    def _buckets(self) -> list[Bucket]:
+    def _buckets(self) -> list[LengthBucket]:
         rollout = self.config.rollout
         if not rollout.buckets:
-            return [Bucket(rollout.max_tokens, rollout.slots)]
-        return [Bucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
+            return [LengthBucket(rollout.max_tokens, rollout.slots)]
+        return [LengthBucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
 
     def _stop_ids(self) -> list[int]:
         tokenizer = Tokenizer.load(str(self.job.tokenizer))
@@ -248,7 +248,12 @@ class ShardJob:
         await patiently(
             self.mesh.clock,
             lambda: jobs.set_phase(
-                self.mesh.state, self.job.id, "failed", self.mesh.token, self.mesh.name, told
+                self.mesh.state,
+                self.job.id,
+                jobs.Phase.FAILED,
+                self.mesh.token,
+                self.mesh.name,
+                told,
             ),
         )
 
@@ -269,7 +274,7 @@ class ShardJob:
         """A trajectory to its end, and what the job's frozen models make of it."""
         if self.config.supervised:
             dataset, most = self.config.dataset, self.config.rollout.max_tokens
-            await give(t, row, dataset.response, self.environments, most)
+            await supervise(t, row, dataset.response, self.environments, most)
             self.hungry.set()
         else:
             await self.run(t, row)
@@ -289,7 +294,7 @@ class ShardJob:
                 ending = await self._to_end(stay, row)
         finally:
             self.environments.close_one(t.id)
-            self.outside.ended(str(t.id))
+            self.sandbox.ended(str(t.id))
             self.hungry.set()
         if t.recorded:
             end = [t.id, ending.reason, ending.reward, ending.error]
@@ -321,7 +326,7 @@ class ShardJob:
         if self.judge is not None:
             return await self.judge.verdict(row, t.turns())
         if self.config.reward.declared or not (environment.use or environment.verifiers):
-            return await self.outside.reward(row, t.turns())
+            return await self.sandbox.reward(row, t.turns())
         if score is None:
             raise ToolFailed(
                 "the environment has no score for the trajectory",
@@ -339,30 +344,30 @@ class ShardJob:
         while True:
             # A turn that the ledger knows to have ended is not asked for again: it may have ended
             # just where there is no room for more.
-            ended = t.open_round is not None
+            ended = t.open_turn is not None
             if not ended and await stay.generate(self._limit(t)) is Finish.LENGTH:
                 said, score = await self.environments.cut(t.id, t.turn.tolist(), replay)
-                t.open_round = Round(said, 0)
+                t.open_turn = Turn(said, 0)
                 return "length", score
-            if t.open_round is None or not t.open_round.answered:
-                t.open_round = None
+            if t.open_turn is None or not t.open_turn.answered:
+                t.open_turn = None
                 text, action, value = await self.environments.step(t.id, t.turn.tolist(), replay)
-                t.open_round = Round(text, len(t.turn))
+                t.open_turn = Turn(text, len(t.turn))
                 if t.recorded:
                     self.ledger.defer(Kind.TURN, [t.id, text], t.group)
             else:
                 action, value = await self._told(t, replay)
             while action == "tool":
-                if len(t.open_round.calls()) >= CALLS:
+                if len(t.open_turn.calls()) >= CALLS:
                     raise ToolFailed(f"the environment asked for over {CALLS} tool calls in a turn")
                 name, argument = value
                 earlier = t.called()
-                answer = await self.outside.tool(name, argument, str(t.id), earlier)
+                answer = await self.sandbox.tool(name, argument, str(t.id), earlier)
                 await self._answered(stay, name, argument, answer)
                 action, value = await self._told(t, replay)
             if action == "done":
                 return "done", value
-            spent = len(t.rounds) + 1 >= config.max_turns
+            spent = len(t.past_turns) + 1 >= config.max_turns
             if spent or t.length + len(value) >= config.max_tokens:
                 _, score = await self.environments.cut(t.id, [], lambda: replay(answered=True))
                 return "turns" if spent else "length", score
@@ -381,15 +386,15 @@ class ShardJob:
 
     async def _told(self, t: Trajectory, replay: Any) -> tuple[str, Any]:
         """What the environment does after the last tool's value."""
-        assert t.open_round is not None
-        return await self.environments.result(t.id, t.open_round.value, replay)
+        assert t.open_turn is not None
+        return await self.environments.result(t.id, t.open_turn.value, replay)
 
     async def _answered(self, stay: Stay, name: str, argument: Any, answer: Any) -> None:
         t = stay.trajectory
         if t.recorded:
             await self.ledger.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
-        if t.open_round is not None:
-            t.open_round.called(name, argument, answer)
+        if t.open_turn is not None:
+            t.open_turn.called(name, argument, answer)
             self.router.returned(stay)
 
     # -- stats and the end -----------------------------------------------------------------------
@@ -419,7 +424,7 @@ class ShardJob:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.router.close()
         await self.commits.close()
-        await self.outside.close()
+        await self.sandbox.close()
         await self.scorer.close()
         if self.judge is not None:
             await self.judge.close()

@@ -14,11 +14,9 @@ from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state import jobs
+from common.state.jobs import ACTIVE, Phase
 from services.rollout.evaluation import evaluate
 from services.rollout.job import LOOK_S, ShardJob
-
-ACTIVE = ("baseline", "training", "evaluation")
-ENDED = ("finished", "failed", "stopped")
 
 
 class RolloutShard(Actor):
@@ -67,7 +65,7 @@ class RolloutShard(Actor):
         self.serving = shard
         self._lineage = -1
         try:
-            await patiently(self.mesh.clock, shard.outside.load)
+            await patiently(self.mesh.clock, shard.sandbox.load)
             await patiently(self.mesh.clock, shard.take_over)
             self._start(shard.ledger.sync_forever())
             self._start(shard.admit_forever())
@@ -84,12 +82,12 @@ class RolloutShard(Actor):
         """One look at the job; False when it has ended."""
         try:
             row = await jobs.job(self.mesh.state, shard.job.id)
-            if row is None or row.phase in ENDED:
+            if row is None or row.ended:
                 return False
             if row.lineage != self._lineage:
                 await self._enter(shard, row)
             await shard.look()
-            shard.admitting = row.phase == "training"
+            shard.admitting = row.phase == Phase.TRAINING
             if self.mesh.name == "rollout/0":
                 self._evaluations(shard, row)
         except MeshError as error:
@@ -110,13 +108,13 @@ class RolloutShard(Actor):
     def _evaluations(self, shard: ShardJob, row: jobs.JobRow) -> None:
         """Starts the evaluation that this phase or version asks for, once in a lineage."""
         config = shard.config
-        if row.phase == "baseline" and self._once(BEFORE):
+        if row.phase == Phase.BASELINE and self._once(BEFORE):
             plan = bracket(config, BEFORE, row.version)
-            self._evaluate(self._bracket(shard, plan, row.lineage, "training"))
-        elif row.phase == "evaluation" and self._once(AFTER):
+            self._evaluate(self._bracket(shard, plan, row.lineage, Phase.TRAINING))
+        elif row.phase == Phase.EVALUATION and self._once(AFTER):
             plan = bracket(config, AFTER, row.version)
-            self._evaluate(self._bracket(shard, plan, row.lineage, "finished"))
-        elif row.phase == "training":
+            self._evaluate(self._bracket(shard, plan, row.lineage, Phase.FINISHED))
+        elif row.phase == Phase.TRAINING:
             asked = due(config, row.version)
             if asked is not None and self._once(asked.tag):
                 self._evaluate(evaluate(shard, asked, row.lineage))
@@ -127,7 +125,7 @@ class RolloutShard(Actor):
         self._evaluated.add(tag)
         return fresh
 
-    async def _bracket(self, shard: ShardJob, plan: Plan | None, lineage: int, then: str) -> None:
+    async def _bracket(self, shard: ShardJob, plan: Plan | None, lineage: int, then: Phase) -> None:
         """The evaluation before or after training, if any, and the phase that follows it."""
         if plan is not None:
             await evaluate(shard, plan, lineage)

@@ -15,7 +15,7 @@ from services.rollout.trajectory import Ending, Trajectory
 REWARD = 1.0  # every answer is one to learn
 
 
-async def give(
+async def supervise(
     t: Trajectory,
     row: dict[str, Any],
     response: str,

@@ -9,11 +9,11 @@ import numpy as np
 
 from common.records.ledger import Kind, Record, group_of, trajectory_id
 from common.records.token_record import TokenRows
-from services.rollout.record.buffers import NOT_SAMPLED, Experts, Floats, Ints, TokenBuffer
+from services.rollout.record.buffers import NOT_SAMPLED, ExpertIds, Floats, Ints, TokenBuffer
 
 
 @dataclass(slots=True)
-class Round:
+class Turn:
     """A turn of the model with what the environment answered, as far as it has got."""
 
     text: str
@@ -59,8 +59,8 @@ class Trajectory:
         self.buffer = TokenBuffer()
         self.prompt_length = 0
         self.turn_start = 0  # where this turn's sampled tokens begin
-        self.rounds: list[Round] = []
-        self.open_round: Round | None = None  # the environment has seen the turn, and not answered
+        self.past_turns: list[Turn] = []
+        self.open_turn: Turn | None = None  # the environment has seen the turn, and not answered
         self.ending: Ending | None = None
         self.recorded = True  # training trajectories are in the ledger, evaluation is not
         self.temperature = 1.0
@@ -84,7 +84,7 @@ class Trajectory:
         return self.buffer.versions
 
     @property
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertIds:
         """The tokens' experts as `common.records.experts` lays them out: NO_EXPERTS if no token
         came with any.
         """
@@ -99,42 +99,42 @@ class Trajectory:
         """Takes tokens of the prompt or the environment; the model's next turn follows them."""
         self.buffer.appended(ids)
         self.turn_start = self.length
-        if self.open_round is not None:
-            self.rounds.append(self.open_round)
-            self.open_round = None
+        if self.open_turn is not None:
+            self.past_turns.append(self.open_turn)
+            self.open_turn = None
 
     def begin(self, prompt: list[int]) -> None:
         """(Re)starts at the prompt."""
         self.buffer.clear()
-        self.rounds, self.open_round, self.ending = [], None, None
+        self.past_turns, self.open_turn, self.ending = [], None, None
         self.appended(prompt)
         self.prompt_length = len(prompt)
 
     def turns(self) -> list[dict[str, Any]]:
         """All turns, for the reward function."""
-        rounds = self.rounds + ([self.open_round] if self.open_round else [])
-        return [turn for r in rounds for turn in r.history()]
+        turns = self.past_turns + ([self.open_turn] if self.open_turn else [])
+        return [turn for r in turns for turn in r.history()]
 
     def called(self) -> list[tuple[str, Any, Any]]:
         """(tool, input, value) of all calls so far."""
-        rounds = self.rounds + ([self.open_round] if self.open_round else [])
-        return [call for r in rounds for call in r.calls()]
+        turns = self.past_turns + ([self.open_turn] if self.open_turn else [])
+        return [call for r in turns for call in r.calls()]
 
     def replay(self, *, answered: bool = False) -> list[Any]:
         """What an environment must be told again to stand where this trajectory stands.
 
-        An open round counts as far as it has got: the environment has seen its turn, and the last
+        An open turn counts as far as it has got: the environment has seen its turn, and the last
         tool's value only when it has `answered` to that.
         """
         told: list[Any] = []
         tokens, versions = self.tokens, self.versions
         at = self.prompt_length
-        for r in self.rounds + ([self.open_round] if self.open_round else []):
+        for r in self.past_turns + ([self.open_turn] if self.open_turn else []):
             sampled = versions[at:] != NOT_SAMPLED
             at += int(np.argmax(sampled)) if len(sampled) else 0
             told.append(["step", tokens[at : at + r.tokens].tolist()])
             at += r.tokens
-            seen = r.earlier if r is self.open_round and not answered else r.calls()
+            seen = r.earlier if r is self.open_turn and not answered else r.calls()
             told += [["result", value] for _, _, value in seen]
         return told
 
@@ -164,9 +164,9 @@ class Restored:
     def _continue(self, t: Trajectory, record: Record) -> None:
         p = record.payload
         if record.kind is Kind.TURN:
-            t.open_round = Round(p[1], t.length - t.turn_start)
-        elif record.kind is Kind.TOOL and t.open_round is not None:
-            t.open_round.called(p[1], p[2], p[3])
+            t.open_turn = Turn(p[1], t.length - t.turn_start)
+        elif record.kind is Kind.TOOL and t.open_turn is not None:
+            t.open_turn.called(p[1], p[2], p[3])
         elif record.kind is Kind.APPEND:
             t.appended(p[1])
         elif record.kind is Kind.END:

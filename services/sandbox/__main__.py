@@ -9,14 +9,14 @@ from pathlib import Path
 
 from common.runtime.mesh import Mesh, MeshSettings, run
 from services.sandbox.actor import SandboxActor
-from services.sandbox.workers.pool import RLIMITS, Limits
+from services.sandbox.workers.pool import RLIMITS, PoolLimits
 
 
 async def main(name: str, warm: int, most: int, memory_mb: int, jails: int) -> None:
     settings = MeshSettings.from_env()
     mesh = await Mesh.open(name, "sandbox", settings)
     logs = Path(settings.run_root) / "mesh" / "logs"
-    limits = Limits(warm=warm, most=most, rlimits={**RLIMITS, "AS": memory_mb << 20})
+    limits = PoolLimits(warm=warm, most=most, rlimits={**RLIMITS, "AS": memory_mb << 20})
     actor = SandboxActor(mesh.host, mesh.clock, logs, limits, name=name, slots=jails)
     await mesh.join(actor, stats=actor.stats)
     mesh.ready = True

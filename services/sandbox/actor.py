@@ -15,9 +15,9 @@ from common.api.sandbox import (
     LoadJob,
     Outcome,
     Outcomes,
+    RewardBatch,
     RunTools,
     Sandbox,
-    ScoreBatch,
 )
 from common.clock import Clock
 from common.errors import NotFound, Refused
@@ -26,11 +26,11 @@ from common.process.host import Host
 from common.runtime.actor import Actor, call, cast
 from services.sandbox.answer import Answer
 from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.jailed import Jailed, interpreter_of
 from services.sandbox.jobs import LoadedJob, trusted
-from services.sandbox.workers.pool import Limits, Pool
+from services.sandbox.workers.pool import Pool, PoolLimits
 
 JOBS_MOST = 8  # loaded at once; the one that was idle for longest makes room
 SWEEP_S = 5.0  # between two looks for sessions that are idle
@@ -44,16 +44,16 @@ class SandboxActor(Actor):
         host: Host,
         clock: Clock,
         logs: Path | None,
-        limits: Limits,
+        limits: PoolLimits,
         *,
         name: str = "sandbox/0",
         slots: int = 8,
     ) -> None:
         self._host, self._clock, self._logs, self._limits = host, clock, logs, limits
         self._name = name
-        self._slots = Slots(clock, slots)
+        self._slots = JailSlots(clock, slots)
         self._jobs: dict[str, LoadedJob] = {}  # in the order of their last use
-        self._launchers: dict[Interpreter, Launcher] = {}
+        self._launchers: dict[Interpreter, JailLauncher] = {}
         self._loading = asyncio.Lock()
         self._outcomes: Counter[str] = Counter()
         self._found: tiers.Found | None = None
@@ -119,7 +119,7 @@ class SandboxActor(Actor):
         uses = builtin.jailed([*m.tools.values(), *(part.use for part in m.rewards)])
         if not uses:
             return None
-        demanded = m.jailing.tier
+        demanded = m.jail.tier
         log = self._logs / "jails.log" if self._logs else None
         if self._found is None:
             self._found = await tiers.find(self._host, self._clock, log)
@@ -133,11 +133,11 @@ class SandboxActor(Actor):
                 where=self._name,
                 fix=self._found.fix,
             )
-        interpreter = interpreter_of(m.jailing)
+        interpreter = interpreter_of(m.jail)
         launcher = self._launchers.get(interpreter)
         if launcher is None:
             tier = "landlock" if self._found.tier == "landlock" else "bwrap"
-            launcher = Launcher(self._host, self._clock, tier, interpreter, self._homes, log)
+            launcher = JailLauncher(self._host, self._clock, tier, interpreter, self._homes, log)
             await launcher.start()
             self._launchers[interpreter] = launcher
         return Jailed(launcher, self._clock, self._slots, m)
@@ -149,7 +149,7 @@ class SandboxActor(Actor):
         return self._outcomes_of(m.calls, by_job, parts)
 
     @call(Sandbox.score)
-    async def score(self, m: ScoreBatch) -> Outcomes:
+    async def score(self, m: RewardBatch) -> Outcomes:
         by_job = _by_job(m.calls)
         parts = await asyncio.gather(
             *(self._job(job).score(calls) for job, calls in by_job.items())

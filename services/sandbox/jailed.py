@@ -6,15 +6,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from common.api.sandbox import CRASHED, OK, REFUSED, Jailing, LoadJob
+from common.api.sandbox import CRASHED, OK, REFUSED, JailSettings, LoadJob
 from common.clock import Clock
 from common.job import builtin
 from services.sandbox.answer import Answer
 from services.sandbox.grading import code
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions
 
 MODES = {"python": "program", "shell": "shell"}
@@ -24,14 +24,14 @@ SOURCE_BYTES = 1 << 20
 class Jailed:
     """The jailed tools and rewards of one job."""
 
-    def __init__(self, launcher: Launcher, clock: Clock, slots: Slots, loaded: LoadJob) -> None:
-        jailing = loaded.jailing
+    def __init__(
+        self, launcher: JailLauncher, clock: Clock, slots: JailSlots, loaded: LoadJob
+    ) -> None:
+        jail = loaded.jail
         self._launcher, self._slots, self._job = launcher, slots, loaded.job
-        self._limits = limits_of(jailing)
+        self._limits = limits_of(jail)
         self._tools = loaded.tools
-        self.sessions = Sessions(
-            launcher, clock, self._limits, jailing.sessions, jailing.session_idle_s
-        )
+        self.sessions = Sessions(launcher, clock, self._limits, jail.sessions, jail.session_idle_s)
 
     async def tool(
         self, name: str, argument: Any, deadline_s: float, session: str, begun: bool
@@ -67,21 +67,21 @@ class Jailed:
         self.sessions.close()
 
 
-def limits_of(jailing: Jailing) -> JailLimits:
+def limits_of(jail: JailSettings) -> JailLimits:
     """The part of it that bounds one call; its fields have the same names."""
-    return JailLimits(**{field.name: getattr(jailing, field.name) for field in fields(JailLimits)})
+    return JailLimits(**{field.name: getattr(jail, field.name) for field in fields(JailLimits)})
 
 
-def interpreter_of(jailing: Jailing) -> Interpreter:
+def interpreter_of(jail: JailSettings) -> Interpreter:
     """Ours, or the one that the job names: with what is installed for it."""
-    if not jailing.python:
+    if not jail.python:
         own = Interpreter.own()
-        return Interpreter(own.python, own.isolated, own.places, tuple(jailing.imports))
-    python = Path(jailing.python)
+        return Interpreter(own.python, own.isolated, own.places, tuple(jail.imports))
+    python = Path(jail.python)
     base = _base_of(python)
     places = {str(place) for place in (python.parent.parent, base) if place is not None}
     shown = tuple(sorted(place for place in places if not place.startswith("/usr")))
-    return Interpreter(str(python), False, shown, tuple(jailing.imports))
+    return Interpreter(str(python), False, shown, tuple(jail.imports))
 
 
 def _base_of(python: Path) -> Path | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from common.api.sandbox import CRASHED, EVICTED, OK, OUT_OF_MEMORY, REFUSED
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
-from services.sandbox.isolation.jail_launcher import Launcher
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail, Ran
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.jail import guest
@@ -44,7 +44,7 @@ class Sessions:
     """The sessions of one job: at most `most` at a time, each ended after `idle_s` idle."""
 
     def __init__(
-        self, launcher: Launcher, clock: Clock, limits: JailLimits, most: int, idle_s: float
+        self, launcher: JailLauncher, clock: Clock, limits: JailLimits, most: int, idle_s: float
     ) -> None:
         self._launcher, self._clock, self._limits = launcher, clock, limits
         self._most, self._idle_s = most, idle_s

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from common.api.role import Drain, Drained
 from common.api.scoring import JudgeBatch, RoleScores, ScoreBatch, ScoredBatch, Scoring, Verdicts
 from common.errors import MeshError, Refused
-from common.generation.contract import Engine
+from common.generation.contract import TokenEngine
 from common.model.tokenizer import Tokenizer
-from common.process.one_at_a_time import OneThread
+from common.process.serial_executor import SerialExecutor
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import NotThere
@@ -31,7 +31,7 @@ LOOK_S = 0.25  # how soon the process ends after a batch broke it, whose caller 
 class FrozenModel:
     """A model as it was loaded, once and for all."""
 
-    engine: Engine
+    engine: TokenEngine
     tokenizer: Tokenizer | None = None  # the model's own; only a judge needs one
 
 
@@ -49,7 +49,7 @@ class FrozenModels(Actor):
         self.mesh = mesh
         self._models: dict[str, FrozenModel] = {}
         self._loaded = asyncio.Event()
-        self._thread = OneThread(mesh, COMPUTE_S)
+        self._thread = SerialExecutor(mesh, COMPUTE_S)
         self._draining = False
         self._failure: Exception | None = None
         self.sequences, self.tokens, self.busy_s = 0, 0, 0.0
@@ -137,7 +137,7 @@ class FrozenModels(Actor):
         return Drained(0)
 
 
-def scores(role: str, engine: Engine, sequences: Sequence[NDArray[np.int32]]) -> RoleScores:
+def scores(role: str, engine: TokenEngine, sequences: Sequence[NDArray[np.int32]]) -> RoleScores:
     """Log-probabilities of each sequence's tokens, 0 for its first one."""
     found, errors = [], []
     for tokens in sequences:
@@ -170,7 +170,7 @@ def verdicts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
     return Verdicts(found, errors)
 
 
-def _likelihood(engine: Engine, asked: list[int], ending: list[int]) -> float:
+def _likelihood(engine: TokenEngine, asked: list[int], ending: list[int]) -> float:
     """Log-probability of an ending after what was asked."""
     logprobs = engine.score(np.array(asked + ending, np.int32))
     return float(np.sum(logprobs[-len(ending) :], dtype=np.float64))

@@ -53,7 +53,9 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
         why = f"the frozen models cannot be served: {error}"
         await patiently(
             mesh.clock,
-            lambda: jobs.set_phase(mesh.state, job_id, "failed", mesh.token, mesh.name, why),
+            lambda: jobs.set_phase(
+                mesh.state, job_id, jobs.Phase.FAILED, mesh.token, mesh.name, why
+            ),
         )
         raise
     finally:
@@ -69,7 +71,7 @@ async def loaded(mesh: Mesh, data: JobData) -> dict[str, FrozenModel]:
             if config.path == INITIAL:
                 model = await _initial(mesh, data, config)
             else:
-                model = await mesh.host.run_blocking(_given, data, role, deadline_s=LOAD_S)
+                model = await mesh.host.run_blocking(_load, data, role, deadline_s=LOAD_S)
         found[role] = model
         mesh.telemetry.log.info("frozen model", role=role, path=model.engine.path)
     return found
@@ -95,7 +97,7 @@ async def _initial(mesh: Mesh, data: JobData, config: FrozenModelConfig) -> Froz
     return await mesh.host.run_blocking(started, deadline_s=LOAD_S + BUILD_S)
 
 
-def _given(data: JobData, role: str) -> FrozenModel:
+def _load(data: JobData, role: str) -> FrozenModel:
     """One that lies in the job's bundle; ConfigError when it cannot be read."""
     config: FrozenModelConfig = getattr(data.config.models, role)
     place = data.frozen(role)

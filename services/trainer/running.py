@@ -85,7 +85,9 @@ def _core(mesh: Mesh, data: JobData, gang: str, epoch: int, size: int) -> Traine
 
 
 async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:
-    await jobs.set_phase(mesh.state, data.id, "failed", mesh.token, mesh.name, error=str(error))
+    await jobs.set_phase(
+        mesh.state, data.id, jobs.Phase.FAILED, mesh.token, mesh.name, error=str(error)
+    )
 
 
 async def help_out(mesh: Mesh, data: JobData, gang: str, epoch: int) -> None:

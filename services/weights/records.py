@@ -21,25 +21,25 @@ IO_S = 30.0  # deadline of one file operation
 
 
 @dataclass
-class Record:
+class JobVersions:
     job: str
     run_dir: str = ""  # empty before the first checkpoint
     versions: dict[str, Number] = field(default_factory=dict)  # by manifest, of all that are kept
 
 
-class Records:
+class JobRecords:
     """One file for each job, written whole."""
 
     def __init__(self, host: Host, directory: Path) -> None:
         self._host, self._directory = host, directory
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, JobVersions] = {}
         self._writing = asyncio.Lock()
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[JobVersions]:
         return iter(list(self._records.values()))
 
-    def of(self, job: str) -> Record:
-        return self._records.setdefault(job, Record(job))
+    def of(self, job: str) -> JobVersions:
+        return self._records.setdefault(job, JobVersions(job))
 
     async def open(self) -> None:
         """Reads what an earlier start wrote; BadMessage when somebody else has changed it."""
@@ -66,23 +66,23 @@ class Records:
         except OSError as error:
             raise failure(error, path) from error
 
-    def _read(self) -> list[Record]:
+    def _read(self) -> list[JobVersions]:
         self._directory.mkdir(parents=True, exist_ok=True)
         sync(self._directory.parent)
         return [_parsed(path) for path in sorted(self._directory.glob("*.json"))]
 
 
-def _content(record: Record) -> bytes:
+def _content(record: JobVersions) -> bytes:
     versions = {m: [number.lineage, number.version] for m, number in record.versions.items()}
     written = {"job": record.job, "run_dir": record.run_dir, "versions": versions}
     return json.dumps(written).encode()
 
 
-def _parsed(path: Path) -> Record:
+def _parsed(path: Path) -> JobVersions:
     try:
         found = json.loads(path.read_bytes())
         versions = {digest: Number(*number) for digest, number in found["versions"].items()}
-        return Record(found["job"], found["run_dir"], versions)
+        return JobVersions(found["job"], found["run_dir"], versions)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadMessage(
             f"the record of a job's versions does not read: {error!r}",

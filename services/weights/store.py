@@ -15,7 +15,7 @@ from common.state import jobs
 from common.wire.blob import pack, unpack
 from common.wire.bulk import ChunkStore
 from common.wire.chunks import digest_of, failure
-from services.weights.records import IO_S, Records
+from services.weights.records import IO_S, JobRecords
 from services.weights.retention import Number
 from services.weights.sweeping import Sweeper
 
@@ -30,7 +30,7 @@ class WeightStore(Actor):
     def __init__(self, mesh: Mesh, chunks: ChunkStore) -> None:
         self.mesh, self.chunks = mesh, chunks
         self._manifests: dict[str, Manifest] = {}
-        self._records = Records(mesh.host, chunks.directory / "jobs")
+        self._records = JobRecords(mesh.host, chunks.directory / "jobs")
         self.sweeper = Sweeper(mesh, chunks, self._records, self._manifest, self._forget)
 
     def stats(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from common.errors import BadMessage, MeshError, NotFound
 from common.runtime.mesh import Mesh
 from common.state import groups, jobs
 from common.wire.bulk import ChunkStore
-from services.weights.records import IO_S, Record, Records
+from services.weights.records import IO_S, JobRecords, JobVersions
 from services.weights.retention import Number, awaited, expired, pinned
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Sweeper:
         self,
         mesh: Mesh,
         chunks: ChunkStore,
-        records: Records,
+        records: JobRecords,
         manifest: Callable[[str], Awaitable[Manifest]],
         forget: Callable[[str], None],
     ) -> None:
@@ -108,7 +108,7 @@ class Sweeper:
                 need.manifests |= held.get(record.job, {}).keys() | await self._resumable(record)
         return need
 
-    async def _resumable(self, record: Record) -> set[str]:
+    async def _resumable(self, record: JobVersions) -> set[str]:
         if not record.run_dir:
             return set()
         directory = _directory(record.run_dir)

@@ -180,7 +180,7 @@ class Training:
         for rank in range(1, self.ranks):
             await self.start_rank(rank)
         await elastic.until(f"{self.job} has begun", self._begun)
-        await jobs.set_phase(elastic.state, self.job, "training", elastic.token, SHARD)
+        await jobs.set_phase(elastic.state, self.job, jobs.Phase.TRAINING, elastic.token, SHARD)
         self._admitted = await groups.admit(
             elastic.state, self.job, SHARD, elastic.token, STEPS * GROUPS, uuid.uuid4().hex
         )

@@ -15,7 +15,11 @@ from common.state.keys import PLANNER
 from services.planner.planner import LEASE_MS
 from sim.loop import VirtualClock, run_virtual
 from sim.mesh import JOB
+<<<<<<< HEAD
 from sim.state import simulated_as
+=======
+from sim.state import simulated_clients
+>>>>>>> names
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh
 
 TERM_S = LEASE_MS / 1000
@@ -50,8 +54,12 @@ class Led(PlannedMesh):
 
     def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
         super().__init__(clock, random, root)
+<<<<<<< HEAD
         self.state = simulated_as(WatchedState, clock)
         assert isinstance(self.state, WatchedState)
+=======
+        self.state = WatchedState("simulated:", *simulated_clients(clock), clock.monotonic)
+>>>>>>> names
         self.world.state = self.state
 
     async def open(self) -> None:

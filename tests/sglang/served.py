@@ -15,8 +15,8 @@ from typing import Any
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from services.engine.sglang import opening
-from services.engine.sglang.opening import Server, SGLangEngine
+from services.engine.sglang import startup
+from services.engine.sglang.startup import SGLangEngine, SGLangServer
 from tests.sglang.interpreter import python
 from tests.unit.common.generation.engines_under_test import TINY, decoder, text_of
 
@@ -24,20 +24,20 @@ START_S, STOP_S = 500.0, 20.0  # on a machine that is shared
 SLOTS, MAX_LENGTH = 64, 1000
 
 
-def start(place: Path | None = None) -> Server:
+def start(place: Path | None = None) -> SGLangServer:
     """From the main thread, as the server ends with the thread that started it. Afterwards the loop
     runs on another one: tests take the place of an engine's thread."""
     place = place or Path(tempfile.mkdtemp(prefix="sglang-"))
-    how = opening.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH)
+    how = startup.launch(str(python()), TINY, place, SLOTS, MAX_LENGTH)
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(
-        opening.start(SystemHost(), SystemClock(), how, "auto", START_S)
+        startup.start(SystemHost(), SystemClock(), how, "auto", START_S)
     )
     threading.Thread(target=loop.run_forever, name="loop", daemon=True).start()
     return server
 
 
-def stop(server: Server) -> None:
+def stop(server: SGLangServer) -> None:
     server.http.spawn(server.stop()).result(STOP_S)
     shutil.rmtree(server.launch.model.parent)
 
@@ -45,11 +45,11 @@ def stop(server: Server) -> None:
 class Shared:
     """The server that tests share, and the engine that has it at the moment."""
 
-    server: Server | None = None
+    server: SGLangServer | None = None
     engine: SGLangEngine | None = None
 
 
-def server() -> Server:
+def server() -> SGLangServer:
     if Shared.server is None:
         Shared.server = start()
         atexit.register(stop, Shared.server)
@@ -60,7 +60,7 @@ def engine(slots: int = 4, max_length: int = 128, seed: int = 0, **more: Any) ->
     """An engine with the weights of `decoder(seed)`; the one before has left its server idle."""
     release()
     more = {"decode": text_of, **more}
-    Shared.engine = opening.attach(server(), TINY, slots, max_length, **more)
+    Shared.engine = startup.attach(server(), TINY, slots, max_length, **more)
     Shared.engine.wake(decoder(seed).state_dict(), 0)
     return Shared.engine
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from common.api.engine import Finish
 from common.errors import DeadlineExceeded, PeerLost
-from common.generation.contract import ABORTED
 from services.engine.sglang import v0_5
 from services.engine.sglang.control import RETRACT, Control
-from services.engine.sglang.health import STRIKES, Watch
-from services.engine.sglang.opening import SGLangEngine
+from services.engine.sglang.health import STRIKES, HealthWatch
+from services.engine.sglang.startup import SGLangEngine
 from services.engine.sglang.weights import transport
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
@@ -36,7 +36,7 @@ def hanging() -> Iterator[None]:
         os.kill(scheduler, signal.SIGCONT)
 
 
-def failure_of(watch: Watch, within_s: float) -> Exception | None:
+def failure_of(watch: HealthWatch, within_s: float) -> Exception | None:
     waited = threading.Event()
     for _ in range(round(within_s / 0.1)):
         if watch.failure() is not None:
@@ -48,7 +48,7 @@ def failure_of(watch: Watch, within_s: float) -> Exception | None:
 def test_a_server_that_stands_or_sleeps_is_not_lost_and_one_that_hangs_is() -> None:
     server = served.server()
     served.release()
-    watch = Watch(server.http, server.lost, LOOK_S, ANSWER_S)
+    watch = HealthWatch(server.http, server.lost, LOOK_S, ANSWER_S)
     weights = transport("auto", server.http, server.launch.model.parent / "weights", 1, "cpu")
     control = Control(server.http, watch, weights)
     try:
@@ -84,7 +84,7 @@ def test_a_request_that_is_ended_here_is_not_left_at_work_there() -> None:
     with hanging():
         engine.abort([1])
         heard = listener.run()[1]  # until the time for an abort is over
-    assert heard.finish == [ABORTED] and len(heard.tokens) >= 10
+    assert heard.finish == [Finish.ABORTED] and len(heard.tokens) >= 10
     assert stream.cancelled()
     waited = threading.Event()
     for _ in range(50):

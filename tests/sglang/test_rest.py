@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from common.api.engine import Finish
 from common.errors import Refused
-from common.generation.contract import ABORTED
-from services.engine.sglang.opening import SGLangEngine
+from services.engine.sglang.startup import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import Listener, built_in, decoder, request
 
@@ -82,8 +82,8 @@ def test_what_is_aborted_while_it_stands_ends_at_once_with_what_it_had() -> None
     engine.abort([0, 5])
     assert engine.ended
     listener.drain()
-    assert listener.heard[0].finish == [ABORTED] and listener.heard[0].tokens
-    assert listener.heard[5].finish == [ABORTED] and listener.heard[5].tokens == []
+    assert listener.heard[0].finish == [Finish.ABORTED] and listener.heard[0].tokens
+    assert listener.heard[5].finish == [Finish.ABORTED] and listener.heard[5].tokens == []
     engine.resume()
     heard = listener.run()
     whole = expected()

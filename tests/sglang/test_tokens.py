@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from common.api.engine import Finish
 from common.errors import Refused
-from common.generation.contract import LENGTH, STOP
 from services.engine.sglang import v0_5
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (
@@ -129,17 +129,17 @@ def test_a_stop_text_ends_a_request_where_it_ends_the_built_in_engines() -> None
     listener = Listener(served.engine())
     assert greedy(listener, stop_text=texts) == expected
     assert expected[0] == tokens[: len(expected[0])] and len(expected[0]) < len(tokens)
-    assert listener.heard[0].finish == [STOP]
+    assert listener.heard[0].finish == [Finish.STOP]
     # What a turn had before it came here counts.
     had = [*PROMPTS[0], *expected[0]]
     heard = listener.run(request(77, had, stop_text=texts, begin=3))[77]
-    assert heard.tokens == [] and heard.finish == [STOP]
+    assert heard.tokens == [] and heard.finish == [Finish.STOP]
 
 
 def test_the_models_own_end_tokens_end_nothing() -> None:
     """Each request names its stop tokens, and no other ends it."""
     heard = Listener(served.engine()).run(request(1, max_new=100))[1]
-    assert len(heard.tokens) == 100 and heard.finish == [LENGTH]
+    assert len(heard.tokens) == 100 and heard.finish == [Finish.LENGTH]
 
 
 @pytest.mark.parametrize("tokens", [[1, 39, 3, 39, 5], list(range(VOCAB))], ids=["last", "all"])

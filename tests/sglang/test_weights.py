@@ -18,9 +18,9 @@ import torch
 from common.errors import MeshError, PeerLost, Refused, RemoteFailure
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from services.engine.sglang import opening, v0_5
-from services.engine.sglang.health import Watch
-from services.engine.sglang.opening import Quarantined, Server, SGLangEngine
+from services.engine.sglang import startup, v0_5
+from services.engine.sglang.health import HealthWatch
+from services.engine.sglang.startup import Quarantined, SGLangEngine, SGLangServer
 from services.engine.sglang.weights import buckets, handles
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
@@ -162,11 +162,11 @@ def test_each_of_several_ranks_reads_the_tensors_in_shared_memory() -> None:
 
 
 class Private:
-    server: Server | None = None
+    server: SGLangServer | None = None
 
 
 @pytest.fixture
-def mortal() -> Iterator[Server]:
+def mortal() -> Iterator[SGLangServer]:
     """A server that a test may break; the next has the same if it still serves."""
     if Private.server is None:
         Private.server = served.start()
@@ -176,7 +176,7 @@ def mortal() -> Iterator[Server]:
         Private.server = None
 
 
-def serves(server: Server) -> bool:
+def serves(server: SGLangServer) -> bool:
     """Whether it answers, once an update that was left open is closed."""
     if server.child.poll() is not None:
         return False
@@ -220,10 +220,10 @@ def misfit() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
 
 @each_transport
 def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
-    mortal: Server, weights: str
+    mortal: SGLangServer, weights: str
 ) -> None:
     config, state = misfit()
-    engine = opening.attach(mortal, config, 4, 128, weights=weights)
+    engine = startup.attach(mortal, config, 4, 128, weights=weights)
     with pytest.raises(Quarantined, match="version 3"):
         engine.wake(state, 3)
     assert engine.version == -1
@@ -232,9 +232,9 @@ def test_an_engine_whose_server_refuses_weights_half_way_is_quarantined(
 
 @each_transport
 def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
-    mortal: Server, weights: str
+    mortal: SGLangServer, weights: str
 ) -> None:
-    engine = opening.attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
+    engine = startup.attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
     engine.wake(decoder(0).state_dict(), 0)
     scheduler = scheduler_of(mortal.pid)
     engine._halt("retract")
@@ -247,8 +247,8 @@ def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
         os.kill(scheduler, signal.SIGCONT)
 
 
-def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: Server) -> None:
-    engine = opening.attach(mortal, TINY, 4, 128)
+def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServer) -> None:
+    engine = startup.attach(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
@@ -262,8 +262,8 @@ def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: Server) -> 
     killer.join()
 
 
-def test_a_server_that_has_ended_is_reported_with_its_log(mortal: Server) -> None:
-    engine = opening.attach(mortal, TINY, 4, 128)
+def test_a_server_that_has_ended_is_reported_with_its_log(mortal: SGLangServer) -> None:
+    engine = startup.attach(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
@@ -274,9 +274,9 @@ def test_a_server_that_has_ended_is_reported_with_its_log(mortal: Server) -> Non
 
 
 def test_a_server_that_does_not_answer_gets_three_strikes_and_grace_in_updates(
-    mortal: Server,
+    mortal: SGLangServer,
 ) -> None:
-    watch = Watch(mortal.http, mortal.lost, look_s=0.3, answer_s=1.0)
+    watch = HealthWatch(mortal.http, mortal.lost, look_s=0.3, answer_s=1.0)
     scheduler = scheduler_of(mortal.pid)
     os.kill(scheduler, signal.SIGSTOP)
     waited = threading.Event()

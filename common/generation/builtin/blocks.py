@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 BLOCK = 16  # tokens; as kBlock in kernels/csrc/attention.h
 ROOT = 0
 
-Tokens = NDArray[np.int64]
+TokenIds = NDArray[np.int64]
 
 
 def blocks_of(tokens: int) -> int:
@@ -61,7 +61,7 @@ class _Node:
 
     block: int
     parent: int
-    tokens: Tokens
+    tokens: TokenIds
     children: dict[bytes, int] = field(default_factory=dict)
     tails: dict[int, int] = field(default_factory=dict)  # block -> node, of blocks that were begun
 
@@ -102,7 +102,7 @@ class PrefixCache:
         """The number of blocks that the tree holds."""
         return len(self._nodes)
 
-    def match(self, tokens: Tokens) -> Match:
+    def match(self, tokens: TokenIds) -> Match:
         """The longest known prefix of `tokens`."""
         path = self._path(tokens)
         for node in reversed(path):  # parents count as used after their children
@@ -111,7 +111,7 @@ class PrefixCache:
         tail, copied = self._tail(path[-1] if path else ROOT, tokens[len(path) * BLOCK :])
         return Match(blocks, tail, copied)
 
-    def insert(self, tokens: Tokens, blocks: NDArray[np.int32], tail: bool) -> None:
+    def insert(self, tokens: TokenIds, blocks: NDArray[np.int32], tail: bool) -> None:
         """Makes `tokens`, which lie in `blocks`, known; `tail`: a last block that is not full, too.
 
         Blocks that the tree has already take the place of their like in `blocks`, so that whoever
@@ -147,7 +147,7 @@ class PrefixCache:
         if block in self._tail_at:
             self._remove(self._tail_at[block])
 
-    def _tail(self, parent: int, rest: Tokens) -> tuple[int, int]:
+    def _tail(self, parent: int, rest: TokenIds) -> tuple[int, int]:
         """(n, block): which holds the most of the first tokens of `rest`; (0, -1): none does."""
         best, found = 0, -1
         for block, node in self._node(parent).tails.items():
@@ -180,7 +180,7 @@ class PrefixCache:
         blocks = [node.block for node in self._nodes.values()]
         return int((self._pool.holders[blocks] == 1).sum()) if blocks else 0
 
-    def _path(self, tokens: Tokens) -> list[int]:
+    def _path(self, tokens: TokenIds) -> list[int]:
         path: list[int] = []
         for index in range(len(tokens) // BLOCK):
             key = tokens[index * BLOCK : (index + 1) * BLOCK].tobytes()
@@ -193,7 +193,7 @@ class PrefixCache:
     def _node(self, node: int) -> _Node:
         return self._root if node == ROOT else self._nodes[node]
 
-    def _add(self, block: int, parent: int, tokens: Tokens) -> int:
+    def _add(self, block: int, parent: int, tokens: TokenIds) -> int:
         self._last += 1
         self._pool.hold(block)
         self._nodes[self._last] = _Node(block, parent, tokens)

@@ -13,14 +13,14 @@ from collections.abc import Callable
 import numpy as np
 
 from common.generation.builtin.blocks import BLOCK
-from common.generation.builtin.parts import Compute, Memory
+from common.generation.builtin.parts import Memory, StepCompute
 from common.generation.builtin.slots import Slots
 from common.generation.contract import MIXED, SessionCache
 
 OLDER = -1  # swaps before a cache that these weights did not compute, or not all of it
 
 
-class Moves:
+class SessionCaches:
     """Exports and adopts sessions. `keep`: caches of several versions are allowed. `drop` takes an
     idle slot's cache away.
     """
@@ -28,7 +28,7 @@ class Moves:
     def __init__(
         self,
         slots: Slots,
-        compute: Compute,
+        compute: StepCompute,
         memory: Memory,
         keep: bool,
         drop: Callable[[int], None],

@@ -15,19 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, Refused
-from common.generation.builtin.cache_moves import Moves
-from common.generation.builtin.parts import SHARE_FROM, Compute, Memory
+from common.generation.builtin.cache_moves import SessionCaches
+from common.generation.builtin.parts import SHARE_FROM, Memory, StepCompute
 from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.builtin.slots import Slots
 from common.generation.builtin.stop_text import StopText
 from common.generation.builtin.weights import check_shapes
 from common.generation.contract import (
-    ABORTED,
-    LENGTH,
-    RUNNING,
-    STOP,
     WHOLE_BYTES,
     Flush,
     Ints,
@@ -40,14 +37,14 @@ PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wai
 
 
 class TorchEngine:
-    """The built-in engine; it keeps to the contract `Engine`. It sleeps until `wake` brings the
-    first weights, of the shapes given.
+    """The built-in engine; it keeps to the contract `TokenEngine`. It sleeps until `wake` brings
+    the first weights, of the shapes given.
     """
 
     def __init__(
         self,
         slots: Slots,
-        compute: Compute,
+        compute: StepCompute,
         memory: Memory,
         shapes: Mapping[str, tuple[int, ...]],
         *,
@@ -78,7 +75,7 @@ class TorchEngine:
         self._shapes = shapes
         self._clock = clock or SystemClock()
         self._recompute = kv_on_update == "recompute"
-        self._moves = Moves(slots, compute, memory, not self._recompute, self._drop)
+        self._moves = SessionCaches(slots, compute, memory, not self._recompute, self._drop)
         self._prefill_rate = PrefillRate()
         self._steps, self._budget_s = steps, budget_s  # most in one call, if nothing joins or ends
         self._stretch = max(2, compute.prefill_from)  # tokens to compute from which a slot joins
@@ -131,9 +128,9 @@ class TorchEngine:
             if request.id in self._queue or request.id in self._slots:
                 continue
             if request.max_new < 1 or len(request.tokens) >= self._slots.max_length:
-                self._slots.finish_unplaced(request.id, LENGTH)
+                self._slots.finish_unplaced(request.id, Finish.LENGTH)
             elif self._stop_text.met(request):
-                self._slots.finish_unplaced(request.id, STOP)
+                self._slots.finish_unplaced(request.id, Finish.STOP)
             elif self._slots.keeps(request.session):
                 self._start(request)
             else:
@@ -144,9 +141,9 @@ class TorchEngine:
         for request_id in ids:
             slot = self._slots.slot_of(request_id)
             if slot is not None:
-                self._end(slot, ABORTED)
+                self._end(slot, Finish.ABORTED)
             elif self._queue.pop(request_id, None):
-                self._slots.finish_unplaced(request_id, ABORTED)
+                self._slots.finish_unplaced(request_id, Finish.ABORTED)
 
     def release(self, sessions: Iterable[int]) -> None:
         """Frees the slots and blocks of sessions that have ended."""
@@ -217,8 +214,8 @@ class TorchEngine:
                 self._set_joining(slot, False)
         if self._stop_text:
             self._stop_text.look(slots)
-        for slot in rows[slots.finish[rows] != RUNNING].tolist():
-            self._end(slot, int(slots.finish[slot]))
+        for slot in rows[slots.finish[rows] != Finish.RUNNING].tolist():
+            self._end(slot, Finish(slots.finish[slot]))
 
     def _plan(self) -> tuple[list[int], list[int]]:
         """Joining slots of this step, oldest first, and how many of their tokens it computes."""
@@ -316,7 +313,7 @@ class TorchEngine:
         self._started[slot] = self._starts
         self._set_joining(slot, True)
 
-    def _end(self, slot: int, code: int) -> None:
+    def _end(self, slot: int, code: Finish) -> None:
         self._decoding[slot] = False
         self._rows = None
         if slot in self._joining:

@@ -18,7 +18,7 @@ SHARE_FROM = 6  # common tokens from which taking over a neighbour's beats compu
 Rows = NDArray[np.int64]  # slot numbers, ascending where they decode
 
 
-class Compute(Protocol):
+class StepCompute(Protocol):
     """Runs tokens of slots through the model. State is in the engine's `Slots`."""
 
     vocab_size: int

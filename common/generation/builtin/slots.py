@@ -8,12 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.engine import Finish
 from common.generation.contract import (
-    LENGTH,
     NO_FLOATS,
     NO_SESSION,
-    RUNNING,
-    STOP,
     Flush,
     Piece,
     Request,
@@ -110,7 +108,7 @@ class Slots:
         self.key[slot], self.temperature[slot] = key_of(request.seed), request.temperature
         self.top_p[slot], self.min_p[slot] = request.top_p, request.min_p
         self.top_k[slot], self.wants_unmodified[slot] = request.top_k, request.unmodified
-        self.finish[slot] = RUNNING
+        self.finish[slot] = Finish.RUNNING
         self._set_stops(slot, request.stop_ids)
         self._slot_of[request.id] = slot
         return slot
@@ -139,7 +137,7 @@ class Slots:
         self._idle[session] = slot
         return slot
 
-    def end(self, slot: int, code: int) -> list[int]:
+    def end(self, slot: int, code: Finish) -> list[int]:
         """Ends the slot's request; its session, if it has one, keeps the slot idle. The slots that
         this frees."""
         request, session = int(self.request[slot]), int(self.session[slot])
@@ -155,7 +153,7 @@ class Slots:
         self._idle[session] = slot
         return freed
 
-    def finish_unplaced(self, request_id: int, code: int) -> None:
+    def finish_unplaced(self, request_id: int, code: Finish) -> None:
         """Ends a request that never had a slot, with finish code `code` and no tokens."""
         none = np.zeros(0, np.int64)
         self._ended.append(Piece(request_id, none, none.astype(np.float32), none, code))
@@ -231,8 +229,8 @@ class Slots:
             self.experts[slots, at] = experts
         self.known[slots] = at + 1
         stopped = (self.stops[slots] == tokens[:, None]).any(1)
-        full = np.where(at + 1 >= self.limit[slots], LENGTH, RUNNING)
-        self.finish[slots] = np.where(stopped, STOP, full)
+        full = np.where(at + 1 >= self.limit[slots], Finish.LENGTH, Finish.RUNNING)
+        self.finish[slots] = np.where(stopped, Finish.STOP, full)
 
     def drain(self, ended_only: bool = False) -> Flush | None:
         """The tokens since the last drain, each once; None: there are none. `ended_only` leaves out
@@ -261,7 +259,7 @@ class Slots:
             logprobs=self.logprobs[rows, columns],
             unmodified=self._asked(live, rows, columns),
             versions=self.versions[rows, columns],
-            finish=np.full(len(live), RUNNING, np.int8),
+            finish=np.full(len(live), Finish.RUNNING, np.int8),
             experts=self.experts[rows, columns] if self.experts.size else NO_EXPERTS,
         )
 
@@ -273,7 +271,7 @@ class Slots:
         asked = self.wants_unmodified[rows]
         return np.where(asked, self.unmodified[rows, columns], np.float32(np.nan))
 
-    def _piece(self, slot: int, code: int) -> Piece:
+    def _piece(self, slot: int, code: Finish) -> Piece:
         new = slice(int(self.flushed[slot]), int(self.known[slot]))
         return Piece(
             int(self.request[slot]),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from common.api.engine import Finish
 from common.errors import Refused
 from common.generation.builtin.slots import Slots
-from common.generation.contract import STOP, Request
+from common.generation.contract import Request
 
 MARGIN = 8  # tokens: a character may be spread over several that say nothing by themselves
 
@@ -65,4 +66,4 @@ class StopText:
                 continue
             text = self._decode(slots.tokens[slot, start:end].tolist())
             if any(stop in text for stop in texts):
-                slots.finish[slot] = STOP
+                slots.finish[slot] = Finish.STOP

@@ -19,7 +19,7 @@ LANE = 512  # what a lane costs beside its context, likewise
 
 
 @dataclass(frozen=True, order=True)
-class Bucket:
+class GraphBucket:
     """A batch shape: `lanes` rows, each with up to `context` tokens."""
 
     lanes: int
@@ -31,7 +31,7 @@ class Bucket:
         return LAUNCH + self.lanes * (LANE + self.context)
 
 
-class Buckets:
+class GraphBuckets:
     """The shapes for up to `slots` rows of up to `max_length` tokens."""
 
     def __init__(self, slots: int, max_length: int) -> None:
@@ -40,12 +40,12 @@ class Buckets:
         while self.contexts[-1] < max_length:
             self.contexts.append(self.contexts[-1] * 2)
 
-    def fitting(self, rows: int, longest: int) -> Bucket:
+    def fitting(self, rows: int, longest: int) -> GraphBucket:
         """The smallest bucket that holds so many rows of up to `longest` tokens."""
         lanes = next(n for n in self.lanes if n >= rows)
-        return Bucket(lanes, next(c for c in self.contexts if c >= longest))
+        return GraphBucket(lanes, next(c for c in self.contexts if c >= longest))
 
-    def split(self, lengths: NDArray[np.int64]) -> list[tuple[Bucket, NDArray[np.int64]]]:
+    def split(self, lengths: NDArray[np.int64]) -> list[tuple[GraphBucket, NDArray[np.int64]]]:
         """Each bucket of a step with the indices into `lengths` that it runs, shortest first."""
         order = np.argsort(lengths, kind="stable")
         held = np.searchsorted(lengths[order], self.contexts, side="right")

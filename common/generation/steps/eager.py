@@ -19,7 +19,7 @@ from common.generation.builtin.slots import Slots
 from common.generation.contract import Ints
 from common.generation.counter import uniforms
 from common.generation.steps.cache import Cache
-from common.generation.steps.sampling import Sampling, sample, unmodified
+from common.generation.steps.sampling import RowSampling, sample, unmodified
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
@@ -33,7 +33,7 @@ def draw(
 ) -> None:
     """Samples the next token of each of `slots` from float32 logits [n, vocab]; `experts` are those
     that the tokens before went to, [n, sparse layers, k], in a mixture of them."""
-    how = Sampling(
+    how = RowSampling(
         state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
     )
     drawn = uniforms(state.key[slots], state.known[slots])

@@ -21,7 +21,7 @@ from common.generation.builtin.blocks import blocks_of
 from common.generation.builtin.parts import Rows
 from common.generation.builtin.slots import Slots
 from common.generation.contract import NO_FLOATS, Ints
-from common.generation.steps.buckets import Bucket, Buckets
+from common.generation.steps.buckets import GraphBucket, GraphBuckets
 from common.generation.steps.eager import draw, joined_experts, load_into
 from common.generation.steps.sampling import unmodified
 from common.model.attention import Attention
@@ -76,9 +76,9 @@ class GraphCompute:
         heads, width = config.kv_heads, config.head_dim
         self.layout = f"graphs {dtype} [2, {config.layers}, blocks, {heads}, {BLOCK} x {width}]"
         self.cache_bytes_per_token = 2 * config.layers * heads * width * dtype.itemsize
-        self._buckets = Buckets(slots.count, slots.max_length)
+        self._buckets = GraphBuckets(slots.count, slots.max_length)
         self._table: NDArray[np.int32] | None = None
-        self._captured: dict[Bucket, Captured] = {}
+        self._captured: dict[GraphBucket, Captured] = {}
         self._pool: Any = None  # memory that the graphs share, once there is a graph
 
     def attach(self, table: NDArray[np.int32]) -> None:
@@ -147,7 +147,7 @@ class GraphCompute:
                 went[self._tensor(chosen)] = captured.experts[: len(chosen)]
         return logits, went if self._config.experts else None
 
-    def _capture(self, bucket: Bucket) -> Captured:
+    def _capture(self, bucket: GraphBucket) -> Captured:
         """Buffers for a bucket, all lanes empty, and its graph where there is a GPU."""
         tokens = torch.zeros(bucket.lanes, dtype=torch.int64, device=self._device)
         table = torch.zeros(

@@ -13,7 +13,7 @@ from kernels.ops import token_logprob
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class RowSampling:
     """How n rows sample."""
 
     temperature: NDArray[np.float32]  # 0: the likeliest token
@@ -28,7 +28,7 @@ class Sampling:
 
 
 def sample(
-    logits: Tensor, how: Sampling, uniforms: NDArray[np.float64]
+    logits: Tensor, how: RowSampling, uniforms: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """(tokens, log-probabilities) [n] of float32 logits [n, vocab] over their rows' temperatures.
 
@@ -63,7 +63,7 @@ def unmodified(logits: Tensor, tokens: NDArray[np.int64]) -> NDArray[np.float32]
     return found
 
 
-def _likely(probabilities: Tensor, how: Sampling) -> Tensor:
+def _likely(probabilities: Tensor, how: RowSampling) -> Tensor:
     """Which tokens stay: top-k, then top-p of what is left, then min-p of the likeliest (the order
     of transformers' warpers). Equal ones go by id."""
     ordered, order = probabilities.double().sort(dim=-1, descending=True, stable=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from common.errors import MeshError
 from services.engine.sglang import v0_5
-from services.engine.sglang.health import Watch
+from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http
-from services.engine.sglang.weights import Transport
+from services.engine.sglang.weights import WeightTransport
 
 CONTROL_S = 20.0  # for an answer of the scheduler, which ends the step it is in first
 UPDATE_S = 50.0  # for new weights; the service that asks waits 60
@@ -30,8 +30,8 @@ class Control:
     def __init__(
         self,
         http: Http,
-        watch: Watch,
-        transport: Transport,
+        watch: HealthWatch,
+        transport: WeightTransport,
         *,
         on_cpu: bool = True,
         update_s: float = UPDATE_S,

@@ -20,15 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.api.engine import Finish
 from common.clock import Clock, SystemClock
 from common.errors import MeshError, Refused
 from common.generation.builtin.stop_text import StopText
 from common.generation.builtin.weights import check_shapes
 from common.generation.contract import (
-    ABORTED,
-    LENGTH,
-    RUNNING,
-    STOP,
     WHOLE_BYTES,
     Flush,
     Ints,
@@ -42,7 +39,7 @@ from common.model.config import ModelConfig
 from common.model.hf import state_to_hf
 from services.engine.sglang import v0_5
 from services.engine.sglang.control import IN_PLACE, RETRACT, Control
-from services.engine.sglang.http import Answer, Http
+from services.engine.sglang.http import Http, Pending
 from services.engine.sglang.requests import Decode, Sent
 from services.engine.sglang.shapes import shapes_of
 
@@ -55,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class SGLangEngine:
-    """See `Engine`. It sleeps until `wake` brings the first weights."""
+    """See `TokenEngine`. It sleeps until `wake` brings the first weights."""
 
     def __init__(
         self,
@@ -120,9 +117,9 @@ class SGLangEngine:
             if request.id in self._queue or request.id in self._rids:
                 continue
             if request.max_new < 1 or len(request.tokens) >= self._max_length:
-                self._end_unsent(request.id, LENGTH)
+                self._end_unsent(request.id, Finish.LENGTH)
             elif self._stop_text.met(request):
-                self._end_unsent(request.id, STOP)
+                self._end_unsent(request.id, Finish.STOP)
             else:
                 self._queue[request.id] = request
         self._fill()
@@ -130,7 +127,7 @@ class SGLangEngine:
     def abort(self, ids: Iterable[int]) -> None:
         for request_id in ids:
             if self._queue.pop(request_id, None):
-                self._end_unsent(request_id, ABORTED)
+                self._end_unsent(request_id, Finish.ABORTED)
             elif rid := self._rids.get(request_id):
                 sent = self._sent[rid]
                 sent.abort_by_s = self._clock.monotonic() + ABORT_S
@@ -213,7 +210,7 @@ class SGLangEngine:
         if sent is None:  # it has ended here
             return 0
         if not isinstance(event, dict):
-            self._end(sent, ABORTED, repr(event) if event else "its stream ended early")
+            self._end(sent, Finish.ABORTED, repr(event) if event else "its stream ended early")
             return 0
         chunk = v0_5.chunk(event, len(sent.tokens), v0_5.plain(sent.request))
         before = len(sent.tokens)
@@ -224,13 +221,13 @@ class SGLangEngine:
         sent.retractions = max(sent.retractions, chunk.retractions)
         finish = chunk.finish
         if self._completes(sent, len(chunk.tokens)):
-            finish = STOP
-            if chunk.finish == RUNNING:
+            finish = Finish.STOP
+            if chunk.finish == Finish.RUNNING:
                 self._ask_abort(sent)
                 sent.hang_up()
         brought = len(sent.tokens) - before
         self.tokens_generated += brought
-        if finish != RUNNING:
+        if finish != Finish.RUNNING:
             self._end(sent, finish, chunk.reason if sent.abort_by_s is None else "")
         return brought
 
@@ -249,16 +246,16 @@ class SGLangEngine:
             elif now - sent.asked_s >= ABORT_AGAIN_S:
                 self._ask_abort(sent)
 
-    def _ask_abort(self, sent: Sent) -> Answer[None]:
+    def _ask_abort(self, sent: Sent) -> Pending[None]:
         sent.asked_s = self._clock.monotonic()
         return self._http.begin("POST", v0_5.ABORT, {"rid": sent.rid}, deadline_s=ABORT_S)
 
     def _hang_up(self, sent: Sent) -> None:
         """Ends here what the server has not ended: it aborts a request that nobody listens to."""
         sent.hang_up()
-        self._end(sent, ABORTED)
+        self._end(sent, Finish.ABORTED)
 
-    def _end(self, sent: Sent, finish: int, reason: str = "") -> None:
+    def _end(self, sent: Sent, finish: Finish, reason: str = "") -> None:
         del self._sent[sent.rid]
         del self._rids[sent.request.id]
         piece = sent.take(finish)
@@ -267,7 +264,7 @@ class SGLangEngine:
         if reason:
             log.warning("request %d was ended by SGLang: %s", sent.request.id, reason)
 
-    def _end_unsent(self, request_id: int, finish: int) -> None:
+    def _end_unsent(self, request_id: int, finish: Finish) -> None:
         none = np.zeros(0, np.int32)
         self._over.append(Piece(request_id, none, none.astype(np.float32), none, finish))
 
@@ -334,7 +331,7 @@ class SGLangEngine:
             self._ask_abort(sent)
             sent.hang_up()
             if sent.abort_by_s is not None:
-                self._end_unsent(sent.request.id, ABORTED)
+                self._end_unsent(sent.request.id, Finish.ABORTED)
         back = {s.request.id: s.request for s in untouched if s.abort_by_s is None}
         self._queue = back | self._queue
 

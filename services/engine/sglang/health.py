@@ -15,7 +15,7 @@ ANSWER_S = 25.0  # the server itself gives up after 20
 STRIKES = 3
 
 
-class Watch:
+class HealthWatch:
     """`failure` is asked by the engine's thread, which is told by what it raises; looks run on the
     loop that talks to the server. While tokens come there is nothing to ask.
 

@@ -34,11 +34,11 @@ LOG = "read its log, sglang.log"
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
-Event = dict[str, Any]
-Heard = Callable[[Event | Exception | None], None]
+ServerEvent = dict[str, Any]
+Heard = Callable[[ServerEvent | Exception | None], None]
 
 
-class Answer(Protocol[R_co]):
+class Pending(Protocol[R_co]):
     """What another thread than the loop's waits for."""
 
     def result(self, timeout: float | None = None) -> R_co: ...
@@ -97,7 +97,7 @@ class Http:
 
     # -- from other threads ----------------------------------------------------------------------
 
-    def spawn(self, coroutine: Coroutine[Any, Any, R]) -> Answer[R]:
+    def spawn(self, coroutine: Coroutine[Any, Any, R]) -> Pending[R]:
         """Runs it on the loop, until it ends or the answer is cancelled."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -106,18 +106,18 @@ class Http:
         DeadlineExceeded when whether it acted is unknown."""
         return self.result(self.begin(method, path, body, deadline_s=deadline_s), path, deadline_s)
 
-    def begin(self, method: str, path: str, body: Any = None, *, deadline_s: float) -> Answer[Any]:
+    def begin(self, method: str, path: str, body: Any = None, *, deadline_s: float) -> Pending[Any]:
         """The same without waiting: what is done meanwhile, another thread of the server awaits."""
         return self.spawn(self._answer(method, path, body, deadline_s))
 
-    def result(self, answer: Answer[R], path: str, deadline_s: float) -> R:
+    def result(self, answer: Pending[R], path: str, deadline_s: float) -> R:
         try:
             return answer.result(deadline_s + GRACE_S)
         except TimeoutError:
             answer.cancel()
             raise self._late(path, deadline_s) from None
 
-    def stream(self, path: str, body: dict[str, Any], heard: Heard) -> Answer[None]:
+    def stream(self, path: str, body: dict[str, Any], heard: Heard) -> Pending[None]:
         """Server-sent events until the server ends them; cancelling the answer hangs up. On the
         loop, `heard` is told each event, and at the end the error or None.
 
@@ -169,7 +169,7 @@ class Http:
             heard(None)
 
 
-def _events(buffer: bytearray) -> Iterator[Event]:
+def _events(buffer: bytearray) -> Iterator[ServerEvent]:
     """Cuts whole events off the buffer. Lines may be long: no limit of a line reader applies."""
     while (end := buffer.find(b"\n\n")) >= 0:
         line = bytes(buffer[:end]).removeprefix(b"data:").strip()

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.api.engine import Finish
 from common.generation.builtin.stop_text import MARGIN, begin_of
-from common.generation.contract import RUNNING, Piece, Request
-from services.engine.sglang.http import Answer
+from common.generation.contract import Piece, Request
+from services.engine.sglang.http import Pending
 from services.engine.sglang.v0_5 import Chunk
 
 Decode = Callable[[Sequence[int]], str]
@@ -22,7 +23,7 @@ class Sent:
     request: Request
     rid: str
     most: int  # tokens that it may generate
-    stream: Answer[None] | None = None
+    stream: Pending[None] | None = None
     tokens: list[int] = field(default_factory=list)  # all that came
     logprobs: list[float] = field(default_factory=list)
     unmodified: list[float] = field(default_factory=list)
@@ -70,10 +71,10 @@ class Sent:
                 return True
         return False
 
-    def take(self, finish: int = RUNNING) -> Piece | None:
+    def take(self, finish: Finish = Finish.RUNNING) -> Piece | None:
         """What has come since the last call; None if that is nothing and it goes on."""
         part = slice(self.drained, len(self.tokens))
-        if part.start == part.stop and finish == RUNNING:
+        if part.start == part.stop and finish == Finish.RUNNING:
             return None
         self.drained = len(self.tokens)
         asked = self.request.unmodified

@@ -102,7 +102,7 @@ def free_port() -> int:
         return port
 
 
-class Server:
+class SGLangServer:
     """A running server. Its children die with it, and it dies with the process that started it."""
 
     def __init__(self, launch: Launch, child: Child, http: Http, name: str, clock: Clock) -> None:
@@ -117,7 +117,7 @@ class Server:
     @classmethod
     async def start(
         cls, host: Host, clock: Clock, launch: Launch, weights: str, deadline_s: float = START_S
-    ) -> Server:
+    ) -> SGLangServer:
         """A server that is ready, has what `weights` (a transport) needs and no weights yet.
 
         From the main thread. ConfigError when it does not start or lacks something, PeerLost when

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.api.engine import Finish
 from common.errors import Refused, RemoteFailure
-from common.generation.contract import ABORTED, LENGTH, RUNNING, STOP, Request
+from common.generation.contract import Request
 
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
@@ -29,7 +30,7 @@ ENVIRONMENT = {
     "SGLANG_TIMEOUT_KEEP_ALIVE": "60",  # seconds; for longer than ours keeps a connection
 }
 SUPPORT = 4096  # tokens that a sampling mask may name; SGLang's own default
-FINISH = {"stop": STOP, "length": LENGTH, "abort": ABORTED}
+FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
 
 GENERATE, ABORT, INFO, READY = "/generate", "/abort_request", "/server_info", "/ready"
 HEALTH = "/health_generate"
@@ -164,7 +165,7 @@ class Chunk:
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # (version, start, end)
     computed: int = 0  # tokens of prompt and answer that were not found in the cache
     retractions: int = 0  # how often it has given up its cache
-    finish: int = RUNNING
+    finish: Finish = Finish.RUNNING
     reason: str = ""  # why it was aborted, where SGLang says so
 
 
@@ -172,7 +173,9 @@ def chunk(event: Mapping[str, Any], had: int, plain: bool) -> Chunk:
     """Reads one event of a stream of which `had` tokens have come. RemoteFailure when it lacks the
     probabilities of what was sampled from: those of temperature 1 are the same only if `plain`."""
     if "error" in event:
-        return Chunk(finish=ABORTED, reason=str(event["error"].get("message", event["error"])))
+        return Chunk(
+            finish=Finish.ABORTED, reason=str(event["error"].get("message", event["error"]))
+        )
     meta = event["meta_info"]
     new = max(0, int(meta["completion_tokens"]) - had)
     pairs = meta.get("output_token_logprobs", [])[-new:] if new else []
@@ -194,7 +197,7 @@ def chunk(event: Mapping[str, Any], had: int, plain: bool) -> Chunk:
         spans=[(int(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions", ())],
         computed=meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0) if had == 0 else 0,
         retractions=meta.get("num_retractions", 0),
-        finish=FINISH[finish["type"]] if finish else RUNNING,
+        finish=FINISH[finish["type"]] if finish else Finish.RUNNING,
         reason=str(finish.get("message", "")) if finish else "",
     )
 

@@ -24,24 +24,24 @@ from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from common.errors import ConfigError, MeshError, RemoteFailure
 from services.engine.sglang import v0_5
-from services.engine.sglang.http import Answer, Http
+from services.engine.sglang.http import Http, Pending
 
 TRANSPORTS = ("auto", "disk", "tensors", "distributed")
 JOIN_S = 20.0  # for all ranks to meet
 LEAVE_S = 5.0
 BUCKET = 512 << 20  # bytes of one broadcast or one message of tensors
 
-State = Mapping[str, Tensor]
+StateDict = Mapping[str, Tensor]
 
 
-class Transport(Protocol):
-    def push(self, state: State, version: int, flush: bool, deadline_s: float) -> None:
+class WeightTransport(Protocol):
+    def push(self, state: StateDict, version: int, flush: bool, deadline_s: float) -> None:
         """Puts these weights in place, as `version`. `flush`: the cache of the old ones goes."""
 
     def close(self) -> None: ...
 
 
-def transport(kind: str, http: Http, directory: Path, ranks: int, device: str) -> Transport:
+def transport(kind: str, http: Http, directory: Path, ranks: int, device: str) -> WeightTransport:
     """`ranks`: processes that hold a share of the weights."""
     if kind in ("auto", "disk"):
         return FromDisk(http, directory)
@@ -74,7 +74,7 @@ class FromDisk:
         self._http, self._directory = http, directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def push(self, state: State, version: int, flush: bool, deadline_s: float) -> None:
+    def push(self, state: StateDict, version: int, flush: bool, deadline_s: float) -> None:
         file = os.memfd_create("weights", os.MFD_CLOEXEC)
         place = self._directory / "model.safetensors"
         try:
@@ -105,7 +105,7 @@ class _Session(ABC):
     def __init__(self, http: Http) -> None:
         self._http = http
 
-    def push(self, state: State, version: int, flush: bool, deadline_s: float) -> None:
+    def push(self, state: StateDict, version: int, flush: bool, deadline_s: float) -> None:
         self._post(v0_5.BEGIN_UPDATE, {}, deadline_s)
         parts = buckets(state)
         for place, part in enumerate(parts, 1):
@@ -115,7 +115,7 @@ class _Session(ABC):
         self._post(v0_5.VERSION, label, deadline_s)
 
     @abstractmethod
-    def _send(self, part: State, flush: bool, deadline_s: float) -> None: ...
+    def _send(self, part: StateDict, flush: bool, deadline_s: float) -> None: ...
 
     @abstractmethod
     def close(self) -> None: ...
@@ -137,7 +137,7 @@ class FromTensors(_Session):
         # The default hands out descriptors through a socket, which the scheduler dies of.
         torch.multiprocessing.set_sharing_strategy("file_system")
 
-    def _send(self, part: State, flush: bool, deadline_s: float) -> None:
+    def _send(self, part: StateDict, flush: bool, deadline_s: float) -> None:
         body = {"serialized_named_tensors": handles(part, self._ranks), "flush_cache": flush}
         self._post(v0_5.FROM_TENSORS, body, deadline_s)
 
@@ -154,7 +154,7 @@ class FromGroup(_Session):
         self._group: Any = None
         self._name = ""
 
-    def push(self, state: State, version: int, flush: bool, deadline_s: float) -> None:
+    def push(self, state: StateDict, version: int, flush: bool, deadline_s: float) -> None:
         if self._group is None:
             self._group = self._join(min(deadline_s, JOIN_S))
         super().push(state, version, flush, deadline_s)
@@ -191,7 +191,7 @@ class FromGroup(_Session):
         distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(self._ranks + 1)}
         return group
 
-    def _send(self, part: State, flush: bool, deadline_s: float) -> None:
+    def _send(self, part: StateDict, flush: bool, deadline_s: float) -> None:
         body = {
             "names": list(part),
             "dtypes": [str(t.dtype).removeprefix("torch.") for t in part.values()],
@@ -202,7 +202,7 @@ class FromGroup(_Session):
         answer = self._http.begin("POST", v0_5.FROM_GROUP, body, deadline_s=deadline_s)
         self._meet(answer, v0_5.FROM_GROUP, lambda: self._broadcast(part, deadline_s), deadline_s)
 
-    def _broadcast(self, part: State, deadline_s: float) -> None:
+    def _broadcast(self, part: StateDict, deadline_s: float) -> None:
         device = "cuda" if self._backend == "nccl" else "cpu"
         sent = [t.to(device).contiguous() for t in part.values()]
         works = [torch.distributed.broadcast(t, 0, self._group, async_op=True) for t in sent]
@@ -210,7 +210,7 @@ class FromGroup(_Session):
             work.wait(timedelta(seconds=deadline_s))
 
     def _meet(
-        self, answer: Answer[Any], path: str, ours: Callable[[], Any], deadline_s: float
+        self, answer: Pending[Any], path: str, ours: Callable[[], Any], deadline_s: float
     ) -> Any:
         """Our part of what all ranks do together. The server's reason outranks ours: when it
         refuses, our side only sees that nobody came."""
@@ -232,7 +232,7 @@ class FromGroup(_Session):
         self._group = None
 
 
-def handles(part: State, ranks: int) -> list[str]:
+def handles(part: StateDict, ranks: int) -> list[str]:
     """A pickle for each rank. Each handle holds one reference to its shared memory, and who opens
     it gives that one back: a handle that several ranks open takes the memory away from the last.
     """
@@ -245,7 +245,7 @@ def handles(part: State, ranks: int) -> list[str]:
     return texts
 
 
-def buckets(state: State, most: int = BUCKET) -> list[dict[str, Tensor]]:
+def buckets(state: StateDict, most: int = BUCKET) -> list[dict[str, Tensor]]:
     """The tensors in their order, in parts of at most `most` bytes, or of one tensor."""
     parts: list[dict[str, Tensor]] = [{}]
     held = 0

@@ -16,10 +16,10 @@ FIRST_TOKENS = 64  # room that a buffer begins with
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
-Experts = NDArray[np.int16]
+ExpertIds = NDArray[np.int16]
 
 
-class Row(Protocol):
+class StagedRow(Protocol):
     """Where the newest tokens lie while a request is out; see `staging.py`."""
 
     @property
@@ -36,7 +36,7 @@ class TokenBuffer:
     __slots__ = ("_experts", "_length", "_logprobs", "_row", "_tokens", "_versions")
 
     def __init__(self) -> None:
-        self._row: Row | None = None  # while a request is out
+        self._row: StagedRow | None = None  # while a request is out
         self._length = 0  # tokens in the columns
         self._tokens = np.zeros(FIRST_TOKENS, np.int32)
         self._logprobs = np.zeros(FIRST_TOKENS, np.float32)
@@ -69,19 +69,19 @@ class TokenBuffer:
         return self._versions[: self._length]
 
     @property
-    def experts(self) -> Experts:
+    def experts(self) -> ExpertIds:
         """int16 [length, layers x k] as `common.records.experts` has them; NO_EXPERTS if none
         came."""
         self._settle()
         return self._experts[: self._length]
 
-    def stage(self, row: Row | None) -> None:
+    def stage(self, row: StagedRow | None) -> None:
         """Where the newest tokens lie from now on; None: nowhere but here."""
         self._settle()
         self._row = row
 
     def sampled(
-        self, tokens: Ints, logprobs: Floats, versions: Ints, experts: Experts = NO_EXPERTS
+        self, tokens: Ints, logprobs: Floats, versions: Ints, experts: ExpertIds = NO_EXPERTS
     ) -> None:
         """Takes tokens of the model, [n] each, experts [n, layers x k] or NO_EXPERTS."""
         where = self._room(len(tokens))
@@ -123,7 +123,7 @@ class TokenBuffer:
             unknown = np.full((extra, width), UNKNOWN, np.int16)
             self._experts = np.concatenate([self._experts, unknown])
 
-    def _routed(self, where: slice, experts: Experts) -> None:
+    def _routed(self, where: slice, experts: ExpertIds) -> None:
         """Notes the experts of tokens that there is room for; NO_EXPERTS: unknown."""
         width = experts.shape[1]
         if width and not self._experts.shape[1]:

@@ -22,7 +22,7 @@ from common.records.experts import laid_out
 from common.records.token_record import TokenRows
 from common.runtime.mesh import Mesh
 from common.wire.frames import Array
-from services.rollout.record.staging import NOBODY, Request, Staging, some
+from services.rollout.record.staging import NOBODY, OpenRequest, Staging, some
 from services.rollout.trajectory import Trajectory
 
 WINDOW_S = 0.01  # half of what an engine gathers before it flushes; the first flush waits for none
@@ -52,11 +52,11 @@ class GroupCommit:
         """Requests that are out."""
         return self._staging.out
 
-    def open(self, trajectory: Trajectory) -> Request:
+    def open(self, trajectory: Trajectory) -> OpenRequest:
         """A new request of a trajectory."""
         return self._staging.open(trajectory, asyncio.get_running_loop().create_future())
 
-    def forget(self, request: Request) -> bool:
+    def forget(self, request: OpenRequest) -> bool:
         """Takes nothing more for a request; False if it was over already."""
         return self._staging.close(request.id) is not None
 

@@ -26,7 +26,7 @@ FULL_RETRY_S = 0.5
 PART_BYTES = MAX_RECORD // 2  # most in a record of tokens, which grows while the disk is full
 WRITE_S = 60.0  # a disk that takes longer has failed
 
-Done = asyncio.Future[None]
+Written = asyncio.Future[None]
 
 
 class ShardLedger:
@@ -36,9 +36,9 @@ class ShardLedger:
         self._mesh, self._job = mesh, job.id
         directory = job.run_dir / "ledger" / mesh.name.replace("/", "-")
         self._ledger = Ledger(mesh.host, directory, f"{mesh.token:012d}")
-        self._queue: list[tuple[tuple[tuple[Kind, Any], ...], Iterable[int], Done]] = []
+        self._queue: list[tuple[tuple[tuple[Kind, Any], ...], Iterable[int], Written]] = []
         self._writer: asyncio.Task[None] | None = None
-        self._under_way: Done | None = None
+        self._under_way: Written | None = None
         self._writing = asyncio.Lock()  # held while the open segment must stay the same
 
     @property
@@ -107,7 +107,7 @@ class ShardLedger:
 
         What is logged while a write is under way goes with the next one.
         """
-        done: Done = asyncio.get_running_loop().create_future()
+        done: Written = asyncio.get_running_loop().create_future()
         self._queue.append((records, groups, done))
         if self._writer is None:
             self._writer = asyncio.create_task(self._write_queue(), name="ledger")

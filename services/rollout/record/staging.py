@@ -26,7 +26,7 @@ _ROW = (1 << ROW_BITS) - 1
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class OpenRequest:
     """A turn of a trajectory that is out at an engine."""
 
     id: int
@@ -68,26 +68,26 @@ class Staging:
         self._logprobs = np.zeros(0, np.float32)
         self._versions = np.zeros(0, np.int32)
         self._experts = NO_EXPERTS  # as long as the others once there are some
-        self._of: list[Request | None] = []
+        self._of: list[OpenRequest | None] = []
         self._free: list[int] = []
         self._opened = 0
         self._grow()
 
-    def open(self, trajectory: Trajectory, done: asyncio.Future[int]) -> Request:
+    def open(self, trajectory: Trajectory, done: asyncio.Future[int]) -> OpenRequest:
         """A new request, whose tokens go to `trajectory`, which has no other one out."""
         if not self._free:
             self._grow()
         row = self._free.pop()
         self._opened += 1
         number = self._opened << ROW_BITS | row
-        request = Request(number, trajectory, done, trajectory.length, row, self)
+        request = OpenRequest(number, trajectory, done, trajectory.length, row, self)
         self._request[row], self._trajectory[row] = number, trajectory.id
         self._recorded[row], self._used[row] = trajectory.recorded, 0
         self._of[row] = request
         trajectory.buffer.stage(request)
         return request
 
-    def close(self, number: int) -> Request | None:
+    def close(self, number: int) -> OpenRequest | None:
         """The request of that number is over, and its tokens are in its trajectory's own columns;
         None if it was over already.
         """
@@ -102,7 +102,7 @@ class Staging:
         self._free.append(row)
         return request
 
-    def has(self, request: Request) -> bool:
+    def has(self, request: OpenRequest) -> bool:
         """Whether the request is still out."""
         return self._of[request.row] is request
 

@@ -19,14 +19,14 @@ from common.api.sandbox import (
     RAISED,
     REFUSED,
     EndSessions,
-    Jailing,
+    JailSettings,
     LoadJob,
     Outcome,
+    RewardBatch,
     RewardCall,
     RewardPart,
     RunTools,
     Sandbox,
-    ScoreBatch,
     ToolCall,
 )
 from common.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, ToolFailed
@@ -66,13 +66,13 @@ def load_request(job: JobData) -> LoadJob:
         dict(config.environment.tools),
         parts,
         config.environment.mcp,
-        jailing_of(config),
+        jail_settings(config),
     )
 
 
-def jailing_of(config: JobConfig) -> Jailing:
+def jail_settings(config: JobConfig) -> JailSettings:
     sandbox = config.sandbox
-    return Jailing(
+    return JailSettings(
         tier=sandbox.tier,
         python=sandbox.python,
         imports=sandbox.imports,
@@ -145,7 +145,7 @@ class _Call:
     once: bool  # it is not run again when its process is lost
 
 
-class Outside:
+class SandboxClient:
     """Tools and rewards of one job, batched."""
 
     def __init__(self, mesh: Mesh, job: JobData) -> None:
@@ -323,7 +323,7 @@ class Outside:
             for i, (row, turns) in enumerate(batch)
         ]
         patience_s = 2 * deadline_s + (QUEUE_S if self._slow_reward else 5.0)
-        return await self._patiently(Sandbox.score, ScoreBatch(calls), len(calls), patience_s)
+        return await self._patiently(Sandbox.score, RewardBatch(calls), len(calls), patience_s)
 
     async def _patiently(
         self, method: Any, request: Any, calls: int, deadline_s: float

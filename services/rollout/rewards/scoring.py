@@ -20,7 +20,7 @@ from services.rollout.trajectory import Trajectory
 Q = TypeVar("Q")
 R = TypeVar("R")
 Floats = NDArray[np.float32]
-Scores = dict[str, Floats]  # by role, one number for each token of one trajectory
+ScoresByRole = dict[str, Floats]  # by role, one number for each token of one trajectory
 
 ROLES = ("reference", "teacher")  # roles that read trajectories
 BATCH = 32  # sequences of one call
@@ -42,12 +42,12 @@ class Scorer:
         self._mesh, self._name = mesh, scoring_name(job.id)
         self.roles = [role for role in ROLES if role in job.config.models.declared]
         self._judge = job.config.reward.judge
-        self._sequences: Batcher[NDArray[np.int32], Scores] = Batcher(
+        self._sequences: Batcher[NDArray[np.int32], ScoresByRole] = Batcher(
             self._score, limit=BATCH, in_flight=2
         )
         self._texts: Batcher[str, float] = Batcher(self._verdicts, limit=BATCH, in_flight=2)
 
-    async def score(self, tokens: NDArray[np.int32]) -> Scores:
+    async def score(self, tokens: NDArray[np.int32]) -> ScoresByRole:
         """The scores of each role that the job has, float32 [n]; ScoringFailed when they cannot be
         had.
         """
@@ -57,13 +57,13 @@ class Scorer:
         """The probability, from 0 to 1, that the judge says yes; ScoringFailed without any."""
         return await self._texts.put(text)
 
-    async def _score(self, batch: list[NDArray[np.int32]]) -> list[Scores | Exception]:
+    async def _score(self, batch: list[NDArray[np.int32]]) -> list[ScoresByRole | Exception]:
         return await _each(self._scored, batch)
 
     async def _verdicts(self, batch: list[str]) -> list[float | Exception]:
         return await _each(self._judged, batch)
 
-    async def _scored(self, batch: list[NDArray[np.int32]]) -> list[Scores | Exception]:
+    async def _scored(self, batch: list[NDArray[np.int32]]) -> list[ScoresByRole | Exception]:
         lengths = np.array([len(tokens) for tokens in batch], np.int32)
         request = ScoreBatch(self.roles, lengths, np.concatenate(batch))
         deadline_s = CALL_S + len(self.roles) * len(request.tokens) / SLOWEST
@@ -71,7 +71,7 @@ class Scorer:
         cuts = np.cumsum(lengths)[:-1]
         parts = {found.role: np.split(found.logprobs, cuts) for found in answer.scores}
         errors = {found.role: found.errors for found in answer.scores}
-        scored: list[Scores | Exception] = []
+        scored: list[ScoresByRole | Exception] = []
         for i in range(len(batch)):
             one = {role: parts[role][i] for role in self.roles}
             wrong = [f"{role}: {errors[role][i]}" for role in self.roles if errors[role][i]]

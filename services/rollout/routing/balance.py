@@ -15,7 +15,7 @@ LEAST_MOVED = 2  # running requests that are worth a move: each is computed agai
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class TotalLoad:
     """One engine as all shards load it."""
 
     name: str
@@ -27,7 +27,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Rebalance:
     """`count` requests that leave one engine for another."""
 
     source: str
@@ -36,7 +36,7 @@ class Move:
     pending: bool  # requests that wait, or ones that run
 
 
-def balance(engines: Sequence[Engine], floor: int) -> list[Move]:
+def balance(engines: Sequence[TotalLoad], floor: int) -> list[Rebalance]:
     """The moves to make now, among engines whose weights are `floor` or newer.
 
     Waiting requests go one by one from where most wait to an engine with room where none does. An
@@ -50,11 +50,11 @@ def balance(engines: Sequence[Engine], floor: int) -> list[Move]:
         state[source] = replace(state[source], pending=state[source].pending - 1)
         state[target] = replace(state[target], executing=state[target].executing + 1)
     if moved:
-        return [Move(source, target, n, True) for (source, target), n in moved.items()]
+        return [Rebalance(source, target, n, True) for (source, target), n in moved.items()]
     return _executing(list(state.values()))
 
 
-def _pending_step(engines: Sequence[Engine]) -> tuple[str, str] | None:
+def _pending_step(engines: Sequence[TotalLoad]) -> tuple[str, str] | None:
     """(from, to) of the next waiting request that moves."""
     free = [e for e in engines if e.pending == 0 and e.executing < e.bound]
     crowded = [e for e in engines if e.pending > 0]
@@ -65,7 +65,7 @@ def _pending_step(engines: Sequence[Engine]) -> tuple[str, str] | None:
     return source.name, target.name
 
 
-def _executing(engines: Sequence[Engine]) -> list[Move]:
+def _executing(engines: Sequence[TotalLoad]) -> list[Rebalance]:
     if any(e.pending for e in engines):
         return []
     idle = sorted((e for e in engines if not e.executing), key=lambda e: (-e.bound, e.name))
@@ -75,4 +75,4 @@ def _executing(engines: Sequence[Engine]) -> list[Move]:
     source = max(busy, key=lambda e: (e.executing, e.name))
     above = source.executing - source.plateau if source.plateau else 0
     count = min(above, source.executing // 2, idle[0].bound)  # beyond half, the other is fuller
-    return [Move(source.name, idle[0].name, count, False)] if count >= LEAST_MOVED else []
+    return [Rebalance(source.name, idle[0].name, count, False)] if count >= LEAST_MOVED else []

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.rollout.record.buffers import NOT_SAMPLED
-from services.rollout.routing.lengths import Lengths, Past, State, state_of
-from services.rollout.routing.queues import Bucket, Decision, decide
+from services.rollout.routing.lengths import Lengths, Past, ToolReturn, tool_return_of
+from services.rollout.routing.queues import BucketDecision, LengthBucket, decide
 from services.rollout.trajectory import Trajectory
 
 
@@ -22,13 +22,13 @@ class Course:
     """A trajectory up to now: its bucket, and its tool returns with the tokens before each."""
 
     bucket: int = 0
-    returns: list[tuple[State, int]] = field(default_factory=list)
+    returns: list[tuple[ToolReturn, int]] = field(default_factory=list)
 
 
 class Scheduler:
     """Decides the bucket of each trajectory, and learns from each that ends."""
 
-    def __init__(self, buckets: Sequence[Bucket], prompts: int, lengths: Lengths) -> None:
+    def __init__(self, buckets: Sequence[LengthBucket], prompts: int, lengths: Lengths) -> None:
         self.buckets = list(buckets)
         self.lengths = lengths
         self.outcomes: Counter[str] = Counter()  # decisions so far, by outcome
@@ -42,11 +42,11 @@ class Scheduler:
         """
         return (-course.bucket,) if len(self.buckets) > 1 else (t.id,)
 
-    def returned(self, t: Trajectory, course: Course) -> Decision:
-        """The decision after a tool has answered the trajectory's open round."""
+    def returned(self, t: Trajectory, course: Course) -> BucketDecision:
+        """The decision after a tool has answered the trajectory's open turn."""
         course.returns = returns_of(t, course.returns)
         if len(self.buckets) == 1:
-            return Decision("already_in_target", 0, "there is one bucket")
+            return BucketDecision("already_in_target", 0, "there is one bucket")
         decision = self.decided(t, [state for state, _ in course.returns], course.bucket)
         course.bucket = decision.bucket
         self.outcomes[decision.outcome] += 1
@@ -59,7 +59,7 @@ class Scheduler:
             path = [state for state, _ in course.returns]
             course.bucket = self.decided(t, path, 0).bucket
 
-    def decided(self, t: Trajectory, path: Sequence[State], current: int) -> Decision:
+    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
         """The decision for a trajectory in bucket `current` after these tool returns."""
         return decide(self.lengths.estimate(self._prompt(t), path), current, self.buckets)
 
@@ -78,14 +78,16 @@ class Scheduler:
         return t.prompt % self._prompts if t.recorded else None
 
 
-def returns_of(t: Trajectory, known: Sequence[tuple[State, int]] = ()) -> list[tuple[State, int]]:
+def returns_of(
+    t: Trajectory, known: Sequence[tuple[ToolReturn, int]] = ()
+) -> list[tuple[ToolReturn, int]]:
     """A trajectory's tool returns, each with the tokens that it had sampled by then."""
-    rounds = [*t.rounds, *([t.open_round] if t.open_round else [])]
-    found: list[tuple[State, int]] = []
+    turns = [*t.past_turns, *([t.open_turn] if t.open_turn else [])]
+    found: list[tuple[ToolReturn, int]] = []
     sampled = 0
-    for r in rounds:
+    for r in turns:
         sampled += r.tokens
         for tool, _, value in r.calls():
             new = len(found) >= len(known)
-            found.append((state_of(tool, value), sampled) if new else known[len(found)])
+            found.append((tool_return_of(tool, value), sampled) if new else known[len(found)])
     return found

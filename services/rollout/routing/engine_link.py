@@ -12,10 +12,10 @@ import numpy as np
 from common.api.engine import (
     Abort,
     Attach,
+    CacheMove,
+    CacheMoved,
     Engine,
     Finish,
-    Move,
-    Moved,
     Sampling,
     Submit,
     Tokens,
@@ -23,7 +23,7 @@ from common.api.engine import (
 from common.errors import MeshError, Refused
 from common.runtime.batcher import Batcher
 from common.runtime.mesh import Mesh, Ref
-from services.rollout.record.staging import Request
+from services.rollout.record.staging import OpenRequest
 from services.rollout.routing import balance
 from services.rollout.routing.cache_moves import MoveCosts
 from services.rollout.routing.queues import EngineLoad
@@ -41,8 +41,8 @@ TURN_S = 600.0  # a turn that takes longer is handed to another engine
 class TokenSink(Protocol):
     """Numbers requests, and writes their tokens down before they count; see `GroupCommit`."""
 
-    def open(self, trajectory: Trajectory) -> Request: ...
-    def forget(self, request: Request) -> bool: ...
+    def open(self, trajectory: Trajectory) -> OpenRequest: ...
+    def forget(self, request: OpenRequest) -> bool: ...
     def abort(self, engine: str, requests: Iterable[int]) -> None: ...
     async def put(self, engine: str, flush: Tokens) -> None: ...
 
@@ -80,7 +80,7 @@ class EngineLink:
         self._aborts: set[asyncio.Task[None]] = set()
         self._heard = mesh.clock.monotonic()  # when a flush came, or a first request went out
         self._silence = ExitStack()  # holds the wait that is published while it is silent
-        self._batcher: Batcher[tuple[Request, int], None] = Batcher(self._submit, in_flight=2)
+        self._batcher: Batcher[tuple[OpenRequest, int], None] = Batcher(self._submit, in_flight=2)
 
     @property
     def version(self) -> int:
@@ -108,11 +108,11 @@ class EngineLink:
         )
 
     @property
-    def whole(self) -> balance.Engine:
+    def whole(self) -> balance.TotalLoad:
         """The engine with what all shards have there."""
         total = len(self.out) + sum(self._others.values())
         executing = min(total, self.batch)
-        return balance.Engine(
+        return balance.TotalLoad(
             self.name, self.batch, executing, total - executing, self._plateau, self.load.version
         )
 
@@ -178,7 +178,7 @@ class EngineLink:
             self._silence.close()
             self._silence.enter_context(self._mesh.waits.wait("tokens", self.name, self._heard))
 
-    def _requests(self) -> list[Request]:
+    def _requests(self) -> list[OpenRequest]:
         return [stay.request for stay in self.out if stay.request is not None]
 
     async def generate(self, stay: Stay, max_new: int) -> Finish:
@@ -196,7 +196,7 @@ class EngineLink:
                 self._abort([request.id])
             del self.out[stay]
 
-    async def _ended(self, request: Request) -> int:
+    async def _ended(self, request: OpenRequest) -> int:
         """How a turn ends; one that takes too long as aborted, behind what has come of it."""
         clock = self._mesh.clock
         try:
@@ -214,8 +214,8 @@ class EngineLink:
 
     async def fetch(self, t: Trajectory, source: EngineLink) -> None:
         """Brings the trajectory's keys and values here from `source`, as far as that goes."""
-        move = Move(self._mesh.name, t.id, source.name)
-        moved: Moved = await self._ref.call(Engine.move, move)
+        move = CacheMove(self._mesh.name, t.id, source.name)
+        moved: CacheMoved = await self._ref.call(Engine.move, move)
         self.costs(source).moved(moved.bytes, moved.seconds)
 
     def movable(self, count: int, pending: bool) -> list[Stay]:
@@ -238,7 +238,7 @@ class EngineLink:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
-    def _submitted(self, request: Request, answered: asyncio.Future[None]) -> None:
+    def _submitted(self, request: OpenRequest, answered: asyncio.Future[None]) -> None:
         """Ends a request that the engine did not take, or may have taken, its answer lost."""
         error = None if answered.cancelled() else answered.exception()
         if not answered.cancelled() and error is None:
@@ -252,7 +252,7 @@ class EngineLink:
         elif not request.over:
             self._sink.abort(self.name, [request.id])
 
-    async def _submit(self, batch: list[tuple[Request, int]]) -> list[Exception | None]:
+    async def _submit(self, batch: list[tuple[OpenRequest, int]]) -> list[Exception | None]:
         answers: list[Exception | None] = [None] * len(batch)
         if self._unwanted:
             abort = Abort(self._mesh.name, np.array(self._unwanted, np.int64))

@@ -19,7 +19,7 @@ from services.rollout.routing.lengths import HISTORY, Past
 NAME = "lengths.jsonl"
 
 
-class History:
+class LengthHistory:
     """The latest trajectories of a shard, in `directory`."""
 
     def __init__(self, host: Host, directory: Path, limit: int = HISTORY) -> None:

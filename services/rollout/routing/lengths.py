@@ -24,7 +24,7 @@ SAMPLES = 200  # latest lengths that a node keeps for its 90th percentile
 MIN_VISITS = 4  # trajectories behind an estimate
 HISTORY = 5000  # latest trajectories that the trees are made of
 
-State = tuple[str, str, str]  # tool, size class, status
+ToolReturn = tuple[str, str, str]  # tool, size class, status
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Past:
     """A finished trajectory: its tool returns, each with the tokens sampled before it."""
 
     prompt: int
-    returns: tuple[tuple[State, int], ...]
+    returns: tuple[tuple[ToolReturn, int], ...]
     sampled: int  # tokens in all
 
 
@@ -52,7 +52,7 @@ class _Node:
     visits: int = 0
     mean: float = 0.0
     latest: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    children: dict[State, _Node] = field(default_factory=dict)
+    children: dict[ToolReturn, _Node] = field(default_factory=dict)
 
     def learn(self, remaining: int) -> None:
         self.visits += 1
@@ -82,7 +82,7 @@ class Lengths:
         else:
             self._insert(past)
 
-    def estimate(self, prompt: int | None, path: Sequence[State]) -> Estimate | None:
+    def estimate(self, prompt: int | None, path: Sequence[ToolReturn]) -> Estimate | None:
         """The estimate of the deepest node that matches `path`: at its full depth in the prompt's
         own tree, in the tree of all, or else their deepest common ancestors in that order. None: no
         tool return has been seen often enough.
@@ -113,7 +113,7 @@ class Lengths:
                 node.learn(past.sampled - sampled)
 
 
-def _deepest(root: _Node, path: Sequence[State]) -> tuple[_Node, int]:
+def _deepest(root: _Node, path: Sequence[ToolReturn]) -> tuple[_Node, int]:
     """The last node along `path` with visits enough, and its depth; 0: only the root."""
     node, depth = root, 0
     for state in path:
@@ -124,7 +124,7 @@ def _deepest(root: _Node, path: Sequence[State]) -> tuple[_Node, int]:
     return node, depth
 
 
-def state_of(tool: str, value: Any) -> State:
+def tool_return_of(tool: str, value: Any) -> ToolReturn:
     """The state that a tool's answer stands for.
 
     It is a time-out or a failure when a field `status`, `error` or `exception` says so, or when it

@@ -19,7 +19,7 @@ from services.rollout.routing.lengths import Estimate
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class LengthBucket:
     """Engines for trajectories with at most `max_tokens` tokens still to sample."""
 
     max_tokens: int
@@ -52,7 +52,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedRequest:
     """A request without an engine; weights below `floor` may not serve it."""
 
     floor: int
@@ -60,7 +60,7 @@ class Waiting:
     bucket: int = 0
 
 
-def choose(engines: Iterable[EngineLoad], request: Waiting) -> str | None:
+def choose(engines: Iterable[EngineLoad], request: QueuedRequest) -> str | None:
     """The engine for one request; None: it waits.
 
     Its home needs no new seat. Other buckets help out when its own is full.
@@ -73,7 +73,9 @@ def choose(engines: Iterable[EngineLoad], request: Waiting) -> str | None:
     return best.name if best else None
 
 
-def next_up(queue: Sequence[Waiting], engines: Sequence[EngineLoad]) -> tuple[int, str] | None:
+def next_up(
+    queue: Sequence[QueuedRequest], engines: Sequence[EngineLoad]
+) -> tuple[int, str] | None:
     """Who of the queue, in the order of their turn, goes where now; None: all wait.
 
     The first that finds room where it belongs goes first: at home, or in its bucket when it has no
@@ -103,7 +105,7 @@ def _order(engine: EngineLoad) -> tuple[float, int, str]:
     return engine.load, engine.held, engine.name
 
 
-def assign(engines: Mapping[str, int], buckets: Sequence[Bucket]) -> dict[str, int]:
+def assign(engines: Mapping[str, int], buckets: Sequence[LengthBucket]) -> dict[str, int]:
     """The bucket of each engine, given its degree of tensor parallelism.
 
     Small degrees go to short buckets, as short contexts use them best; among equals the names
@@ -130,7 +132,7 @@ def _apportion(total: int, shares: Sequence[float]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class BucketDecision:
     """What a tool return led to; `bucket` is where the trajectory belongs from now on."""
 
     outcome: str
@@ -138,18 +140,22 @@ class Decision:
     reason: str
 
 
-def bucket_of(tokens: float, buckets: Sequence[Bucket]) -> int:
+def bucket_of(tokens: float, buckets: Sequence[LengthBucket]) -> int:
     """The first bucket that is meant for so many tokens; the last takes all longer ones too."""
     fits = (i for i, bucket in enumerate(buckets) if tokens <= bucket.max_tokens)
     return next(fits, len(buckets) - 1)
 
 
-def decide(estimate: Estimate | None, current: int, buckets: Sequence[Bucket]) -> Decision:
+def decide(
+    estimate: Estimate | None, current: int, buckets: Sequence[LengthBucket]
+) -> BucketDecision:
     """Whether a trajectory in bucket `current` should move: only where the mean and the 90th
     percentile of what remains point to the same other bucket.
     """
     if estimate is None:
-        return Decision("tree_node_not_found", current, "no such tool returns have been seen often")
+        return BucketDecision(
+            "tree_node_not_found", current, "no such tool returns have been seen often"
+        )
     by_mean = bucket_of(estimate.mean, buckets)
     by_p90 = bucket_of(estimate.p90, buckets)
     seen = (
@@ -158,7 +164,9 @@ def decide(estimate: Estimate | None, current: int, buckets: Sequence[Bucket]) -
         f"({'this prompt' if estimate.tree == 'prompt' else 'all prompts'})"
     )
     if by_mean != by_p90:
-        return Decision("mean_p90_disagree", current, f"{seen}: buckets {by_mean} and {by_p90}")
+        return BucketDecision(
+            "mean_p90_disagree", current, f"{seen}: buckets {by_mean} and {by_p90}"
+        )
     if by_mean == current:
-        return Decision("already_in_target", current, f"{seen}: bucket {current} as it is")
-    return Decision("causal_signal_agree", by_mean, f"{seen}: bucket {current} to {by_mean}")
+        return BucketDecision("already_in_target", current, f"{seen}: bucket {current} as it is")
+    return BucketDecision("causal_signal_agree", by_mean, f"{seen}: bucket {current} to {by_mean}")

@@ -22,7 +22,14 @@ from services.rollout.routing import balance
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.engine_link import NO_VERSION, EngineLink, TokenSink
 from services.rollout.routing.lengths import Lengths
-from services.rollout.routing.queues import Bucket, EngineLoad, Waiting, assign, choose, next_up
+from services.rollout.routing.queues import (
+    EngineLoad,
+    LengthBucket,
+    QueuedRequest,
+    assign,
+    choose,
+    next_up,
+)
 from services.rollout.routing.stay import Stay
 from services.rollout.trajectory import Trajectory
 
@@ -48,7 +55,7 @@ class Router:
         self._mesh, self._sink, self._sampling, self._seats = mesh, sink, sampling, seats
         self.clock: Clock = mesh.clock
         self.stop = frozenset(sampling.stop)
-        self.scheduler = scheduler or Scheduler([Bucket(1 << 30, seats)], 1, Lengths())
+        self.scheduler = scheduler or Scheduler([LengthBucket(1 << 30, seats)], 1, Lengths())
         self.links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lineage = 0  # the job's current lineage
@@ -152,7 +159,7 @@ class Router:
     def joined(self, stay: Stay) -> None:
         t = stay.trajectory
         self.stays[t.id] = stay
-        if t.rounds or t.open_round is not None:
+        if t.past_turns or t.open_turn is not None:
             self.scheduler.restored(t, stay.course)
 
     def parted(self, stay: Stay) -> None:
@@ -197,8 +204,8 @@ class Router:
             index, name = found
             first[index].take(self.links[name])
 
-    def _request(self, stay: Stay) -> Waiting:
-        return Waiting(stay.trajectory.version, stay.home, self._bucket(stay))
+    def _request(self, stay: Stay) -> QueuedRequest:
+        return QueuedRequest(stay.trajectory.version, stay.home, self._bucket(stay))
 
     def _bucket(self, stay: Stay) -> int:
         """The stay's bucket, or the nearest, rather longer, one that has an engine now."""

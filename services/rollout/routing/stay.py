@@ -18,7 +18,7 @@ from typing import Protocol
 from common.api.engine import Finish
 from common.clock import Clock
 from common.errors import MeshError, ToolFailed
-from services.rollout.record.staging import Request
+from services.rollout.record.staging import OpenRequest
 from services.rollout.routing.cmlfq import Course
 from services.rollout.routing.engine_link import EngineLink
 from services.rollout.trajectory import Trajectory
@@ -28,7 +28,7 @@ PATIENCE_S = 120.0  # longest time that engines may refuse it: they drain and mo
 AWAY_S = 2.0  # who waits longer finds no engine: that is no refusal, an engine rests for less
 
 
-class Phase(Enum):
+class Whereabouts(Enum):
     """Where a trajectory is between its first turn and its end."""
 
     AWAY = "away"  # no engine has a place for it
@@ -71,25 +71,25 @@ class Stay:
         "home",
         "link",
         "order",
-        "phase",
         "placed",
         "request",
         "since",
         "source",
         "target",
         "trajectory",
+        "whereabouts",
     )
 
     def __init__(self, engines: Engines, trajectory: Trajectory) -> None:
         self._engines = engines
         self.trajectory = trajectory
-        self.phase = Phase.AWAY
+        self.whereabouts = Whereabouts.AWAY
         self.course = Course()  # its bucket of engines, and how it got there
         self.link: EngineLink | None = None  # where it has a seat
         self.home = ""  # the engine that holds its cache, also while that cannot be reached
         self.source: EngineLink | None = None  # the engine that it left, with its cache
         self.target = ""  # the engine that the balancer means it for
-        self.request: Request | None = None  # while one is out
+        self.request: OpenRequest | None = None  # while one is out
         self.order: tuple[int, ...] = ()  # place in the queue
         self.since = 0.0  # when it came into the queue
         self.placed: asyncio.Future[None] | None = None  # while it is in the queue
@@ -115,7 +115,7 @@ class Stay:
         """Waits in the queue, in this order; the future is done when it has a place."""
         self.placed = asyncio.get_running_loop().create_future()
         self.order, self.since = order, self._engines.clock.monotonic()
-        self.phase = Phase.QUEUED
+        self.whereabouts = Whereabouts.QUEUED
         return self.placed
 
     def take(self, link: EngineLink) -> None:
@@ -123,14 +123,14 @@ class Stay:
         self._stop_waiting()
         if self.link is not link:
             self._vacate()
-        self.link, self.home, self.phase = link, link.name, Phase.COMING
+        self.link, self.home, self.whereabouts = link, link.name, Whereabouts.COMING
         link.take(self)
 
     def leave(self) -> None:
         """Gives back what it has or waits for; its cache stays behind until it is forgotten."""
         self._stop_waiting()
         self._vacate()
-        self.home, self.target, self.phase = "", "", Phase.AWAY
+        self.home, self.target, self.whereabouts = "", "", Whereabouts.AWAY
 
     def end(self) -> None:
         """No further turn follows: its seat goes to the next, and no engine needs its cache."""
@@ -140,10 +140,10 @@ class Stay:
 
     def lost(self) -> None:
         """The engine with its seat has gone. If it comes back, it may still have the cache."""
-        if self.phase in (Phase.SEATED, Phase.QUEUED):
+        if self.whereabouts in (Whereabouts.SEATED, Whereabouts.QUEUED):
             self.link = None
-        if self.phase is Phase.SEATED:
-            self.phase = Phase.AWAY
+        if self.whereabouts is Whereabouts.SEATED:
+            self.whereabouts = Whereabouts.AWAY
 
     def _stop_waiting(self) -> None:
         placed, self.placed = self.placed, None
@@ -175,20 +175,20 @@ class Stay:
         """
         try:
             while (finish := self._ended(limit)) is None:
-                if self.phase is not Phase.COMING:
+                if self.whereabouts is not Whereabouts.COMING:
                     await self._place()
                 await self._bring()
                 length = self.trajectory.length
                 finish = await self._attempt(limit - length)
                 if finish in (Finish.STOP, Finish.LENGTH):
                     self._attempts, self._failing_since = 0, 0.0
-                    self.phase = Phase.SEATED
+                    self.whereabouts = Whereabouts.SEATED
                     return finish
                 self._go_on(finish, grew=self.trajectory.length > length)
             return finish
         finally:
             self.target = ""
-            if self.phase not in (Phase.AWAY, Phase.SEATED):
+            if self.whereabouts not in (Whereabouts.AWAY, Whereabouts.SEATED):
                 self.leave()
             self._engines.dispatch()
 
@@ -228,7 +228,7 @@ class Stay:
         assert self.link is not None
         if not self._engines.serves(self.link):
             return Finish.REFUSED  # it went while a cache was on its way there
-        self.phase = Phase.OUT
+        self.whereabouts = Whereabouts.OUT
         try:
             return await self.link.generate(self, max_new)
         except MeshError:

@@ -21,10 +21,10 @@ from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, TIMEOUT
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.answer import Answer
 from services.sandbox.grading.answers import answer_of, code_of
-from services.sandbox.isolation.jail_launcher import Launcher
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail, JailFailed
 from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 
 CASE_S = 4.0  # CPU time for one case
 TESTS_BYTES = 256 * MIB  # memory of the jail that holds tests in Python
@@ -43,8 +43,8 @@ class Grading:
 
     def __init__(
         self,
-        launcher: Launcher,
-        slots: Slots,
+        launcher: JailLauncher,
+        slots: JailSlots,
         job: str,
         limits: JailLimits,
         options: dict[str, Any],

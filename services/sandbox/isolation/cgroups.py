@@ -65,7 +65,7 @@ def _separate(own: dict[str, str]) -> Homes | None:
 
 def _works(homes: Homes) -> bool:
     try:
-        group = Group(homes, f"{PREFIX}probe-{os.getpid()}")
+        group = Cgroup(homes, f"{PREFIX}probe-{os.getpid()}")
     except OSError:
         return False
     try:
@@ -77,7 +77,7 @@ def _works(homes: Homes) -> bool:
     return True
 
 
-class Group:
+class Cgroup:
     """One jail's; used again when it is empty."""
 
     def __init__(self, homes: Homes, name: str) -> None:

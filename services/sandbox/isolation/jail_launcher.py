@@ -22,7 +22,7 @@ from common.clock import Clock
 from common.errors import MeshError, PeerLost
 from common.process.handle import Child
 from common.process.host import Host
-from services.sandbox.isolation.cgroups import Group, Homes
+from services.sandbox.isolation.cgroups import Cgroup, Homes
 from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.outer import PLAIN_ID, Outer
@@ -54,7 +54,7 @@ class Interpreter:
         return cls(python, True, () if base.startswith("/usr") else (base,))
 
 
-class Launcher:
+class JailLauncher:
     """Starts jails of one kind of interpreter."""
 
     def __init__(
@@ -71,8 +71,8 @@ class Launcher:
         self._zygote: Child | None = None
         self._control: socket.socket | None = None
         self._starting = asyncio.Lock()
-        self._groups: deque[Group] = deque()
-        self._made: list[Group] = []
+        self._groups: deque[Cgroup] = deque()
+        self._made: list[Cgroup] = []
         self._numbers = itertools.count()
         self.started = 0  # jails
 
@@ -235,7 +235,7 @@ class Launcher:
             os.chown(scratch, PLAIN_ID, PLAIN_ID)
         return scratch
 
-    async def _group(self, limits: JailLimits) -> Group | None:
+    async def _group(self, limits: JailLimits) -> Cgroup | None:
         """One that no jail is in. The last processes of a jail leave it a moment after its end."""
         if self._homes is None:
             return None
@@ -246,12 +246,12 @@ class Launcher:
             await self.clock.sleep(LEAVING_S)
             group = self._empty_group()
         if group is None:
-            group = Group(self._homes, f"meshrl-jail-{os.getpid()}-{next(self._numbers)}")
+            group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(self._numbers)}")
             self._made.append(group)
         group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes + OVERHEAD_PROCESSES)
         return group
 
-    def _empty_group(self) -> Group | None:
+    def _empty_group(self) -> Cgroup | None:
         for _ in range(len(self._groups)):
             group = self._groups.popleft()
             if group.empty():
@@ -259,7 +259,7 @@ class Launcher:
             self._groups.append(group)
         return None
 
-    def _given_back(self, group: Group | None, scratch: str) -> None:
+    def _given_back(self, group: Cgroup | None, scratch: str) -> None:
         if group is not None:
             self._groups.append(group)
         if scratch:

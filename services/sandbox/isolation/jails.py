@@ -11,7 +11,7 @@ from typing import Any
 from common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, REFUSED, TIMEOUT
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
-from services.sandbox.isolation.cgroups import Group
+from services.sandbox.isolation.cgroups import Cgroup
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.pipes import Output, Pipe
 from services.sandbox.jail import guest
@@ -51,7 +51,7 @@ class Jail:
         keeper: Pipe,
         cells: Pipe | None,
         output: Output,
-        group: Group | None,
+        group: Cgroup | None,
         ended: Callable[[], None],
     ) -> None:
         """`ended` is called once, when it has been closed."""

@@ -67,12 +67,12 @@ class Output:
     def __init__(self, limit: int) -> None:
         self.over = asyncio.get_running_loop().create_future()  # resolves past the limit
         self.left = limit
-        self.streams: list[Stream] = []
+        self.streams: list[OutputStream] = []
 
     def opened(self) -> int:
         """Another stream; returns the descriptor to write to, which the caller closes."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        self.streams.append(Stream(reading, self))
+        self.streams.append(OutputStream(reading, self))
         return writing
 
     async def drained(self, clock: Clock, deadline_s: float) -> None:
@@ -89,7 +89,7 @@ class Output:
         self.over.cancel()
 
 
-class Stream(_Reader):
+class OutputStream(_Reader):
     def __init__(self, fd: int, output: Output) -> None:
         self._output, self._parts = output, bytearray()
         super().__init__(fd)

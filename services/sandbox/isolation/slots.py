@@ -15,7 +15,7 @@ WAITING_MOST = 20_000  # calls of a job; beyond them callers are refused
 WAIT_S = 900.0  # for a slot; callers have shorter deadlines
 
 
-class Slots:
+class JailSlots:
     """A bounded number of them, given out by `fair.chosen`."""
 
     def __init__(self, clock: Clock, count: int) -> None:

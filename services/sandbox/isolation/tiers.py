@@ -17,7 +17,7 @@ from common.errors import MeshError
 from common.job.isolation import MEANING
 from common.process.host import Host, SystemHost
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.jail import landlock, seccomp
 
@@ -58,7 +58,7 @@ async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
 
 async def tried(tier: str, host: Host, clock: Clock, log: Path | None) -> str:
     """Why a program does not run in this tier here; empty if it does."""
-    launcher = Launcher(host, clock, tier, Interpreter.own(), None, log)
+    launcher = JailLauncher(host, clock, tier, Interpreter.own(), None, log)
     try:
         ran = await launcher.run({"mode": "program", "source": f"print({WORD!r})"}, PROBE)
     except MeshError as error:

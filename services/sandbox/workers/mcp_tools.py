@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from common.environment.mcp_client import Server
+from common.environment.mcp_client import McpServer
 from common.job import builtin
 
-_running: dict[str, Server] = {}
+_running: dict[str, McpServer] = {}
 
 
 def tool_of(use: str, servers: dict[str, list[str]], directory: str) -> Callable[[Any], Any]:
     """The function that calls `mcp:server/tool`; the server starts with the first of its tools."""
     name, _, tool = use.removeprefix(builtin.MCP).partition("/")
     if name not in _running:
-        _running[name] = Server(servers[name], directory)
+        _running[name] = McpServer(servers[name], directory)
     server = _running[name]
     if tool not in server.tools():
         known = ", ".join(server.tools())

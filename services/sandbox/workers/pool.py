@@ -38,7 +38,7 @@ RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}
 
 
 @dataclass(frozen=True)
-class Limits:
+class PoolLimits:
     """The limits of a pool and of each of its processes."""
 
     warm: int = 2  # workers started with the job
@@ -87,7 +87,7 @@ class Pool:
         directory: str,
         functions: dict[str, str],
         log: Path | None,
-        limits: Limits,
+        limits: PoolLimits,
         servers: dict[str, list[str]] | None = None,
         closed: bool = False,
     ) -> None:

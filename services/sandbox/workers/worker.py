@@ -36,7 +36,7 @@ DEPTH = 16  # nesting of one value; the wire allows 32 for all of a message
 ERROR_CHARS = 500
 LOG_BYTES = 4 << 20  # the log of prints starts again past this
 
-Answer = tuple[int, str, Any, str]
+PackedAnswer = tuple[int, str, Any, str]
 
 
 def load(
@@ -71,7 +71,7 @@ def close_in() -> None:
         seccomp.install(seccomp.JAIL)
 
 
-def run(functions: dict[str, Callable[..., Any]], call: list[Any]) -> Answer:
+def run(functions: dict[str, Callable[..., Any]], call: list[Any]) -> PackedAnswer:
     call_id, name, arguments = call
     try:
         value = functions[name](*arguments)

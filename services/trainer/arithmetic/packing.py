@@ -20,7 +20,7 @@ EXTRA = "extra."  # what names of extras start with on a wire
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
-Experts = NDArray[np.int16]
+ExpertIds = NDArray[np.int16]
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Sequence:
     advantages: Floats = field(default_factory=lambda: np.zeros((), np.float32))  # [n], or one
     weight: float = 1.0  # factor of each of its token losses
     extras: dict[str, Floats] = field(default_factory=dict)  # [n] each, such as "reference"
-    experts: Experts | None = None  # [n, layers, k], that the place before a token was routed to
+    experts: ExpertIds | None = None  # [n, layers, k], that the place before a token was routed to
     group: int = 0
     member: int = 0
     foreign_above: int = NATIVE  # see common.records.lineages
@@ -68,7 +68,7 @@ class Bin:
     advantage: Floats
     weight: Floats
     extras: dict[str, Floats] = field(default_factory=dict)
-    experts: Experts | None = None  # [n, layers, k]
+    experts: ExpertIds | None = None  # [n, layers, k]
 
     @property
     def trained(self) -> int:
@@ -188,7 +188,7 @@ def _spread(values: Floats, sequence: Sequence) -> Floats:
     return np.broadcast_to(values, sequence.tokens.shape)
 
 
-def _experts(sequences: Many[Sequence]) -> Experts | None:
+def _experts(sequences: Many[Sequence]) -> ExpertIds | None:
     shape = next((s.experts.shape[1:] for s in sequences if s.experts is not None), None)
     if shape is None:
         return None

@@ -135,8 +135,8 @@ class TrainerCore(Actor):
         await self.checkpoints.clear()
         row = await self._row()
         if row.version < 0:
-            if row.phase == "queued":
-                await self._phase("warm_start")
+            if row.phase == jobs.Phase.QUEUED:
+                await self._phase(jobs.Phase.WARM_START)
             with self.mesh.loading():
                 cached = await self._first_weights()
             await self._commit_initial(cached)
@@ -147,8 +147,8 @@ class TrainerCore(Actor):
             with self.mesh.loading():
                 await self._recover(row)
         self.warm_fraction = 1.0
-        if row.phase in ("queued", "warm_start"):
-            await self._phase("baseline")
+        if row.phase in (jobs.Phase.QUEUED, jobs.Phase.WARM_START):
+            await self._phase(jobs.Phase.BASELINE)
         self.ready = True
 
     async def _recover(self, row: jobs.JobRow) -> None:
@@ -181,7 +181,7 @@ class TrainerCore(Actor):
             raise NotFound(f"the job {self.data.id} is not in Redis any more")
         return row
 
-    async def _phase(self, phase: str) -> None:
+    async def _phase(self, phase: jobs.Phase) -> None:
         await patiently(
             self.mesh.clock,
             lambda: jobs.set_phase(
@@ -234,8 +234,8 @@ class TrainerCore(Actor):
         """
         row, losses = await self._row(), RankLosses(self.mesh, self.data.id)
         budget = self.data.config.budget.steps
-        while self.steps_done < budget and row.phase not in ("failed", "stopped", "finished"):
-            if row.phase != "training":
+        while self.steps_done < budget and row.phase not in jobs.ENDED:
+            if row.phase != jobs.Phase.TRAINING:
                 await self.mesh.clock.sleep(POLL_S)
                 row = await self._row()
                 continue

@@ -12,7 +12,7 @@ from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state.groups import (
     GroupRow,
-    Leased,
+    LeasedGroups,
     group_filtered,
     group_requeued,
     group_stale,
@@ -63,7 +63,7 @@ class Intake:
     async def contents(self, rows: Sequence[GroupRow]) -> list[Group | None]:
         return list(await asyncio.gather(*(self._content(row) for row in rows)))
 
-    async def _lease(self, step: int, given: set[int]) -> Leased:
+    async def _lease(self, step: int, given: set[int]) -> LeasedGroups:
         """A lease that holds groups beyond `given`, or all of the step's."""
         began = self._mesh.clock.monotonic()
         answer = await self._try_lease(step, given)
@@ -75,7 +75,7 @@ class Intake:
         self.waited_s += self._mesh.clock.monotonic() - began
         return answer
 
-    async def _try_lease(self, step: int, given: set[int]) -> Leased:
+    async def _try_lease(self, step: int, given: set[int]) -> LeasedGroups:
         mesh = self._mesh
         return await patiently(
             mesh.clock,

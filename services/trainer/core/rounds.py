@@ -11,8 +11,8 @@ from kernels.packing import Round, RoundPacker
 from services.trainer.arithmetic import packing
 from services.trainer.arithmetic.packing import Bin
 
-Member = tuple[int, int]  # group, and which of its trajectories
-RoundPlan = list[list[list[Member]]]  # rounds of a step: of each, the bins, and what is in them
+Sample = tuple[int, int]  # group, and which of its trajectories
+RoundPlan = list[list[list[Sample]]]  # rounds of a step: of each, the bins, and what is in them
 
 
 class RoundMaker:
@@ -43,7 +43,7 @@ class RoundMaker:
 
 
 def planned(
-    plan: RoundPlan, sequences: Mapping[Member, packing.Sequence], version: int
+    plan: RoundPlan, sequences: Mapping[Sample, packing.Sequence], version: int
 ) -> list[list[Bin]]:
     """The same rounds again, from the same sequences."""
     return [

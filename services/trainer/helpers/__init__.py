@@ -1,3 +1,4 @@
-"""Hybrids (Libra's word for helpers), which compute gradients of rounds for a core. Open
-`gradients.py` first.
+"""Hybrids, which lend gradients to a core for some rounds. Open `gradients.py` first.
+
+*Hybrid* is Libra's word for a gang that helps to train; elsewhere it would be called a helper.
 """

@@ -7,7 +7,7 @@ from torch import Tensor
 from common.errors import Refused
 
 
-class KeptGradients:
+class GradientSum:
     """Added in the order of rounds, because float addition has one.
 
     Threads may share it without a lock: who takes a gradient out of what waits adds it, and nobody

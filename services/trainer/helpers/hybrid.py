@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from common.api.role import Drain, Drained, Role
+from common.api.role import Drain, Drainable, Drained
 from common.api.trainer import (
     JoinHybrids,
     LeaveHybrids,
@@ -39,7 +39,7 @@ GIVE_S = 30.0  # for an answer, beside the time to fetch the gradient
 class Hybrid(Actor):
     """Asks the core for rounds until it is drained."""
 
-    interface = Role
+    interface = Drainable
 
     def __init__(self, mesh: Mesh, data: JobData, gang: str, epoch: int, learner: Learner) -> None:
         self.mesh, self.data, self.gang, self.epoch = mesh, data, gang, epoch
@@ -71,7 +71,7 @@ class Hybrid(Actor):
             "busy_s": self.busy_s,
         }
 
-    @call(Role.drain)
+    @call(Drainable.drain)
     async def drain(self, request: Drain) -> Drained:
         """The round at hand is left to the core, which hears of it at once."""
         self._draining = True

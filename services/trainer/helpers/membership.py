@@ -20,7 +20,7 @@ from common.errors import Fenced
 SILENT_S = 60.0  # a hybrid asks every few seconds, but while it computes or fetches
 
 
-class Stage(StrEnum):
+class HelperStage(StrEnum):
     """How far a hybrid is on its way to computing rounds."""
 
     REQUESTED = "requested"
@@ -30,11 +30,11 @@ class Stage(StrEnum):
 
 
 @dataclass(slots=True)
-class Member:
+class Helper:
     """What the core knows of one hybrid."""
 
     generation: int
-    stage: Stage
+    stage: HelperStage
     manifest: str  # digest of the weights that it has
     heard_s: float
 
@@ -44,13 +44,13 @@ class Membership:
 
     def __init__(self, silent_s: float = SILENT_S) -> None:
         self._silent_s = silent_s
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, Helper] = {}
         self._generations = 0
 
     def join(self, gang: str, now: float) -> int:
         """The generation of a new join, which ends an earlier one of the gang."""
         self._generations += 1
-        self._members[gang] = Member(self._generations, Stage.REQUESTED, "", now)
+        self._members[gang] = Helper(self._generations, HelperStage.REQUESTED, "", now)
         return self._generations
 
     def wanted(self, manifest: str) -> None:
@@ -59,7 +59,7 @@ class Membership:
         """
         for member in self._members.values():
             if member.manifest != manifest:
-                member.stage = Stage.FETCHING
+                member.stage = HelperStage.FETCHING
 
     def asks(self, gang: str, generation: int, manifest: str, wanted: str, now: float) -> bool:
         """Whether a member that has the weights `manifest` may lease rounds that need `wanted`.
@@ -68,15 +68,15 @@ class Membership:
         member = self._member(gang, generation)
         member.heard_s, member.manifest = now, manifest
         if not manifest or manifest != wanted:
-            member.stage = Stage.READY if manifest and not wanted else Stage.FETCHING
+            member.stage = HelperStage.READY if manifest and not wanted else HelperStage.FETCHING
             return False
-        if member.stage != Stage.ACTIVE:
-            member.stage = Stage.READY
+        if member.stage != HelperStage.ACTIVE:
+            member.stage = HelperStage.READY
         return True
 
     def leased(self, gang: str) -> None:
         """Takes in that a member was given a round, which makes it ACTIVE."""
-        self._members[gang].stage = Stage.ACTIVE
+        self._members[gang].stage = HelperStage.ACTIVE
 
     def gives(self, gang: str, generation: int, now: float) -> None:
         """Takes in that a member brings a result; Fenced if its join has ended."""
@@ -101,7 +101,7 @@ class Membership:
         """The stage of each hybrid, by gang."""
         return {gang: str(member.stage) for gang, member in self._members.items()}
 
-    def _member(self, gang: str, generation: int) -> Member:
+    def _member(self, gang: str, generation: int) -> Helper:
         member = self._members.get(gang)
         if member is None or member.generation != generation:
             now = f"generation {member.generation}" if member else "no member"

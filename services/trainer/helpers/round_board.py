@@ -16,7 +16,7 @@ AHEAD = 16
 
 
 @dataclass(slots=True)
-class Leased:
+class RoundHolder:
     """A round that a hybrid computes."""
 
     gang: str
@@ -31,7 +31,7 @@ class RoundBoard:
     closed: bool = False
     results: set[int] = field(default_factory=set)
     _coming: set[int] = field(default_factory=set)  # computed by a hybrid, and not yet kept
-    _leases: dict[int, Leased] = field(default_factory=dict)
+    _leases: dict[int, RoundHolder] = field(default_factory=dict)
     _taken: set[int] = field(default_factory=set)  # by the core
     _first: int = 0  # round without a result
 
@@ -48,7 +48,7 @@ class RoundBoard:
         """The first round that nobody has; None when there is none."""
         index = self._free()
         if index is not None:
-            self._leases[index] = Leased(gang, until)
+            self._leases[index] = RoundHolder(gang, until)
         return index
 
     def take(self, now: float) -> int | None:

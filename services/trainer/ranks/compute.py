@@ -17,7 +17,7 @@ from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.core import saved_state
-from services.trainer.helpers.gradient_sum import KeptGradients
+from services.trainer.helpers.gradient_sum import GradientSum
 
 COMPUTE_S = 3600.0  # deadline of one piece of arithmetic
 SAVE_S = 3600.0
@@ -79,7 +79,7 @@ class LocalCompute:
 
     def __init__(self, mesh: Mesh, learner: Learner) -> None:
         self._mesh, self.learner = mesh, learner
-        self._kept = KeptGradients()
+        self._gradients = GradientSum()
         self._busy = asyncio.Lock()  # one piece of arithmetic at a time
 
     @property
@@ -94,22 +94,22 @@ class LocalCompute:
             await self._run(self.learner.load_weights, weights)
 
     async def begin(self) -> None:
-        self._kept = KeptGradients()
+        self._gradients = GradientSum()
 
     async def compute(self, index: int, round: Round) -> BinStats:
-        (bin,), kept = round, self._kept
+        (bin,), gradients = round, self._gradients
         async with self._busy:
             gradient, stats = await self._run(self.learner.gradient, bin)
         assert isinstance(stats, BinStats)
-        await self._run(kept.keep, index, gradient)
+        await self._run(gradients.keep, index, gradient)
         return stats
 
     async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
-        there, kept = torch.from_numpy(gradient), self._kept
-        await self._run(lambda: kept.keep(index, there.to(self.learner.device)))
+        there, gradients = torch.from_numpy(gradient), self._gradients
+        await self._run(lambda: gradients.keep(index, there.to(self.learner.device)))
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
-        total = self._kept.total(rounds)
+        total = self._gradients.total(rounds)
         async with self._busy:
             norm: float = await self._run(self.learner.apply, total, denominator, lr_factor)
         await self.begin()

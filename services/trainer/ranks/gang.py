@@ -31,7 +31,7 @@ from common.api.ranks import (
     rank_name,
 )
 from common.errors import ConfigError, MeshError, RankLost, RemoteFailure
-from common.process.one_at_a_time import looked_at
+from common.process.serial_executor import looked_at
 from common.runtime.interface import Call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
@@ -66,7 +66,7 @@ class GangCompute:
         self._others = [mesh.ref(rank_name(job, other)) for other in range(1, rank.ranks)]
         self._busy = asyncio.Lock()  # one order at a time: all ranks take them in the same order
         self._claimed: set[int] = set()  # rounds whose gradient is kept or on its way
-        self._keeping: set[asyncio.Task[Any]] = set()
+        self._sending: set[asyncio.Task[Any]] = set()
 
     @property
     def size(self) -> int:
@@ -118,9 +118,9 @@ class GangCompute:
     async def _disband(self) -> None:
         """Ends this rank's part in the group, and with it whatever the others wait for."""
         self.generation = 0
-        for task in self._keeping - {asyncio.current_task()}:  # one may be why
+        for task in self._sending - {asyncio.current_task()}:  # one may be why
             task.cancel()
-        self._keeping.clear()
+        self._sending.clear()
         await self._thread.leave(self._rank.leave)
 
     async def _ask_all(self, method: Call[Q, R], requests: Sequence[Q]) -> list[R]:
@@ -135,14 +135,14 @@ class GangCompute:
     async def begin(self) -> None:
         self._claimed.clear()
         async with self._busy:
-            await self._kept()
+            await self._all_sent()
             generation = self._current()
             self._rank.begin()
             await self._or_lost(self._ask_all(Ranks.begin, [Order(generation)] * len(self._others)))
 
     async def compute(self, index: int, round: Round) -> BinStats:
         if index in self._claimed:  # by a hybrid: all ranks must keep the same one first
-            await self._kept()
+            await self._all_sent()
         self._claimed.add(index)
         like = next(bin for bin in round if bin.trained)
         bins = [bin if bin.trained else filler(like) for bin in round]
@@ -163,12 +163,14 @@ class GangCompute:
         if index in self._claimed:
             return
         self._claimed.add(index)
-        lending = self._lend(self._current(), index, gradient)
-        task = asyncio.create_task(self._or_lost(lending))
+        sending = self._send_to_all(self._current(), index, gradient)
+        task = asyncio.create_task(self._or_lost(sending))
         task.add_done_callback(looked_at)
-        self._keeping.add(task)  # until `apply`; a hybrid does not wait for it
+        self._sending.add(task)  # until `apply`; a hybrid does not wait for it
 
-    async def _lend(self, generation: int, index: int, gradient: NDArray[np.float32]) -> None:
+    async def _send_to_all(
+        self, generation: int, index: int, gradient: NDArray[np.float32]
+    ) -> None:
         """Gives a hybrid's gradient to all ranks."""
         keep = self._rank.keeping()
         path = await self._shelf.put(f"{generation}-{index}", gradient)
@@ -181,7 +183,7 @@ class GangCompute:
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         async with self._busy:
-            await self._kept()
+            await self._all_sent()
             update = Update(self._current(), rounds, denominator, lr_factor)
             norm, _ = await self._together(
                 COMPUTE_S,
@@ -292,15 +294,15 @@ class GangCompute:
         except Exception as error:
             raise await self._lost(error) from error
 
-    async def _kept(self) -> None:
+    async def _all_sent(self) -> None:
         """Returns when the gradients of hybrids are where they belong."""
-        keeping = list(self._keeping)
-        if keeping:
-            await asyncio.wait(keeping, return_when=asyncio.FIRST_EXCEPTION)
-        for task in keeping:
+        sending = list(self._sending)
+        if sending:
+            await asyncio.wait(sending, return_when=asyncio.FIRST_EXCEPTION)
+        for task in sending:
             if task.done() and not task.cancelled():
                 task.result()
-        self._keeping.difference_update(keeping)
+        self._sending.difference_update(sending)
 
     async def _lost(self, error: Exception) -> Exception:
         """What to raise for an error of one rank: the group is of no use any more, but after one in

@@ -28,7 +28,7 @@ from services.trainer.arithmetic.cut_rows import group_of, local
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
-from services.trainer.helpers.gradient_sum import KeptGradients
+from services.trainer.helpers.gradient_sum import GradientSum
 from services.trainer.ranks.sharding import cut, gather, reshard, scatter, shard
 
 
@@ -220,7 +220,7 @@ class Rank:
     ) -> None:
         self._make, self.rank, self.ranks, self._device = make, rank, ranks, device
         self._learner: ShardedLearner | None = None
-        self._kept = KeptGradients()
+        self._gradients = GradientSum()
 
     @property
     def learner(self) -> ShardedLearner:
@@ -240,28 +240,28 @@ class Rank:
         leave_group()
 
     def begin(self) -> None:
-        self._kept = KeptGradients()
+        self._gradients = GradientSum()
 
     def compute(self, index: int, bin: Bin) -> BinStats:
         """The statistics of this rank's part of a round, whose rows of the gradient it keeps."""
         gradient, stats = self.learner.gradient(bin)
-        self._kept.keep(index, gradient)
+        self._gradients.keep(index, gradient)
         return stats
 
     def keeping(self) -> Callable[[int, NDArray[np.float32]], None]:
         """What keeps a hybrid's whole gradient of a round, this rank's part of it, in the step of
         now and in no later one.
         """
-        learner, kept = self.learner, self._kept
+        learner, gradients = self.learner, self._gradients
 
         def keep(index: int, whole: NDArray[np.float32]) -> None:
             part = learner.own_part(whole, self.rank)
-            kept.keep(index, torch.from_numpy(part).to(self._device))
+            gradients.keep(index, torch.from_numpy(part).to(self._device))
 
         return keep
 
     def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
-        norm = self.learner.apply(self._kept.total(rounds), denominator, lr_factor)
+        norm = self.learner.apply(self._gradients.total(rounds), denominator, lr_factor)
         self.begin()
         return norm
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from common.api.ranks import FORM_S
 from common.errors import RankLost
-from common.process.one_at_a_time import OneThread, looked_at
+from common.process.serial_executor import SerialExecutor, looked_at
 from common.runtime.mesh import Mesh
 from services.trainer.ranks.rank import of_the_group
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 MARGIN_S = 30.0
 
 
-class RankThread(OneThread):
+class RankThread(SerialExecutor):
     """`group_s` is the deadline of the group's collectives. A thread that neither abort nor this
     has ended ends the process.
     """

@@ -110,7 +110,7 @@ class Bench:
         seats = Seats(self.state, await self.seat(SHARD), await self.seat(TRAINER))
         await jobs.submit(self.state, JOB, document(**algorithm), "/runs/job", uuid.uuid4().hex)
         await steps.commit_initial(self.state, JOB, TRAINER, seats.trainer, 0, "m0", "c0")
-        await jobs.set_phase(self.state, JOB, "training", seats.trainer, TRAINER)
+        await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, seats.trainer, TRAINER)
         return seats
 
 
@@ -143,14 +143,14 @@ class Seats:
             op_id,
         )
 
-    async def lease(self, step: int) -> groups.Leased | groups.Waiting:
+    async def lease(self, step: int) -> groups.LeasedGroups | groups.LeaseWait:
         """All that the step takes, or what it waits for."""
         leased = await groups.lease_groups(self.state, JOB, TRAINER, self.trainer, step)
         return leased.waiting or leased
 
     async def leased(self, step: int) -> list[int]:
         answer = await self.lease(step)
-        assert isinstance(answer, groups.Leased), answer
+        assert isinstance(answer, groups.LeasedGroups), answer
         return [row.group for row in answer.groups]
 
     async def commit(

@@ -122,7 +122,7 @@ async def test_a_move_that_is_asked_for_is_on_record_until_it_is_settled(bench: 
     await gangs.join_gang(bench.state, "g0", "worker/g0", token, "cpu")
     led = await lead(bench, "a")
     assert await gangs.moves_asked_for(bench.state) == []
-    asked = [gangs.Move("g0", "training", "m1"), gangs.Move("g0", "rollout", "m0")]
+    asked = [gangs.MoveRequest("g0", "training", "m1"), gangs.MoveRequest("g0", "rollout", "m0")]
     for move in asked:
         for _ in range(2):
             await gangs.request_move(bench.state, move.gang, move.role, move.op_id)
@@ -156,14 +156,14 @@ async def test_a_move_is_under_way_until_it_is_finished_and_told_of_once(bench: 
         epoch = await gangs.set_desired(
             bench.state, led, "g0", "training", "job", False, "", "op", details=details
         )
-    [move] = await gangs.moving(bench.state)
+    [move] = await gangs.moves_under_way(bench.state)
     assert (move.gang, move.epoch, move.details) == ("g0", epoch, details)
     await bench.pass_ms(20)
     with pytest.raises(Fenced):
         await gangs.finish_move(bench.state, led + 1, move, move.details)
     for _ in range(2):
         await gangs.finish_move(bench.state, led, move, move.details | {"others": {}})
-    assert await gangs.moving(bench.state) == []
+    assert await gangs.moves_under_way(bench.state) == []
     [told] = [e.fields for e in await events.read_all(bench.state) if e.kind == "move"]
     assert told["finished_ms"] - told["started_ms"] >= 20
     assert told == details | {
@@ -184,12 +184,12 @@ async def test_the_next_decision_about_a_gang_replaces_its_move(bench: Bench) ->
             bench.state, led, "g0", role, "job", False, "", role, details={"to": role}
         )
         if role == "training":
-            [first] = await gangs.moving(bench.state)
+            [first] = await gangs.moves_under_way(bench.state)
     await gangs.finish_move(bench.state, led, first, first.details)
-    [second] = await gangs.moving(bench.state)
+    [second] = await gangs.moves_under_way(bench.state)
     assert second.details == {"to": "rollout"}
     await gangs.set_desired(bench.state, led, "g0", "idle", "", False, "release", "last")
-    assert await gangs.moving(bench.state) == []
+    assert await gangs.moves_under_way(bench.state) == []
     assert "move" not in {e.kind for e in await events.read_all(bench.state)}
 
 

@@ -138,7 +138,7 @@ class Gate(RuleBasedStateMachine):
         if row.phase != "training":
             return
         leased = await self.seats.lease(row.version + 1)
-        if isinstance(leased, groups.Leased):
+        if isinstance(leased, groups.LeasedGroups):
             token = self.seats.trainer
             await self.twice(groups.group_filtered, TRAINER, token, leased.groups[0].group)
 
@@ -148,7 +148,7 @@ class Gate(RuleBasedStateMachine):
             return False
         step = row.version + 1
         leased = await self.seats.lease(step)
-        if isinstance(leased, groups.Waiting):
+        if isinstance(leased, groups.LeaseWait):
             return False
         for group in leased.groups:
             assert group.foreign_above == self.ended.get(group.group, NATIVE)

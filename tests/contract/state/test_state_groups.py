@@ -9,7 +9,7 @@ import pytest
 from common.errors import Fenced, NotFound, Refused
 from common.state import events, groups, jobs, registry, steps
 from common.state.client import State
-from common.state.groups import Leased, Waiting
+from common.state.groups import LeasedGroups, LeaseWait
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 
@@ -38,17 +38,17 @@ async def test_a_job_name_is_taken_once_and_must_be_a_name(state: State) -> None
 async def test_phases_only_go_forward_and_only_for_a_lease(bench: Bench) -> None:
     token = await bench.seat("planner/0")
     await jobs.submit(bench.state, JOB, document(), "", "op")
-    await jobs.set_phase(bench.state, JOB, "warm_start", token, "planner/0")
-    await jobs.set_phase(bench.state, JOB, "warm_start", token, "planner/0")
-    await jobs.set_phase(bench.state, JOB, "training", token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.WARM_START, token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.WARM_START, token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.TRAINING, token, "planner/0")
     with pytest.raises(Refused, match="cannot go back"):
-        await jobs.set_phase(bench.state, JOB, "baseline", token, "planner/0")
+        await jobs.set_phase(bench.state, JOB, jobs.Phase.BASELINE, token, "planner/0")
     newer = await bench.seat("planner/0")
     with pytest.raises(Fenced):
-        await jobs.set_phase(bench.state, JOB, "evaluation", token, "planner/0")
-    await jobs.set_phase(bench.state, JOB, "failed", newer, "planner/0", "no reward")
+        await jobs.set_phase(bench.state, JOB, jobs.Phase.EVALUATION, token, "planner/0")
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.FAILED, newer, "planner/0", "no reward")
     with pytest.raises(Refused):
-        await jobs.set_phase(bench.state, JOB, "finished", newer, "planner/0")
+        await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, newer, "planner/0")
     row = await jobs.job(bench.state, JOB)
     assert row.ended and row.error == "no reward"
     phases = [e for e in await events.read_all(bench.state) if e.kind == "phase"]
@@ -60,13 +60,13 @@ async def test_a_stopped_job_goes_on_where_it_was(bench: Bench) -> None:
     for group in await seats.admit():
         await seats.finish(group)
     await seats.step(1)
-    await jobs.set_phase(bench.state, JOB, "stopped", seats.trainer, TRAINER)
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.STOPPED, seats.trainer, TRAINER)
     assert await seats.admit() == []
     for _ in range(2):
         await jobs.reopen(bench.state, JOB, "op")
     assert (await jobs.job(bench.state, JOB)).phase == "training"
     assert await seats.admit() != []
-    await jobs.set_phase(bench.state, JOB, "finished", seats.trainer, TRAINER)
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, seats.trainer, TRAINER)
     with pytest.raises(Refused, match="has finished"):
         await jobs.reopen(bench.state, JOB, "op2")
 
@@ -112,7 +112,7 @@ async def test_nothing_is_admitted_before_training_nor_beyond_the_budget(bench: 
     shard, trainer = await bench.seat(SHARD), await bench.seat(TRAINER)
     await jobs.submit(bench.state, JOB, document(steps=1), "", "op")
     assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op1") == []
-    await jobs.set_phase(bench.state, JOB, "training", trainer, TRAINER)
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
     assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op2") == []
     await steps.commit_initial(bench.state, JOB, TRAINER, trainer, 0, "m0", "c0")
     assert len(await groups.admit(bench.state, JOB, SHARD, shard, 9, "op3")) == 2
@@ -208,11 +208,11 @@ async def test_a_step_leases_the_oldest_groups_that_are_ready(bench: Bench) -> N
     seats = await bench.training_job(groups_per_step=2)
     opened = await seats.admit()
     answer = await seats.lease(1)
-    assert isinstance(answer, Waiting) and answer.on == SHARD and "0 of 2" in answer.reason
+    assert isinstance(answer, LeaseWait) and answer.on == SHARD and "0 of 2" in answer.reason
     for n in (3, 2, 1):
         await seats.finish(opened[n])
     first = await seats.lease(1)
-    assert isinstance(first, Leased)
+    assert isinstance(first, LeasedGroups)
     assert [row.group for row in first.groups] == [1, 2]
     assert first.groups[0].digest == "digest1" and first.groups[0].scored == 2
     assert await seats.lease(1) == first
@@ -263,7 +263,7 @@ async def test_a_slow_group_is_passed_over_so_often_and_then_waited_for(bench: B
     [after] = [g for g in await seats.admit() if g.group == 3]
     await seats.finish(after)
     reason = f"0 of 1 groups are ready, group {slow.group} of {SHARD} is waited for"
-    assert await seats.lease(3) == Waiting(reason, SHARD)
+    assert await seats.lease(3) == LeaseWait(reason, SHARD)
     await seats.finish(slow)
     assert await seats.leased(3) == [slow.group]
 
@@ -280,7 +280,7 @@ async def test_a_requeued_prompt_is_not_passed_over_for_longer(bench: Bench) -> 
     assert successor.prompt == slow.prompt
     await seats.finish(younger)
     reason = f"0 of 1 groups are ready, group {successor.group} of {SHARD} is waited for"
-    assert await seats.lease(2) == Waiting(reason, SHARD)
+    assert await seats.lease(2) == LeaseWait(reason, SHARD)
 
 
 async def test_with_no_staleness_a_step_waits_for_every_older_group(bench: Bench) -> None:
@@ -288,7 +288,7 @@ async def test_with_no_staleness_a_step_waits_for_every_older_group(bench: Bench
     opened = await seats.admit()
     assert len(opened) == 2
     await seats.finish(opened[1])
-    assert isinstance(await seats.lease(1), Waiting)
+    assert isinstance(await seats.lease(1), LeaseWait)
     await seats.finish(opened[0])
     assert await seats.leased(1) == [0, 1]
 

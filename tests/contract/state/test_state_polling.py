@@ -13,7 +13,7 @@ async def test_groups_that_the_trainer_was_given_are_not_sent_again(bench: Bench
     seats = await bench.training_job(groups_per_step=3)
     opened = await seats.admit()
 
-    async def leased(*given: int) -> groups.Leased:
+    async def leased(*given: int) -> groups.LeasedGroups:
         return await groups.lease_groups(bench.state, JOB, TRAINER, seats.trainer, 1, given)
 
     await seats.finish(opened[1])
@@ -52,7 +52,7 @@ async def test_an_evaluation_is_awaited_until_it_is_there_or_the_job_has_ended(
     await bench.state.command("HSET", "{job}:evaluations", "step-0", "{}")
     assert not await jobs.awaits_evaluation(bench.state, JOB, "step-0")
     assert await jobs.awaits_evaluation(bench.state, JOB, "step-1")
-    await jobs.set_phase(bench.state, JOB, "stopped", seats.trainer, TRAINER)
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.STOPPED, seats.trainer, TRAINER)
     assert not await jobs.awaits_evaluation(bench.state, JOB, "step-1")
     with pytest.raises(NotFound):
         await jobs.awaits_evaluation(bench.state, "another", "step-0")

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import Refused
 from common.state import accounting, events, groups, jobs
-from common.state.groups import Waiting
+from common.state.groups import LeaseWait
 from tests.contract.state.state_bench import JOB, TRAINER, Bench
 
 
@@ -19,7 +19,7 @@ async def test_a_group_that_teaches_nothing_gives_its_place_to_another(bench: Be
     assert await seats.leased(1) == [0, 1]
     for _ in range(2):  # once, however often it is told
         await groups.group_filtered(bench.state, JOB, TRAINER, seats.trainer, 0, "op")
-    assert isinstance(await seats.lease(1), Waiting)
+    assert isinstance(await seats.lease(1), LeaseWait)
     (another,) = await seats.admit()
     assert (another.group, another.prompt) == (2, 2)  # its prompt is not asked again
     await seats.finish(another, scored=3)

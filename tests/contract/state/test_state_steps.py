@@ -173,7 +173,7 @@ async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench
 
     async def leased(step: int) -> list[groups.GroupRow]:
         answer = await seats.lease(step)
-        assert isinstance(answer, groups.Leased), answer
+        assert isinstance(answer, groups.LeasedGroups), answer
         return answer.groups
 
     seen = []
@@ -183,7 +183,7 @@ async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench
         seen += [row.group for row in rows]
         await seats.commit(step, [row.group for row in rows], lineage=1)
     assert len(seen) == 4
-    assert isinstance(await seats.lease(4), groups.Waiting), "the others count as of version 1"
+    assert isinstance(await seats.lease(4), groups.LeaseWait), "the others count as of version 1"
     for group in await seats.admit():
         await seats.finish(group)
     assert {row.foreign_above for row in await leased(4)} == {NATIVE}

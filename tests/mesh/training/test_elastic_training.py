@@ -13,7 +13,7 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 
-from common.api.role import Drain, Role
+from common.api.role import Drain, Drainable
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
 
 TOLERANCE = 1e-5  # float32 sums of a step in another order, 20 times
@@ -73,7 +73,7 @@ async def come_and_go(training: Training) -> None:
     await training.release(5)
     await training.start_hybrid(third)  # joins while steps run
     leaving = elastic.mesh.ref(f"hybrid/{second}")
-    await leaving.call(Role.drain, Drain("it is needed elsewhere"))
+    await leaving.call(Drainable.drain, Drain("it is needed elsewhere"))
     await training.caught_up()
     await training.hybrid_waits(third)
     await training.train(STEPS - 7 - steps)

@@ -12,10 +12,10 @@ import numpy as np
 from common.api.engine import (
     Attach,
     CacheFrame,
+    CacheMove,
+    CacheMoved,
     CachePart,
     Engine,
-    Move,
-    Moved,
     Sampling,
     Submit,
     Tokens,
@@ -24,7 +24,7 @@ from common.errors import BadMessage, PeerLost
 from common.generation.contract import SessionCache
 from common.random import Random
 from common.runtime.mesh import Mesh
-from services.engine.cache_moves import MOVE_S, Moves, _Came, _parts
+from services.engine.cache_moves import MOVE_S, CacheMoves, _Came, _parts
 from services.engine.service import EngineService
 from services.engine.simulated import SimulatedEngine
 from sim.host import SimulatedHost
@@ -133,8 +133,8 @@ class Bench:
         tokens = np.concatenate([flush.tokens for flush in flushes])
         return tokens.tolist(), np.concatenate([flush.logprobs for flush in flushes]).tolist()
 
-    async def move(self, **more: Any) -> Moved:
-        move = Move(**{"owner": SHARD, "session": SESSION, "source": "engine/a", **more})
+    async def move(self, **more: Any) -> CacheMoved:
+        move = CacheMove(**{"owner": SHARD, "session": SESSION, "source": "engine/a", **more})
         return await self.shard.ref("engine/b").call(Engine.move, move)
 
 
@@ -341,7 +341,7 @@ class Slow:
 
 def test_parts_are_as_large_as_the_pause_that_they_may_cost() -> None:
     slow = Slow()
-    moves = Moves(slow, slow, None, lambda: "")  # type: ignore[arg-type]
+    moves = CacheMoves(slow, slow, None, lambda: "")  # type: ignore[arg-type]
     for first in (1 << 20, 64 << 20):
         moves.part_bytes = first
         for _ in range(6):

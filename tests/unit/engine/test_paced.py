@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.api.engine import Finish
 from common.errors import ConfigError
-from common.generation.contract import ABORTED, LENGTH
 from common.job.pace import PROFILES, Pace, profile
 from services.engine.paced import PacedEngine
 from tests.unit.common.generation.engines_under_test import (
@@ -88,7 +88,7 @@ def test_it_generates_what_the_engine_inside_would() -> None:
     plain.run(*(request(i, (1, 2, i + 1), max_new=12) for i in range(6)))
     for i in range(6):
         assert ours.heard[i].tokens == plain.heard[i].tokens
-        assert ours.heard[i].finish == [LENGTH]
+        assert ours.heard[i].finish == [Finish.LENGTH]
 
 
 def test_an_abort_brings_what_was_there_and_nothing_later() -> None:
@@ -100,7 +100,7 @@ def test_an_abort_brings_what_was_there_and_nothing_later() -> None:
         listener.advance()
     engine.abort([1])
     listener.run()
-    assert listener.heard[1].finish == [ABORTED]
+    assert listener.heard[1].finish == [Finish.ABORTED]
     assert 1 <= len(listener.heard[1].tokens) <= 4
     assert len(listener.heard[2].tokens) == 3
 

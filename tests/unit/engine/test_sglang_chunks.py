@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from common.api.engine import Finish
 from common.errors import RemoteFailure
-from common.generation.contract import ABORTED, LENGTH, RUNNING
 from services.engine.sglang.requests import Sent
 from services.engine.sglang.v0_5 import Chunk, chunk, generate, plain
 from tests.unit.common.generation.engines_under_test import VOCAB, request, text_of
@@ -30,10 +30,11 @@ def event(tokens: list[int], total: int, **more: Any) -> dict[str, Any]:
 
 def test_a_chunk_brings_what_had_not_come() -> None:
     first = chunk(event([4, 5], 2), 0, True)
-    assert (first.tokens, first.version, first.finish, first.computed) == ([4, 5], 3, RUNNING, 2)
+    assert (first.tokens, first.version, first.computed) == ([4, 5], 3, 2)
+    assert first.finish == Finish.RUNNING
     assert first.logprobs == first.unmodified == [-0.4, -0.5]
     last = chunk(event([6], 3, finish_reason={"type": "length", "length": 3}), 2, True)
-    assert (last.tokens, last.finish, last.computed) == ([6], LENGTH, 0)
+    assert (last.tokens, last.finish, last.computed) == ([6], Finish.LENGTH, 0)
 
 
 def test_an_abort_that_says_its_last_token_again_brings_nothing() -> None:
@@ -42,7 +43,7 @@ def test_an_abort_that_says_its_last_token_again_brings_nothing() -> None:
     echo["output_ids"] = [5]
     for own in (True, False):
         again = chunk(echo, 2, own)
-        assert again.tokens == [] and again.finish == ABORTED
+        assert again.tokens == [] and again.finish == Finish.ABORTED
     # In one piece with the token before, as a server says it that is behind.
     joined = event([5, 4, 5], 2, finish_reason=over)
     joined["output_ids"] = [5, 5]
@@ -64,7 +65,7 @@ def test_probabilities_of_another_distribution_are_not_taken_for_those_sampled_f
 
 def test_an_error_ends_the_request_with_its_reason() -> None:
     refused = chunk({"error": {"message": "too long", "code": 400}}, 0, True)
-    assert refused.finish == ABORTED and refused.reason == "too long"
+    assert refused.finish == Finish.ABORTED and refused.reason == "too long"
 
 
 def test_the_spans_at_the_end_settle_versions_and_count_what_is_out_already() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.generation.contract import LENGTH, STOP
+from common.api.engine import Finish
 from tests.unit.common.generation.engines_under_test import VOCAB, StandingClock, request, simulated
 
 
@@ -55,7 +55,7 @@ def test_lengths_are_lognormal_and_end_with_a_stop_token() -> None:
     assert np.median(lengths) == pytest.approx(50, rel=0.08)
     assert np.log(lengths).std() == pytest.approx(0.7, rel=0.08)
     assert all(
-        h.finish == [STOP] and h.tokens.index(3) == len(h.tokens) - 1 for h in heard.values()
+        h.finish == [Finish.STOP] and h.tokens.index(3) == len(h.tokens) - 1 for h in heard.values()
     )
 
 
@@ -63,7 +63,7 @@ def test_a_length_that_does_not_fit_is_cut() -> None:
     _, listener = simulated(median_length=100.0)
     heard = listener.run(*(request(i, max_new=5, stop_ids=(3,)) for i in range(20)))
     assert all(len(h.tokens) <= 5 for h in heard.values())
-    assert sum(h.finish == [LENGTH] for h in heard.values()) > 15
+    assert sum(h.finish == [Finish.LENGTH] for h in heard.values()) > 15
 
 
 def test_the_time_of_a_pause_does_not_count() -> None:

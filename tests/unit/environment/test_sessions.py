@@ -10,7 +10,7 @@ import pytest
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from services.environment.environments import Environments
-from services.environment.tools import BadCall, Tool
+from services.environment.tools import BadCall, JobTool
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
 
@@ -57,7 +57,7 @@ class Guess:
         pass
 
 
-TOOLS = {"add": Tool("add", add), "shout": Tool("shout", shout)}
+TOOLS = {"add": JobTool("add", add), "shout": JobTool("shout", shout)}
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +248,8 @@ def test_tools_are_described_by_their_signature() -> None:
     def find(query: dict[str, Any]) -> None: ...
 
     find.parameters = {"type": "object", "properties": {"words": {"type": "array"}}}  # type: ignore
-    assert Tool("find", find).parameters["properties"] == {"words": {"type": "array"}}
-    assert Tool("find", find).input({"words": []}) == {"words": []}
+    assert JobTool("find", find).parameters["properties"] == {"words": {"type": "array"}}
+    assert JobTool("find", find).input({"words": []}) == {"words": []}
 
 
 def test_types_are_as_json_schema_has_them() -> None:
@@ -266,7 +266,7 @@ def test_types_are_as_json_schema_has_them() -> None:
             "free": True,
         },
     }
-    tool = Tool("find", find)
+    tool = JobTool("find", find)
     taken = {"word": None, "page": 3.0, "pages": [1, 2.0], "share": 3.0, "other": [1], "free": {}}
     assert repr(tool.input(taken)) == repr({**taken, "page": 3, "pages": [1, 2]})
     assert tool.input({"word": "a"}) == {"word": "a"}

@@ -13,7 +13,7 @@ from common.model.tokenizer import Tokenizer
 from examples import chat as example
 from meshrl.job.jobfile import load
 from services.environment.environments import Environments
-from services.environment.tools import Tool
+from services.environment.tools import JobTool
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def served(tokenizer: Tokenizer) -> Environments:
-    tools = {"add": Tool("add", example.add)}
+    tools = {"add": JobTool("add", example.add)}
     return Environments(None, tokenizer, "prompt", Chat.load("qwen3", {}, tokenizer), tools)
 
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.api.role import Drain, Drained, Role
+from common.api.role import Drain, Drainable, Drained
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from common.random import Random
@@ -19,12 +19,12 @@ from common.transport.zmq import ZmqTransport
 
 
 class Standin(Actor):
-    interface = Role
+    interface = Drainable
 
     def __init__(self, note: Path) -> None:
         self._note = note
 
-    @call(Role.drain)
+    @call(Drainable.drain)
     def drain(self, m: Drain) -> Drained:
         with self._note.open("a") as file:
             file.write(f"{m.reason}\n")

@@ -2,7 +2,7 @@
 
 from services.planner.allocation import StageTimes
 from services.planner.balancing import rebalance
-from services.planner.placement import Decision
+from services.planner.placement import RoleDecision
 from tests.unit.planner.seen import counters, gang, job
 
 CORE = gang(0, "training", desired_core=True)
@@ -22,7 +22,7 @@ def test_the_slower_stage_gets_a_gang_and_the_decision_says_why() -> None:
         "before": {"g0": 3, "g1": 300},
     }
     made = rebalance(times, job(), GANGS, counters(3))
-    assert made == Decision("g2", "training", False, "stage_time", details)
+    assert made == RoleDecision("g2", "training", False, "stage_time", details)
 
 
 def test_stages_in_balance_are_left_alone() -> None:

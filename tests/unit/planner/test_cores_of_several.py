@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.state.gangs import Gang
-from services.planner.placement import Decision, gang_to_move, next_decision, shortage
+from services.planner.placement import RoleDecision, gang_to_move, next_decision, shortage
 
 
 def gang(number: int, size: int = 1, role: str = "idle", core: bool = False) -> Gang:
@@ -29,8 +29,10 @@ def gang(number: int, size: int = 1, role: str = "idle", core: bool = False) -> 
     )
 
 
-def settle(gangs: list[Gang], ranks: int, training: int = 1) -> tuple[list[Gang], list[Decision]]:
-    made: list[Decision] = []
+def settle(
+    gangs: list[Gang], ranks: int, training: int = 1
+) -> tuple[list[Gang], list[RoleDecision]]:
+    made: list[RoleDecision] = []
     while (decision := next_decision(gangs, "job", training, ranks=ranks)) is not None:
         made.append(decision)
         assert len(made) < 50
@@ -65,10 +67,10 @@ def test_a_lost_core_is_replaced_by_a_gang_of_its_size_and_by_no_other() -> None
     lost = replace(gang(0, size=2, role="training", core=True), actual_state="lost")
     hybrid = gang(1, role="training")
     gangs, made = settle([lost, hybrid, gang(2, role="rollout"), gang(3, size=2)], ranks=2)
-    assert made == [Decision("g3", "training", True, "repair")]
+    assert made == [RoleDecision("g3", "training", True, "repair")]
     back = [replace(g, actual_state="ready") for g in gangs]
     _, made = settle(back, ranks=2)
-    assert made == [Decision("g3", "idle", False, "repair")], "one core, and it is no hybrid"
+    assert made == [RoleDecision("g3", "idle", False, "repair")], "one core, and it is no hybrid"
 
 
 def test_a_gang_of_several_workers_without_a_core_to_be_is_idle() -> None:

@@ -1,6 +1,6 @@
 """Moves under way, and what the other gangs do meanwhile."""
 
-from common.state.gangs import Moving
+from common.state.gangs import GangMove
 from services.planner.moves import finished, progress
 from tests.unit.planner.seen import counters, entry, gang
 
@@ -14,7 +14,7 @@ def test_progress_is_what_each_other_gang_has_done() -> None:
 
 
 def test_a_move_is_complete_when_its_gang_does_what_it_was_decided_to_do() -> None:
-    move = Moving("g2", 1, 5, {"to": "training", "before": {"g0": 1, "g1": 100, "g8": 2}})
+    move = GangMove("g2", 1, 5, {"to": "training", "before": {"g0": 1, "g1": 100, "g8": 2}})
     [(done, told)] = finished([move], GANGS, counters(3, engines=1))
     assert done is move
     assert told == {
@@ -28,5 +28,5 @@ def test_a_move_is_complete_when_its_gang_does_what_it_was_decided_to_do() -> No
 
 
 def test_moves_are_told_of_in_the_order_of_their_gangs() -> None:
-    moving = [Moving(gang, 1, 5, {}) for gang in ("g2", "g0")]
+    moving = [GangMove(gang, 1, 5, {}) for gang in ("g2", "g0")]
     assert [move.gang for move, _ in finished(moving, GANGS, [])] == ["g0", "g2"]

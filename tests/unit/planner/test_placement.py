@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.state.gangs import Gang
-from services.planner.placement import Decision, gang_to_move, next_decision, shortage
+from services.planner.placement import RoleDecision, gang_to_move, next_decision, shortage
 
 
 def gang(number: int, role: str = "idle", core: bool = False, actual: str = "ready") -> Gang:
@@ -28,8 +28,8 @@ def gang(number: int, role: str = "idle", core: bool = False, actual: str = "rea
 
 def settle(
     gangs: list[Gang], job: str, training: int, scoring: bool = False
-) -> tuple[list[Gang], list[Decision]]:
-    made: list[Decision] = []
+) -> tuple[list[Gang], list[RoleDecision]]:
+    made: list[RoleDecision] = []
     while (decision := next_decision(gangs, job, training, scoring)) is not None:
         made.append(decision)
         assert len(made) < 50
@@ -60,7 +60,7 @@ def test_a_lost_core_is_replaced_by_a_hybrid_first() -> None:
         gang(2, "training"),
     ]
     _, made = settle(gangs, "job", 1)
-    assert made == [Decision("g2", "training", True, "repair")]
+    assert made == [RoleDecision("g2", "training", True, "repair")]
 
 
 def test_a_lost_core_is_replaced_by_what_is_missed_least() -> None:
@@ -82,7 +82,7 @@ def test_training_gives_a_hybrid_back_when_nobody_rolls_out() -> None:
         gang(2, "training"),
     ]
     _, made = settle(gangs, "job", 1)
-    assert made == [Decision("g2", "rollout", False, "repair")]
+    assert made == [RoleDecision("g2", "rollout", False, "repair")]
 
 
 def test_without_a_job_every_gang_is_released() -> None:
@@ -128,7 +128,7 @@ def test_a_lost_host_of_frozen_models_is_replaced_and_not_taken_back() -> None:
     lost = gang(1, "scoring", actual="lost")
     gangs = [gang(0, "training", core=True), lost, gang(2, "rollout"), gang(3, "rollout")]
     gangs, made = settle(gangs, "job", 1, scoring=True)
-    assert made == [Decision("g3", "scoring", False, "repair")]
+    assert made == [RoleDecision("g3", "scoring", False, "repair")]
     back = [replace(g, actual_state="ready") for g in gangs]
     back, made = settle(back, "job", 1, scoring=True)
     assert [g.desired_role for g in back].count("scoring") == 1

@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.state.gangs import Gang, Move
-from services.planner.placement import Decision
+from common.state.gangs import Gang, MoveRequest
+from services.planner.placement import RoleDecision
 from services.planner.requests import granted, refusal
 from tests.unit.planner.seen import gang
 
@@ -23,11 +23,11 @@ from tests.unit.planner.seen import gang
 def test_a_move_is_made_or_declined_with_the_reason(
     role: str, named: Gang | None, why: str
 ) -> None:
-    told = refusal(Move("g1", role, "op"), named)
+    told = refusal(MoveRequest("g1", role, "op"), named)
     assert why in told and bool(why) == bool(told)
 
 
 def test_a_move_that_is_made_says_whose_it_was() -> None:
     details = {"policy": "user", "from": "rollout", "to": "training"}
-    made = granted(Move("g1", "training", "op"), gang(1, "rollout"))
-    assert made == Decision("g1", "training", False, "user", details)
+    made = granted(MoveRequest("g1", "training", "op"), gang(1, "rollout"))
+    assert made == RoleDecision("g1", "training", False, "user", details)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common.job.config import PlannerConfig
 from services.planner.allocation import StageTimes
-from services.planner.settling import Watch, following, look
+from services.planner.settling import StageWatch, following, look
 from tests.unit.planner.seen import counters, gang, job
 
 GANGS = [gang(0, "training"), gang(1, "rollout"), gang(2, "rollout")]
@@ -16,9 +16,9 @@ MOVING = [*GANGS[:2], gang(2, "rollout", actual_state="starting")]
 LOST = [*GANGS[:2], gang(2, "rollout", actual_state="lost")]
 
 
-def begun() -> Watch:
+def begun() -> StageWatch:
     """After one look, at 0 s."""
-    watch, times = look(following(Watch(), job()), job(), GANGS, counters(0), 0.0)
+    watch, times = look(following(StageWatch(), job()), job(), GANGS, counters(0), 0.0)
     assert times is None
     return watch
 

@@ -20,9 +20,9 @@ from common.api.sandbox import (
     LoadJob,
     Outcome,
     Outcomes,
+    RewardBatch,
     RunTools,
     Sandbox,
-    ScoreBatch,
 )
 from common.errors import StateUnavailable
 from common.job.config import (
@@ -103,7 +103,7 @@ class TrivialSandbox(Actor):
         return Outcomes([Outcome(c.id, OK, value, "") for c in request.calls])
 
     @call(Sandbox.score)
-    def score(self, request: ScoreBatch) -> Outcomes:
+    def score(self, request: RewardBatch) -> Outcomes:
         return Outcomes([Outcome(c.id, OK, 1.0, "") for c in request.calls])
 
     @cast(Sandbox.end_sessions)
@@ -184,7 +184,7 @@ class ShardBench:
         document["bundle"] = {"dir": str(self.root / "bundle"), "digest": "0"}
         await jobs.submit(self.state, JOB, document, str(self.root), "submit")
         await steps.commit_initial(self.state, JOB, TRAINER, trainer, 0, "m0", "c0")
-        await jobs.set_phase(self.state, JOB, "training", trainer, TRAINER)
+        await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
 
     async def _serve_weights(self) -> None:
         (self.root / "store").mkdir()

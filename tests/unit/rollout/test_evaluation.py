@@ -17,7 +17,7 @@ from common.job.evaluation_plan import Plan
 from common.job.job_data import JobData
 from common.state.client import State
 from common.telemetry.logs import Telemetry
-from services.rollout.evaluation import Evaluation
+from services.rollout.evaluation import EvaluationRun
 from services.rollout.job import ShardJob
 from services.rollout.trajectory import Ending, Trajectory
 from tests.unit.rollout.test_lineages import EVERY, World, in_world
@@ -26,7 +26,7 @@ VERSION, LINEAGE = 4, 1
 PLAN = Plan("step-4", VERSION, ("sampled", "greedy"))
 
 
-class Recorded(Evaluation):
+class Recorded(EvaluationRun):
     """Keeps what it would have recorded."""
 
     result: dict[str, Any]

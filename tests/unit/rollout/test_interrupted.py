@@ -14,8 +14,8 @@ import pytest
 from common.errors import DeadlineExceeded, MeshError, Overloaded, PeerLost, StateUnavailable
 from common.job.evaluation_plan import Plan
 from common.random import Random
-from services.rollout.evaluation import Evaluation
-from services.rollout.trajectory import Round, Trajectory
+from services.rollout.evaluation import EvaluationRun
+from services.rollout.trajectory import Trajectory, Turn
 from sim.loop import VirtualClock, run_virtual
 from tests.unit.rollout.interrupted import Interruption
 from tests.unit.rollout.routing.test_router import LOOK_S, TwoBuckets
@@ -32,7 +32,7 @@ async def two_turns(bench: TwoBuckets, t: Trajectory) -> None:
     router = bench.router
     async with router.stay(t) as stay:
         await stay.generate(33)
-        t.open_round = Round("", 30, "run", None, "error: no", answered=True)
+        t.open_turn = Turn("", 30, "run", None, "error: no", answered=True)
         router.returned(stay)
         t.appended([4, 5])
         await stay.generate(55)
@@ -112,7 +112,7 @@ def test_an_evaluation_that_is_cancelled_at_any_await_leaves_nothing(tmp_path: P
         while True:
             at += 1
             interruption = bench.job.interruption = Interruption(at)
-            work = interruption.watch(Evaluation(bench.job, PLAN, at).run())
+            work = interruption.watch(EvaluationRun(bench.job, PLAN, at).run())
             task = asyncio.create_task(work)
             interruption.task = task
             results = await asyncio.gather(task, return_exceptions=True)
@@ -152,7 +152,7 @@ def test_each_call_of_a_group_and_an_evaluation_may_fail(
         for at in range(1, 100):
             bench.calls.arm(at, lambda: error("it was made to"))
             await (await bench.group())
-            result = await Evaluation(bench.job, PLAN, at).run()
+            result = await EvaluationRun(bench.job, PLAN, at).run()
             await bench.settled()
             assert bench.left() == {}, bench.calls.asked
             assert result["problems"] == 3 and result["mixed"] == 0
@@ -170,7 +170,7 @@ def test_redis_may_fail_each_script_of_a_group_and_an_evaluation(tmp_path: Path)
     async def story(bench: ShardBench) -> None:
         async def both(number: int) -> list[str]:
             await (await bench.group())
-            await Evaluation(bench.job, PLAN, number).run()
+            await EvaluationRun(bench.job, PLAN, number).run()
             await bench.settled()
             assert bench.left() == {}, bench.scripts.asked
             return bench.scripts.asked

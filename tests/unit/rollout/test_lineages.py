@@ -90,7 +90,7 @@ class World:
         self.seats = Seats(self.state, self.mesh.token, trainer)
         await jobs.submit(self.state, JOB, document(), "", "op")
         await steps.commit_initial(self.state, JOB, TRAINER, trainer, 0, "m0", "c0")
-        await jobs.set_phase(self.state, JOB, "training", trainer, TRAINER)
+        await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
 
     async def train(self, *, lineage: int) -> None:
         for group in await self.seats.admit():

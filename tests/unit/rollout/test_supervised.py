@@ -12,7 +12,7 @@ from common.errors import ToolFailed
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from services.environment.environments import Environments
-from services.rollout.supervised import give
+from services.rollout.supervised import supervise
 from services.rollout.trajectory import NOT_SAMPLED, Trajectory
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
@@ -34,14 +34,14 @@ class Pool:
         return found[0], found[1]
 
 
-async def given(pool: Pool, row: dict[str, Any], max_tokens: int = 64) -> Trajectory:
+async def supervised(pool: Pool, row: dict[str, Any], max_tokens: int = 64) -> Trajectory:
     t = Trajectory(3, 0, 7, VERSION, seed=0)
-    await give(t, row, "response", pool, max_tokens)  # type: ignore[arg-type]
+    await supervise(t, row, "response", pool, max_tokens)  # type: ignore[arg-type]
     return t
 
 
 async def test_the_answer_is_what_is_trained_and_the_prompt_is_not() -> None:
-    t = await given(Pool(PLAIN), {"prompt": "1+1=", "response": "2$"})
+    t = await supervised(Pool(PLAIN), {"prompt": "1+1=", "response": "2$"})
     assert PLAIN.decode(t.tokens.tolist()) == "1+1=2$"
     assert t.versions.tolist() == [NOT_SAMPLED] * 4 + [VERSION] * 2
     assert not t.logprobs.any()
@@ -60,7 +60,7 @@ async def test_the_answer_is_what_is_trained_and_the_prompt_is_not() -> None:
 )
 async def test_a_row_that_cannot_be_learned_fails_by_type(row: dict[str, Any], why: str) -> None:
     pool = Pool(PLAIN)
-    t = await given(pool, row)
+    t = await supervised(pool, row)
     assert t.ending is not None and t.ending.reward is None
     assert t.ending.error.startswith("row 7: ") and why in t.ending.error
     assert pool.served.perform(t.id, "step", [])[0] == "unknown", "nothing stays open"
@@ -69,7 +69,7 @@ async def test_a_row_that_cannot_be_learned_fails_by_type(row: dict[str, Any], w
 async def test_an_answer_in_a_chat_is_what_the_format_writes_up_to_its_end(tmp_path: Path) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
     pool = Pool(tokenizer, Chat.load("qwen3", {"enable_thinking": False}, tokenizer))
-    t = await given(pool, {"prompt": "hi", "response": "the sum"}, 400)
+    t = await supervised(pool, {"prompt": "hi", "response": "the sum"}, 400)
     assert t.ending is not None and t.ending.error == ""
     sampled = t.versions != NOT_SAMPLED
     assert tokenizer.decode(t.tokens[sampled].tolist()) == "the sum<|im_end|>"
@@ -85,7 +85,7 @@ async def test_an_answer_in_a_chat_may_be_a_message_with_reasoning_and_calls(
     pool = Pool(tokenizer, Chat.load("qwen3", {}, tokenizer))
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = {"content": "", "reasoning_content": "adding", "tool_calls": [call]}
-    t = await given(pool, {"prompt": "1+1", "response": message}, 400)
+    t = await supervised(pool, {"prompt": "1+1", "response": message}, 400)
     assert t.ending is not None and t.ending.error == ""
     said = tokenizer.decode(t.tokens[t.versions != NOT_SAMPLED].tolist())
     assert "adding" in said and '"name": "add"' in said and said.endswith("<|im_end|>")
@@ -93,5 +93,5 @@ async def test_an_answer_in_a_chat_may_be_a_message_with_reasoning_and_calls(
 
 async def test_nothing_stays_open_after_an_answer() -> None:
     pool = Pool(PLAIN)
-    t = await given(pool, {"prompt": "1+1=", "response": "2$"})
+    t = await supervised(pool, {"prompt": "1+1=", "response": "2$"})
     assert pool.served.perform(t.id, "step", [])[0] == "unknown"

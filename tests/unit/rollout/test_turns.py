@@ -111,7 +111,7 @@ def shard_job(pool: Rebuilt, **rollout: Any) -> ShardJob:
     job.config = JobConfig(rollout=RolloutConfig(**rollout))
     job.environments = pool  # type: ignore[assignment]
     job.router = SimpleNamespace(returned=lambda stay: None)  # type: ignore[assignment]
-    job.outside = SimpleNamespace(tool=tool)  # type: ignore[assignment]
+    job.sandbox = SimpleNamespace(tool=tool)  # type: ignore[assignment]
     return job
 
 

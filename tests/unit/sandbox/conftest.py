@@ -10,13 +10,13 @@ import pytest
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 
 
 @pytest.fixture
-async def launcher(tmp_path: Path) -> AsyncIterator[Launcher]:
+async def launcher(tmp_path: Path) -> AsyncIterator[JailLauncher]:
     host, clock, log = SystemHost(), SystemClock(), tmp_path / "jails.log"
-    made = Launcher(host, clock, "bwrap", Interpreter.own(), cgroups.find(), log)
+    made = JailLauncher(host, clock, "bwrap", Interpreter.own(), cgroups.find(), log)
     await made.start()
     yield made
     await made.stop()

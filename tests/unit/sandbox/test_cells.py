@@ -13,7 +13,7 @@ import pytest
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions
@@ -23,7 +23,7 @@ LIMITS = JailLimits(wall_s=1.5, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes=
 
 
 @pytest.fixture
-async def sessions(launcher: Launcher) -> AsyncIterator[Sessions]:
+async def sessions(launcher: JailLauncher) -> AsyncIterator[Sessions]:
     made = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=600.0)
     yield made
     made.close()
@@ -91,7 +91,7 @@ async def test_the_session_unused_for_longest_makes_room_and_is_told(sessions: S
     assert (await sessions.run("a", "x")).stdout == b"'a'\n"
 
 
-async def test_an_idle_session_is_ended_and_its_next_call_told(launcher: Launcher) -> None:
+async def test_an_idle_session_is_ended_and_its_next_call_told(launcher: JailLauncher) -> None:
     sessions = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=0.2)
     await sessions.run("a", "x = 1")
     await asyncio.sleep(0.3)
@@ -138,15 +138,15 @@ async def test_sessions_run_beside_each_other(sessions: Sessions) -> None:
 
 
 @pytest.fixture
-async def cold(tmp_path: Path) -> AsyncIterator[Launcher]:
+async def cold(tmp_path: Path) -> AsyncIterator[JailLauncher]:
     """A launcher whose zygote has yet to start: its first jail takes a while."""
     host, log = SystemHost(), tmp_path / "cold.log"
-    made = Launcher(host, SystemClock(), "bwrap", Interpreter.own(), cgroups.find(), log)
+    made = JailLauncher(host, SystemClock(), "bwrap", Interpreter.own(), cgroups.find(), log)
     yield made
     await made.stop()
 
 
-async def jails_left(launcher: Launcher, idle: Launcher) -> int:
+async def jails_left(launcher: JailLauncher, idle: JailLauncher) -> int:
     """How many processes it has beyond those of an idle one, once jails have had time to end."""
     for _ in range(250):
         left = processes(launcher) - processes(idle)
@@ -156,11 +156,13 @@ async def jails_left(launcher: Launcher, idle: Launcher) -> int:
     return left
 
 
-def processes(launcher: Launcher) -> int:
+def processes(launcher: JailLauncher) -> int:
     return len(psutil.Process(launcher.pid).children(recursive=True))
 
 
-async def test_first_calls_at_once_share_one_jail(cold: Launcher, launcher: Launcher) -> None:
+async def test_first_calls_at_once_share_one_jail(
+    cold: JailLauncher, launcher: JailLauncher
+) -> None:
     sessions = Sessions(cold, SystemClock(), LIMITS, most=3, idle_s=600.0)
     cells = [sessions.run("a", f"x{i} = {i}") for i in range(3)]
     assert [ran.status for ran in await asyncio.gather(*cells)] == ["ok"] * 3
@@ -170,7 +172,7 @@ async def test_first_calls_at_once_share_one_jail(cold: Launcher, launcher: Laun
     assert await jails_left(cold, launcher) == 0
 
 
-async def test_sessions_that_begin_at_once_take_no_more_than_all_places(cold: Launcher) -> None:
+async def test_sessions_that_begin_at_once_take_no_more_than_all_places(cold: JailLauncher) -> None:
     sessions = Sessions(cold, SystemClock(), LIMITS, most=2, idle_s=600.0)
     found = await asyncio.gather(*(sessions.run(name, "1") for name in "abcd"))
     assert [ran.status for ran in found] == ["ok", "ok", "refused", "refused"]
@@ -179,7 +181,7 @@ async def test_sessions_that_begin_at_once_take_no_more_than_all_places(cold: La
 
 
 async def test_a_first_call_that_is_cancelled_leaves_the_start_to_those_that_wait(
-    cold: Launcher, launcher: Launcher
+    cold: JailLauncher, launcher: JailLauncher
 ) -> None:
     sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
     first = asyncio.create_task(sessions.run("a", "x = 1"))
@@ -193,7 +195,7 @@ async def test_a_first_call_that_is_cancelled_leaves_the_start_to_those_that_wai
 
 
 async def test_a_start_that_is_cancelled_or_fails_leaves_no_place_taken(
-    cold: Launcher, tmp_path: Path
+    cold: JailLauncher, tmp_path: Path
 ) -> None:
     sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
     only = asyncio.create_task(sessions.run("a", "1"))
@@ -206,7 +208,7 @@ async def test_a_start_that_is_cancelled_or_fails_leaves_no_place_taken(
     sessions.close()
 
     nothing = Interpreter("/nonexistent", True, ())
-    failing = Launcher(SystemHost(), SystemClock(), "bwrap", nothing, None, tmp_path / "f.log")
+    failing = JailLauncher(SystemHost(), SystemClock(), "bwrap", nothing, None, tmp_path / "f.log")
     sessions = Sessions(failing, SystemClock(), LIMITS, most=1, idle_s=600.0)
     found = await asyncio.gather(
         *(sessions.run("a", "1") for _ in range(2)), return_exceptions=True
@@ -217,7 +219,7 @@ async def test_a_start_that_is_cancelled_or_fails_leaves_no_place_taken(
 
 
 async def test_a_session_that_is_ended_while_it_starts_leaves_no_jail(
-    cold: Launcher, launcher: Launcher
+    cold: JailLauncher, launcher: JailLauncher
 ) -> None:
     sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
     starting = asyncio.create_task(sessions.run("a", "1"))

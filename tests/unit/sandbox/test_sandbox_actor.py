@@ -13,13 +13,13 @@ import pytest
 
 from common.api.sandbox import (
     EndSessions,
-    Jailing,
+    JailSettings,
     LoadJob,
+    RewardBatch,
     RewardCall,
     RewardPart,
     RunTools,
     Sandbox,
-    ScoreBatch,
     ToolCall,
 )
 from common.errors import NotFound, Refused, ToolFailed
@@ -27,7 +27,7 @@ from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.process.handle import start_time
 from common.state import registry
-from services.rollout.rewards.sandboxes import Outside
+from services.rollout.rewards.sandboxes import SandboxClient
 from tests.unit.sandbox.place import Place
 
 
@@ -58,7 +58,7 @@ async def test_a_job_is_loaded_once_and_its_batches_answered_in_order(place: Pla
     ]
     assert ran.outcomes[1].error == "ZeroDivisionError: division by zero (<string>:1)"
     turns = [{"role": "model"}, {"role": "tool"}]
-    scored = await sandbox.call(Sandbox.score, ScoreBatch([RewardCall(1, "j", {}, turns, 5.0)]))
+    scored = await sandbox.call(Sandbox.score, RewardBatch([RewardCall(1, "j", {}, turns, 5.0)]))
     assert [(o.status, o.value) for o in scored.outcomes] == [("ok", 2.0)]
 
 
@@ -100,7 +100,7 @@ CASES = {"function": "f", "cases": [{"args": [x], "output": x + 1} for x in rang
 
 def jailed(place: Place, **values: Any) -> LoadJob:
     rewards = [RewardPart("exact", 1.0, {"strip": "$"}), RewardPart("code_tests", 0.5, {})]
-    return LoadJob("j", str(place.directory), JAILED, rewards, jailing=Jailing(**values))
+    return LoadJob("j", str(place.directory), JAILED, rewards, jail=JailSettings(**values))
 
 
 @pytest.mark.needs("bwrap")
@@ -156,7 +156,7 @@ async def test_a_reward_is_the_weighted_sum_of_its_parts(place: Place) -> None:
         RewardCall(2, "j", row, [{"role": "model", "text": "def f(x): return 3"}], 5.0),
         RewardCall(3, "j", {"tests": CASES}, [{"role": "model", "text": "x"}], 5.0),
     ]
-    found = (await sandbox.call(Sandbox.score, ScoreBatch(calls), deadline_s=60)).outcomes
+    found = (await sandbox.call(Sandbox.score, RewardBatch(calls), deadline_s=60)).outcomes
     assert [o.status for o in found] == ["ok", "ok", "ok", "raised"]
     # "$" is stripped by `exact` alone: to `code_tests` it is a syntax error.
     assert [o.value for o in found[:3]] == [1.0, 1.5, 0.125]
@@ -203,11 +203,11 @@ async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_anot
     await place.open()
     second = place.spawned("sandbox/1")
     await alive(place, "sandbox/0", "sandbox/1")
-    outside = Outside(place.caller, data(place))
-    await outside.load()
+    client = SandboxClient(place.caller, data(place))
+    await client.load()
     calls = []
     for _ in range(4):  # each in a batch of its own, as they do not come together
-        calls.append(asyncio.create_task(outside.tool("slow", 1.0)))
+        calls.append(asyncio.create_task(client.tool("slow", 1.0)))
         await asyncio.sleep(0.1)
     await asyncio.sleep(0.2)
     entry = await registry.lookup(place.caller.state, "sandbox/1")
@@ -217,19 +217,19 @@ async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_anot
     await registry.evict(place.caller.state, "sandbox/1", entry.incarnation)  # its supervisor does
     pids = await asyncio.gather(*calls)
     assert set(pids) == {place.sandbox.pid}
-    assert await outside.tool("calculate", "6*7") == "42"
-    assert await outside.reward({}, [{}, {}]) == 2.0
-    await outside.close()
+    assert await client.tool("calculate", "6*7") == "42"
+    assert await client.reward({}, [{}, {}]) == 2.0
+    await client.close()
 
 
 @pytest.mark.needs("bwrap")
 async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> None:
     await place.open()
-    outside = Outside(place.caller, data(place, once=["slow"]))
-    await outside.load()
-    assert await outside.tool("notebook", "x = 4\nx", "t1") == {"status": "ok", "output": "4\n"}
-    once = asyncio.create_task(outside.tool("slow", 30.0))
-    cell = asyncio.create_task(outside.tool("notebook", "import time; time.sleep(8)", "t1"))
+    client = SandboxClient(place.caller, data(place, once=["slow"]))
+    await client.load()
+    assert await client.tool("notebook", "x = 4\nx", "t1") == {"status": "ok", "output": "4\n"}
+    once = asyncio.create_task(client.tool("slow", 30.0))
+    cell = asyncio.create_task(client.tool("notebook", "import time; time.sleep(8)", "t1"))
     await asyncio.sleep(1.0)
     place.sandbox.kill()
     await place.sandbox.wait(5)
@@ -240,10 +240,15 @@ async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> No
     for answer in await asyncio.gather(once, cell):
         assert answer["status"] == "crashed" and "was lost" in answer["output"]
     told = [("notebook", "", answer)]
-    after = await outside.tool("notebook", "'x' in globals()", "t1", told)
+    after = await client.tool("notebook", "'x' in globals()", "t1", told)
     assert after == {"status": "ok", "output": "False\n"}
     held = [("notebook", "x = 1", {"status": "ok", "output": ""})]
-    lost = await outside.tool("notebook", "x", "t2", held)
+    lost = await client.tool("notebook", "x", "t2", held)
     assert lost["status"] == "crashed" and "its process was lost" in lost["output"]
+<<<<<<< HEAD
     outside.ended("t1")
     await outside.close()
+=======
+    client.ended("t1")
+    await client.close()
+>>>>>>> names

@@ -168,7 +168,7 @@ class StoreBench:
 
     async def ready(self, digest: str) -> None:
         token = self.shard.token
-        await jobs.set_phase(self.state, JOB, "training", self.trainer.token, TRAINER)
+        await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, self.trainer.token, TRAINER)
         [one] = await groups.admit(self.state, JOB, SHARD, token, 1, "admit")
         await groups.group_ready(
             self.state, JOB, SHARD, token, one.group, digest, 1, 0, 0, 1, "ready"

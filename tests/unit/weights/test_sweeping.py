@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import BadMessage, DeadlineExceeded
 from common.state import jobs, steps
-from services.weights.records import Records
+from services.weights.records import JobRecords
 from sim.host import SimulatedHost
 from tests.unit.weights.store_bench import EVERY, JOB, STEPS, StoreBench, on_store
 
@@ -321,6 +321,6 @@ def test_a_record_that_somebody_has_changed_is_not_guessed_at(tmp_path: Path) ->
         path = store.chunks.directory / "jobs" / "job.json"
         path.write_text(path.read_text()[:-10])
         with pytest.raises(BadMessage, match="does not read"):
-            await Records(store.host, path.parent).open()
+            await JobRecords(store.host, path.parent).open()
 
     on_store(tmp_path, story)

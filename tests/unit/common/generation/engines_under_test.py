@@ -13,7 +13,7 @@ import torch
 
 from common.clock import loop_timeout
 from common.generation.builtin.build import TorchEngine, build
-from common.generation.contract import Engine, Flush, Request
+from common.generation.contract import Flush, Request, TokenEngine
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from services.engine.simulated import SimulatedEngine
@@ -131,7 +131,7 @@ class Heard:
 class Listener:
     """Adds up flushes, and checks each one's shape."""
 
-    def __init__(self, engine: Engine, advance: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engine: TokenEngine, advance: Callable[[], None] = lambda: None) -> None:
         self.engine, self.advance = engine, advance
         self.heard: dict[int, Heard] = {}
 

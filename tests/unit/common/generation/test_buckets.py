@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.generation.steps.buckets import Buckets
+from common.generation.steps.buckets import GraphBuckets
 
 SLOTS, LENGTH = 48, 5000
-BUCKETS = Buckets(SLOTS, LENGTH)
+BUCKETS = GraphBuckets(SLOTS, LENGTH)
 lengths_of = st.lists(st.integers(1, LENGTH), min_size=1, max_size=SLOTS)
 
 
@@ -46,7 +46,7 @@ def test_no_other_cut_costs_less(lengths: list[int]) -> None:
 
 
 def test_one_long_row_does_not_make_the_short_ones_long() -> None:
-    groups = Buckets(64, 32768).split(np.array([32000] + [200] * 63))
+    groups = GraphBuckets(64, 32768).split(np.array([32000] + [200] * 63))
     assert [(b.lanes, b.context, len(rows)) for b, rows in groups] == [
         (64, 256, 63),
         (1, 32768, 1),
@@ -54,6 +54,6 @@ def test_one_long_row_does_not_make_the_short_ones_long() -> None:
 
 
 def test_shapes_are_few() -> None:
-    buckets = Buckets(512, 32768)
+    buckets = GraphBuckets(512, 32768)
     assert len(buckets.lanes) * len(buckets.contexts) < 250
     assert max(b / a for a, b in itertools.pairwise(buckets.lanes)) <= 2

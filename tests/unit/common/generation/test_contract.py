@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from common.api.engine import Finish
 from common.errors import Refused
-from common.generation.contract import ABORTED, LENGTH, STOP, Engine
+from common.generation.contract import TokenEngine
 from services.engine.sglang.engine import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (
@@ -79,14 +80,14 @@ def steps(listener: Listener, count: int) -> None:
 
 def test_a_request_ends_at_its_length(listener: Listener) -> None:
     heard = listener.run(request(1, max_new=7), request(2, max_new=1))
-    assert len(heard[1].tokens) == 7 and heard[1].finish == [LENGTH]
-    assert len(heard[2].tokens) == 1 and heard[2].finish == [LENGTH]
+    assert len(heard[1].tokens) == 7 and heard[1].finish == [Finish.LENGTH]
+    assert len(heard[2].tokens) == 1 and heard[2].finish == [Finish.LENGTH]
 
 
 def test_a_stop_token_ends_it_and_is_included(listener: Listener) -> None:
     stops = tuple(range(0, VOCAB, 4))
     heard = listener.run(*(request(i, max_new=60, stop_ids=stops, seed=i) for i in range(12)))
-    stopped = [h for h in heard.values() if h.finish == [STOP]]
+    stopped = [h for h in heard.values() if h.finish == [Finish.STOP]]
     assert len(stopped) > 6
     for h in stopped:
         assert h.tokens[-1] in stops
@@ -95,14 +96,14 @@ def test_a_stop_token_ends_it_and_is_included(listener: Listener) -> None:
 
 def test_a_slot_that_is_full_ends_it(listener: Listener) -> None:
     heard = listener.run(request(1, [1] * 120, max_new=99), request(2, [1] * 128, max_new=5))
-    assert len(heard[1].tokens) == 8 and heard[1].finish == [LENGTH]
-    assert heard[2].tokens == [] and heard[2].finish == [LENGTH]
+    assert len(heard[1].tokens) == 8 and heard[1].finish == [Finish.LENGTH]
+    assert heard[2].tokens == [] and heard[2].finish == [Finish.LENGTH]
 
 
 def test_more_requests_than_slots_all_come_to_an_end(listener: Listener) -> None:
     heard = listener.run(*(request(i, max_new=3 + i % 5) for i in range(23)))
     assert {i: len(h.tokens) for i, h in heard.items()} == {i: 3 + i % 5 for i in range(23)}
-    assert all(h.finish == [LENGTH] for h in heard.values())
+    assert all(h.finish == [Finish.LENGTH] for h in heard.values())
     assert listener.engine.tokens_generated == sum(3 + i % 5 for i in range(23))
     assert listener.engine.running == listener.engine.waiting == 0
 
@@ -139,8 +140,8 @@ def test_an_aborted_request_brings_what_it_had_and_nothing_more(listener: Listen
     steps(listener, 12)
     engine.abort([0, 5, 77])
     heard = listener.run()
-    assert heard[0].finish == [ABORTED] and 0 < len(heard[0].tokens) < 110
-    assert heard[5].finish == [ABORTED] and heard[5].tokens == []
+    assert heard[0].finish == [Finish.ABORTED] and 0 < len(heard[0].tokens) < 110
+    assert heard[5].finish == [Finish.ABORTED] and heard[5].tokens == []
     assert all(len(heard[i].tokens) == 110 for i in (1, 2, 3, 4))
 
 
@@ -216,7 +217,7 @@ actions = st.lists(
 @given(script=actions)
 def test_whatever_happens_no_token_is_lost_or_doubled(kind: str, script: list) -> None:  # type: ignore[type-arg]
     listener = build(kind, slots=3, max_length=64)
-    engine: Engine = listener.engine
+    engine: TokenEngine = listener.engine
     wanted: dict[int, tuple[int, list[int]]] = {}
     aborted: set[int] = set()
     state = decoder(1).state_dict() if kind != "simulated" else {}
@@ -243,7 +244,7 @@ def test_whatever_happens_no_token_is_lost_or_doubled(kind: str, script: list) -
     for id, (length, _) in wanted.items():
         assert len(heard[id].finish) == 1
         assert heard[id].versions == sorted(heard[id].versions)
-        if heard[id].finish == [ABORTED]:
+        if heard[id].finish == [Finish.ABORTED]:
             assert id in aborted and len(heard[id].tokens) <= length
         else:
             assert len(heard[id].tokens) == length

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.api.engine import Finish
 from common.errors import Refused
-from common.generation.contract import STOP
-from common.generation.steps.sampling import Sampling, sample
+from common.generation.steps.sampling import RowSampling, sample
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     VOCAB,
@@ -110,13 +110,13 @@ def test_a_stop_text_ends_a_request_with_the_token_that_completes_it(make: Make)
     stop = text[21:26]  # across token borders: a token is two letters
     heard = Listener(make()).run(request(1, CONTEXT, max_new=40, stop_text=("never?", stop)))[1]
     end = -(-(text.index(stop) + len(stop)) // 2)
-    assert heard.tokens == whole[:end] and heard.finish == [STOP]
+    assert heard.tokens == whole[:end] and heard.finish == [Finish.STOP]
 
 
 def test_a_stop_text_in_the_prompt_stops_nothing(make: Make) -> None:
     stop = text_of(CONTEXT[-2:])
     heard = Listener(make()).run(request(1, CONTEXT, max_new=6, stop_text=(stop,)))[1]
-    assert len(heard.tokens) == 6 or heard.finish == [STOP]
+    assert len(heard.tokens) == 6 or heard.finish == [Finish.STOP]
 
 
 @pytest.mark.parametrize("kind", ["eager", "simulated"])
@@ -141,8 +141,8 @@ def test_a_stop_text_that_another_engine_had_begun_is_found(make: Make) -> None:
     begun = request(1, CONTEXT + whole[:6], max_new=34, seed=1, begin=12, stop_text=(stop,))
     over = request(2, CONTEXT + whole[:8], max_new=32, seed=1, begin=12, stop_text=(stop,))
     heard = listener.run(begun, over)
-    assert heard[1].tokens == whole[6:8] and heard[1].finish == [STOP]
-    assert heard[2].tokens == [] and heard[2].finish == [STOP]
+    assert heard[1].tokens == whole[6:8] and heard[1].finish == [Finish.STOP]
+    assert heard[2].tokens == [] and heard[2].finish == [Finish.STOP]
 
 
 def test_a_model_that_gives_no_numbers_is_told_by_its_logprobs(make: Make) -> None:
@@ -159,7 +159,7 @@ def test_a_model_that_gives_no_numbers_is_told_by_its_logprobs(make: Make) -> No
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((1, 5), -torch.inf)
     logits[0, 3] = 0.0
-    how = Sampling(*(np.array([x], t) for x, t in ((1, "f4"), (1, "f4"), (0, "i8"), (0, "f4"))))
+    how = RowSampling(*(np.array([x], t) for x, t in ((1, "f4"), (1, "f4"), (0, "i8"), (0, "f4"))))
     for uniform in (1e-9, 0.5, 1 - 1e-9):
         tokens, logprobs = sample(logits, how, np.array([uniform]))
         assert tokens.tolist() == [3] and logprobs[0] == 0

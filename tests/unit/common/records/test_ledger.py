@@ -183,8 +183,8 @@ def test_a_tool_result_that_was_logged_is_not_asked_for_again(tmp_path: Path) ->
     ledger.append([(Kind.TOOL, [key, "calculator", "2", 2])], [0])
     for record in read(tmp_path):
         restored.apply(record, lambda group, member: 0)
-    open_round = restored.trajectories[key].open_round
-    assert open_round is not None and open_round.answered and open_round.value == 2
+    open_turn = restored.trajectories[key].open_turn
+    assert open_turn is not None and open_turn.answered and open_turn.value == 2
     assert restored.trajectories[key].replay() == [["step", [10]]]
     told = restored.trajectories[key].replay(answered=True)
     assert told == [["step", [10]], ["result", 2]], "the environment has gone on from its value"

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.errors import ConfigError
 from common.process.host import SystemHost
 from common.settings import metrics_ports
-from common.telemetry.endpoint import Endpoint, health
+from common.telemetry.endpoint import MetricsEndpoint, health
 from common.transport.zmq import ZmqTransport
 
 ROOT = Path(__file__).parents[4]
@@ -115,22 +115,22 @@ def test_a_client_that_says_nothing_holds_nobody_up(monitored: Monitored) -> Non
 def test_processes_of_a_host_share_a_range_of_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         low = taken.getsockname()[1]
-        one = Endpoint(f"127.0.0.1:{low}-{low + 20}", "", SystemHost(), {"/": health(str)})
+        one = MetricsEndpoint(f"127.0.0.1:{low}-{low + 20}", "", SystemHost(), {"/": health(str)})
         assert low < int(one.address.rpartition(":")[2]) <= low + 20
         one.close()
         with pytest.raises(ConfigError, match=r"no port .* wider range"):
-            Endpoint(f"127.0.0.1:{low}", "", SystemHost(), {})
+            MetricsEndpoint(f"127.0.0.1:{low}", "", SystemHost(), {})
 
 
 @pytest.mark.parametrize("advertise", ["tcp://worker-7:*", "tcp://worker-7", "worker-7:7000"])
 def test_others_are_told_the_advertised_host(advertise: str) -> None:
-    one = Endpoint("0.0.0.0:*", advertise, SystemHost(), {})
+    one = MetricsEndpoint("0.0.0.0:*", advertise, SystemHost(), {})
     assert re.fullmatch(r"http://worker-7:\d+", one.address)
     one.close()
 
 
 def test_pages_for_this_host_alone_are_where_they_are_whatever_is_advertised() -> None:
-    one = Endpoint("127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {"/": health(str)})
+    one = MetricsEndpoint("127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {"/": health(str)})
     with urllib.request.urlopen(one.address + "/", timeout=5.0) as answer:
         assert answer.read() == b"ok\n"
     one.close()

@@ -22,7 +22,13 @@ from common.state.events import Event
 from meshrl.job import jobfile
 from meshrl.launch.places import read_json
 from meshrl.observe import trackers
-from meshrl.observe.trackers import Limits, Progress, Tracker, Trackers, scalars
+from meshrl.observe.trackers import (
+    TrackerLimits,
+    TrackerProcess,
+    TrackerProgress,
+    Trackers,
+    scalars,
+)
 
 ROOT = Path(__file__).parents[4]
 CHILD = """
@@ -73,7 +79,7 @@ def evaluation(tag: str, step: int, lineage: int = 0) -> Event:
     return Event("1-0", 1_000_000_500, "evaluation", fields | {"lineage": lineage})
 
 
-LIMITS = Limits(queue=160, show_s=1.0, close_s=2.0, retry_s=0.05, failures=3)
+LIMITS = TrackerLimits(queue=160, show_s=1.0, close_s=2.0, retry_s=0.05, failures=3)
 
 
 class Program:
@@ -83,11 +89,11 @@ class Program:
         script = directory / "tracker.py"
         script.write_text(code.format(root=str(ROOT)) if "{root" in code else code)
         self.shown = directory / "shown.jsonl"
-        self.tracker = Tracker(
+        self.tracker = TrackerProcess(
             "tensorboard",
             [sys.executable, str(script)],
             {"target": str(self.shown)},
-            Progress("j-1"),
+            TrackerProgress("j-1"),
             SystemHost(),
             SystemClock(),
             directory / "tracker.log",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.api.engine import Tokens
+from common.api.engine import Finish, Tokens
 from common.api.weights import Group
 from common.errors import BadMessage
 from common.generation.contract import Flush
@@ -20,12 +20,12 @@ from common.records.ledger import Kind, Ledger, read
 from common.records.token_record import TokenRows
 from common.wire import blob, frames
 from services.engine.service import _cut
-from services.rollout.record.staging import ROW_TOKENS, Request, Staging
+from services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
 from services.rollout.trajectory import Restored, Trajectory
 from tests.unit.common.records.test_ledger import HOST
 from tests.unit.rollout.record.test_group_commit import PROMPT, Bench, on_bench
 
-RUNNING, STOP = 0, 1
+RUNNING, STOP = Finish.RUNNING, Finish.STOP
 WIDTH = 4
 
 
@@ -34,7 +34,7 @@ def sent(tokens: np.ndarray) -> np.ndarray:
     return (tokens[:, None] % 100 + np.arange(WIDTH)).astype(np.int16)
 
 
-def flush(*rows: tuple[Request, list[int], int], experts: bool = True) -> Tokens:
+def flush(*rows: tuple[OpenRequest, list[int], int], experts: bool = True) -> Tokens:
     """Of (request, tokens, finish)."""
     tokens = np.array([token for _, ts, _ in rows for token in ts], np.int32)
     return Tokens(

@@ -18,7 +18,7 @@ from common.random import Random
 from common.records.token_record import TokenRows
 from common.runtime.mesh import Mesh
 from services.rollout.record.group_commit import WINDOW_S, GroupCommit
-from services.rollout.record.staging import Request
+from services.rollout.record.staging import OpenRequest
 from services.rollout.trajectory import Trajectory
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
@@ -65,7 +65,7 @@ class Bench:
         self.commits = GroupCommit(self.mesh, self.written)
         self.made = 0
 
-    def open(self, recorded: bool = True) -> tuple[Trajectory, Request, asyncio.Future[int]]:
+    def open(self, recorded: bool = True) -> tuple[Trajectory, OpenRequest, asyncio.Future[int]]:
         self.made += 1
         t = Trajectory(self.made // 8, self.made % 8, 0, 0, 0)
         t.recorded = recorded
@@ -84,7 +84,7 @@ def on_bench(story: Callable[[Bench], Any]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-def flush(*rows: tuple[Request, list[int], int]) -> Tokens:
+def flush(*rows: tuple[OpenRequest, list[int], int]) -> Tokens:
     """Of (request, tokens, finish)."""
     tokens = np.array([token for _, ts, _ in rows for token in ts], np.int32)
     return Tokens(
@@ -214,7 +214,7 @@ def test_ledger_and_trajectories_never_differ(script: list[Any]) -> None:
         sent = [0] * 12  # tokens made for the request that is out
         over: dict[int, asyncio.Future[int]] = {}
 
-        def next_of(n: int, count: int, finish: int) -> tuple[Request, list[int], int]:
+        def next_of(n: int, count: int, finish: int) -> tuple[OpenRequest, list[int], int]:
             first = 1000 * n + sent[n]
             sent[n] += count
             return turns[n][1], list(range(first, first + count)), finish

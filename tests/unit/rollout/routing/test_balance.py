@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.routing.balance import Engine, Move, balance
+from services.rollout.routing.balance import Rebalance, TotalLoad, balance
 
 engines = st.lists(
     st.tuples(st.integers(1, 8), st.integers(0, 8), st.integers(0, 6), st.integers(0, 8)),
@@ -11,13 +11,13 @@ engines = st.lists(
     max_size=5,
 ).map(
     lambda rows: [
-        Engine(f"engine/g{i}", bound, min(running, bound), pending, plateau, 0)
+        TotalLoad(f"engine/g{i}", bound, min(running, bound), pending, plateau, 0)
         for i, (bound, running, pending, plateau) in enumerate(rows)
     ]
 )
 
 
-def after(fleet: list[Engine], moves: list[Move]) -> dict[str, tuple[int, int]]:
+def after(fleet: list[TotalLoad], moves: list[Rebalance]) -> dict[str, tuple[int, int]]:
     """(executing, pending) of each engine once the moves are done."""
     state = {e.name: [e.executing, e.pending] for e in fleet}
     for move in moves:
@@ -27,7 +27,7 @@ def after(fleet: list[Engine], moves: list[Move]) -> dict[str, tuple[int, int]]:
 
 
 @given(engines)
-def test_nothing_waits_where_another_engine_without_queue_has_room(fleet: list[Engine]) -> None:
+def test_nothing_waits_where_another_engine_without_queue_has_room(fleet: list[TotalLoad]) -> None:
     moves = balance(fleet, 0)
     state = after(fleet, moves)
     bounds = {e.name: e.bound for e in fleet}
@@ -41,7 +41,7 @@ def test_nothing_waits_where_another_engine_without_queue_has_room(fleet: list[E
 
 @given(engines)
 def test_running_requests_leave_only_for_an_idle_engine_and_never_below_the_plateau(
-    fleet: list[Engine],
+    fleet: list[TotalLoad],
 ) -> None:
     by_name = {e.name: e for e in fleet}
     for move in balance(fleet, 0):
@@ -61,7 +61,7 @@ def makespan(executing: list[int], plateau: int) -> float:
 
 @given(st.integers(1, 6), st.integers(4, 24))
 def test_with_one_idle_engine_no_other_split_would_end_sooner(plateau: int, running: int) -> None:
-    fleet = [Engine("a", 24, running, 0, plateau, 0), Engine("b", 24, 0, 0, plateau, 0)]
+    fleet = [TotalLoad("a", 24, running, 0, plateau, 0), TotalLoad("b", 24, 0, 0, plateau, 0)]
     state = after(fleet, balance(fleet, 0))
     kept, moved = state["a"][0], state["b"][0]
     assert kept + moved == running
@@ -73,6 +73,6 @@ def test_with_one_idle_engine_no_other_split_would_end_sooner(plateau: int, runn
 
 
 def test_engines_with_old_weights_take_no_part() -> None:
-    fleet = [Engine("old", 4, 0, 0, 0, version=1), Engine("new", 4, 4, 3, 0, version=2)]
+    fleet = [TotalLoad("old", 4, 0, 0, 0, version=1), TotalLoad("new", 4, 4, 3, 0, version=2)]
     assert balance(fleet, 2) == []
-    assert balance(fleet, 1) == [Move("new", "old", 3, True)]
+    assert balance(fleet, 1) == [Rebalance("new", "old", 3, True)]

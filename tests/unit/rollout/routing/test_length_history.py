@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from common.process.host import SystemHost
-from services.rollout.routing.length_history import NAME, History
+from services.rollout.routing.length_history import NAME, LengthHistory
 from services.rollout.routing.lengths import Past
 
 STATE = ("run", "small", "failure")
@@ -14,7 +14,7 @@ def pasts(count: int) -> list[Past]:
 
 
 def kept(directory: Path, limit: int) -> list[Past]:
-    history = History(SystemHost(), directory, limit)
+    history = LengthHistory(SystemHost(), directory, limit)
     try:
         return history.latest
     finally:
@@ -22,14 +22,14 @@ def kept(directory: Path, limit: int) -> list[Past]:
 
 
 def test_a_successor_finds_what_its_predecessor_saw(tmp_path: Path) -> None:
-    history = History(SystemHost(), tmp_path, limit=50)
+    history = LengthHistory(SystemHost(), tmp_path, limit=50)
     for past in pasts(20):
         history.append(past)
     assert kept(tmp_path, 50) == pasts(20)  # the predecessor was killed: nothing was closed
 
 
 def test_only_the_latest_are_kept_and_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
-    history = History(SystemHost(), tmp_path, limit=10)
+    history = LengthHistory(SystemHost(), tmp_path, limit=10)
     for past in pasts(95):
         history.append(past)
     history.close()
@@ -38,7 +38,7 @@ def test_only_the_latest_are_kept_and_the_file_does_not_grow_for_ever(tmp_path: 
 
 
 def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
-    history = History(SystemHost(), tmp_path, limit=10)
+    history = LengthHistory(SystemHost(), tmp_path, limit=10)
     for past in pasts(5):
         history.append(past)
     history.close()

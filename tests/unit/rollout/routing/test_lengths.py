@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.routing.lengths import MIN_VISITS, SAMPLES, Lengths, Past, state_of
+from services.rollout.routing.lengths import MIN_VISITS, SAMPLES, Lengths, Past, tool_return_of
 
 tools = st.sampled_from(
     [("search", "small", "success"), ("search", "large", "success"), ("run", "small", "failure")]
@@ -104,7 +104,7 @@ def test_what_is_long_past_is_forgotten() -> None:
     ],
 )
 def test_an_answer_is_classified_by_tool_size_and_status(value: object, state: tuple) -> None:
-    assert state_of("t", value) == state
+    assert tool_return_of("t", value) == state
 
 
 def test_estimates_separate_two_kinds_of_trajectories() -> None:

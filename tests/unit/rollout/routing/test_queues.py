@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from services.rollout.routing.lengths import Estimate
 from services.rollout.routing.queues import (
-    Bucket,
     EngineLoad,
-    Waiting,
+    LengthBucket,
+    QueuedRequest,
     assign,
     bucket_of,
     choose,
@@ -30,7 +30,7 @@ loads = st.lists(
     unique_by=lambda e: e.name,
 )
 plans = st.lists(
-    st.builds(Bucket, st.integers(1, 1000), st.integers(1, 64), st.floats(0.1, 1.0)),
+    st.builds(LengthBucket, st.integers(1, 1000), st.integers(1, 64), st.floats(0.1, 1.0)),
     min_size=1,
     max_size=4,
     unique_by=lambda b: b.max_tokens,
@@ -41,7 +41,7 @@ plans = st.lists(
 def test_the_least_loaded_engine_with_room_is_chosen_in_the_bucket_before_elsewhere(
     engines: list[EngineLoad], floor: int, bucket: int
 ) -> None:
-    name = choose(engines, Waiting(floor, bucket=bucket))
+    name = choose(engines, QueuedRequest(floor, bucket=bucket))
     fit = {
         e.name: e
         for e in engines
@@ -62,7 +62,7 @@ def test_a_trajectory_stays_where_its_keys_and_values_are_while_that_engine_may_
     engines: list[EngineLoad], floor: int
 ) -> None:
     for engine in engines:
-        chosen = choose(engines, Waiting(floor, engine.name, engine.bucket))
+        chosen = choose(engines, QueuedRequest(floor, engine.name, engine.bucket))
         if engine.version >= floor and engine.running < engine.bound:
             assert chosen == engine.name
         else:
@@ -71,7 +71,7 @@ def test_a_trajectory_stays_where_its_keys_and_values_are_while_that_engine_may_
 
 requests = st.lists(
     st.builds(
-        Waiting,
+        QueuedRequest,
         floor=st.integers(0, 4),
         home=st.sampled_from(["", *(f"engine/g{i}" for i in range(6))]),
         bucket=st.integers(0, 2),
@@ -82,7 +82,7 @@ requests = st.lists(
 
 @given(loads, requests)
 def test_room_is_given_while_anybody_waits_who_may_have_it(
-    engines: list[EngineLoad], queue: list[Waiting]
+    engines: list[EngineLoad], queue: list[QueuedRequest]
 ) -> None:
     found = next_up(queue, engines)
     if found is None:
@@ -98,11 +98,11 @@ def test_room_is_given_while_anybody_waits_who_may_have_it(
 
 @given(loads, requests)
 def test_nobody_is_overtaken_by_one_who_belongs_no_better(
-    engines: list[EngineLoad], queue: list[Waiting]
+    engines: list[EngineLoad], queue: list[QueuedRequest]
 ) -> None:
     """The first goes that finds room where it belongs; if none does, the first that finds any."""
 
-    def belongs(request: Waiting, engine: EngineLoad) -> bool:
+    def belongs(request: QueuedRequest, engine: EngineLoad) -> bool:
         if engine.version < request.floor or engine.running >= engine.bound:
             return False
         homes = [e for e in engines if e.name == request.home and e.version >= request.floor]
@@ -124,7 +124,7 @@ def test_nobody_is_overtaken_by_one_who_belongs_no_better(
 
 @given(st.dictionaries(st.text("abcdef", min_size=1), st.sampled_from([1, 2, 4, 8])), plans)
 def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
-    engines: dict[str, int], plan: list[Bucket]
+    engines: dict[str, int], plan: list[LengthBucket]
 ) -> None:
     places = assign(engines, plan)
     assert places.keys() == engines.keys()
@@ -139,11 +139,11 @@ def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
 
 def test_shares_are_met_as_closely_as_whole_engines_allow() -> None:
     engines = {f"engine/g{i}": 1 for i in range(8)}
-    places = assign(engines, [Bucket(100, 8, 0.6), Bucket(1000, 8, 0.4)])
+    places = assign(engines, [LengthBucket(100, 8, 0.6), LengthBucket(1000, 8, 0.4)])
     assert list(places.values()).count(0) == 5
 
 
-PLAN = [Bucket(100, 32), Bucket(1000, 8), Bucket(10_000, 4)]
+PLAN = [LengthBucket(100, 32), LengthBucket(1000, 8), LengthBucket(10_000, 4)]
 
 
 def estimate(mean: float, p90: float) -> Estimate:

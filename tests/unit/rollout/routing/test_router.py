@@ -9,7 +9,7 @@ import pytest
 
 from common.api.engine import Finish, Sampling
 from common.errors import ToolFailed
-from common.generation.contract import Engine
+from common.generation.contract import TokenEngine
 from common.random import Random
 from common.records.token_record import TokenRows
 from common.runtime.mesh import Mesh
@@ -18,10 +18,10 @@ from services.engine.simulated import SimulatedEngine
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.lengths import Lengths, Past
-from services.rollout.routing.queues import Bucket
+from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
-from services.rollout.trajectory import Round, Trajectory
+from services.rollout.trajectory import Trajectory, Turn
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
@@ -46,7 +46,7 @@ class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock, self.random = clock, random
         self.computes = False  # engines are the built-in one, not simulated
-        self.buckets = [Bucket(1 << 30, SLOTS)]
+        self.buckets = [LengthBucket(1 << 30, SLOTS)]
         self.past: list[Past] = []
         self.network = MemoryNetwork(clock, random.child("network"))
         self.state = simulated_state(clock)
@@ -69,7 +69,7 @@ class Bench:
         return Router(self.rollout, commits, Sampling([], []), SLOTS, scheduler)
 
     def _engine(self, name: str) -> EngineService:
-        engine: Engine = SimulatedEngine(self.clock, SLOTS, 100.0)
+        engine: TokenEngine = SimulatedEngine(self.clock, SLOTS, 100.0)
         if self.computes:
             engine = built_in("eager", SLOTS, 128, clock=self.clock)
         return EngineService(self._mesh(name), engine, SLOTS, lambda action: action())
@@ -227,7 +227,7 @@ class TwoBuckets(Bench):
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         super().__init__(clock, random)
         self.computes = True
-        self.buckets = [Bucket(20, SLOTS), Bucket(1 << 30, SLOTS)]
+        self.buckets = [LengthBucket(20, SLOTS), LengthBucket(1 << 30, SLOTS)]
         failure = ("run", "small", "failure")
         self.past = [Past(0, ((failure, 5),), 100)] * 5
         self.routers = []
@@ -240,7 +240,7 @@ class TwoBuckets(Bench):
         t.begin([1, 2, 3])
         async with router.stay(t) as stay:
             await stay.generate(33)
-            t.open_round = Round("", 30, "run", None, "error: no", answered=True)
+            t.open_turn = Turn("", 30, "run", None, "error: no", answered=True)
             router.returned(stay)
             t.appended([4, 5])
             await stay.generate(55)

@@ -19,9 +19,9 @@ from common.clock import SystemClock
 from common.process.host import SystemHost
 from services.sandbox.grading.code import Grading
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions
 from tests.unit.sandbox.escapes import forgeries, poison
 from tests.unit.sandbox.escapes.corpus import CANARY, PROGRAMS, Escape
@@ -45,8 +45,8 @@ class Runner:
         clock = SystemClock()
         homes = cgroups.find() if tier == "cgroup" else None
         kind = "landlock" if tier == "landlock" else "bwrap"
-        self.launcher = Launcher(SystemHost(), clock, kind, Interpreter.own(), homes)
-        self.slots = Slots(clock, 4)
+        self.launcher = JailLauncher(SystemHost(), clock, kind, Interpreter.own(), homes)
+        self.slots = JailSlots(clock, 4)
         self.clock, self.canary = clock, canary
         self.before = canary.read_text()
 

@@ -15,9 +15,9 @@ import pytest
 from common.clock import SystemClock
 from services.sandbox.grading.code import Grading, same
 from services.sandbox.grading.maths import equal
-from services.sandbox.isolation.jail_launcher import Launcher
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 
 KNOWN = Path(__file__).parents[3] / "known"
 
@@ -77,8 +77,8 @@ def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(answer: str) 
 
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("style", ["stdin", "calls", "pytest"])
-async def test_programs_are_graded_right(launcher: Launcher, style: str) -> None:
-    grading = Grading(launcher, Slots(SystemClock(), 4), "j", JailLimits(), {})
+async def test_programs_are_graded_right(launcher: JailLauncher, style: str) -> None:
+    grading = Grading(launcher, JailSlots(SystemClock(), 4), "j", JailLimits(), {})
 
     async def graded(row: dict[str, Any], source: str) -> Any:
         text = f"I think so:\n```python\n{source}\n```\nThat is it."

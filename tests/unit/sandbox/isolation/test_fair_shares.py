@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.clock import SystemClock
 from services.sandbox.isolation.fair_shares import chosen, most_of_one
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 
 
 @given(st.integers(1, 64), st.integers(1, 8))
@@ -41,7 +41,7 @@ def test_who_is_chosen_waits_has_least_and_there_is_room(
 
 
 async def test_a_job_that_holds_its_slots_for_ever_does_not_hold_up_another() -> None:
-    slots = Slots(SystemClock(), 4)
+    slots = JailSlots(SystemClock(), 4)
     slots.jobs = 2
     for _ in range(3):
         await slots.take("bomb")
@@ -56,7 +56,7 @@ async def test_a_job_that_holds_its_slots_for_ever_does_not_hold_up_another() ->
 
 
 async def test_jobs_take_turns() -> None:
-    slots, order = Slots(SystemClock(), 1), []
+    slots, order = JailSlots(SystemClock(), 1), []
 
     async def call(job: str) -> None:
         async with slots.of(job):
@@ -72,7 +72,7 @@ async def test_jobs_take_turns() -> None:
 
 @pytest.mark.parametrize("when", ["waiting", "given"])
 async def test_a_caller_that_leaves_gives_its_slot_back(when: str) -> None:
-    slots = Slots(SystemClock(), 1)
+    slots = JailSlots(SystemClock(), 1)
     await slots.take("a")
     leaving = asyncio.create_task(slots.take("b"))
     await asyncio.sleep(0)

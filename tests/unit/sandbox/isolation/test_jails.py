@@ -17,22 +17,24 @@ from common.clock import SystemClock
 from common.errors import BadMessage
 from common.process.host import SystemHost
 from services.sandbox.grading.code import Grading
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.isolation.slots import Slots
+from services.sandbox.isolation.slots import JailSlots
 
 pytestmark = pytest.mark.needs("bwrap")
 LIMITS = JailLimits(wall_s=4.0, cpu_s=2.0, memory_bytes=128 * MIB, output_bytes=4096)
 
 
 async def ran(
-    launcher: Launcher, source: str, stdin: bytes = b"", limits: JailLimits = LIMITS
+    launcher: JailLauncher, source: str, stdin: bytes = b"", limits: JailLimits = LIMITS
 ) -> Ran:
     return await launcher.run({"mode": "program", "source": source}, limits, stdin)
 
 
-async def test_a_program_reads_its_input_and_what_it_prints_comes_back(launcher: Launcher) -> None:
+async def test_a_program_reads_its_input_and_what_it_prints_comes_back(
+    launcher: JailLauncher,
+) -> None:
     source = "import sys\nprint(sys.stdin.read().upper())\nprint('oh', file=sys.stderr)"
     found = await ran(launcher, source, b"hello")
     assert (found.status, found.exit, found.stdout, found.stderr) == ("ok", 0, b"HELLO\n", b"oh\n")
@@ -56,7 +58,7 @@ async def test_a_program_reads_its_input_and_what_it_prints_comes_back(launcher:
     ],
 )
 async def test_every_end_has_its_type(
-    launcher: Launcher, source: str, status: str, exit: int | None
+    launcher: JailLauncher, source: str, status: str, exit: int | None
 ) -> None:
     limits = JailLimits(wall_s=1.0, cpu_s=0.5, memory_bytes=128 * MIB, output_bytes=4096)
     found = await ran(launcher, source, limits=limits)
@@ -66,7 +68,7 @@ async def test_every_end_has_its_type(
     assert (found.error == "") == (status == "ok")
 
 
-async def test_a_traceback_shows_the_program_and_nothing_of_ours(launcher: Launcher) -> None:
+async def test_a_traceback_shows_the_program_and_nothing_of_ours(launcher: JailLauncher) -> None:
     found = await ran(launcher, "def f():\n    return 1 / 0\nf()")
     text = found.stderr.decode()
     assert 'File "main.py", line 2, in f' in text and "return 1 / 0" in text
@@ -74,7 +76,7 @@ async def test_a_traceback_shows_the_program_and_nothing_of_ours(launcher: Launc
 
 
 async def test_a_program_is_a_main_module_with_threads_and_exit_handlers(
-    launcher: Launcher,
+    launcher: JailLauncher,
 ) -> None:
     source = """
 import atexit, threading, dataclasses, multiprocessing, subprocess, sys
@@ -96,13 +98,13 @@ if __name__ == "__main__":
     assert lines[4:] == ["last", ""]
 
 
-async def test_a_shell_has_pipes_and_a_scratch_directory(launcher: Launcher) -> None:
+async def test_a_shell_has_pipes_and_a_scratch_directory(launcher: JailLauncher) -> None:
     program = {"mode": "shell", "source": "cd; seq 5 | tail -2 > f; cat f <(echo $((3 * 4)))"}
     found = await launcher.run(program, LIMITS)
     assert (found.status, found.stdout) == ("ok", b"4\n5\n12\n")
 
 
-async def test_each_call_starts_afresh(launcher: Launcher) -> None:
+async def test_each_call_starts_afresh(launcher: JailLauncher) -> None:
     source = """
 import builtins, os, random
 print(os.listdir("."), hasattr(builtins, "mark"), os.getpid())
@@ -116,7 +118,7 @@ print(random.random())
     assert len({each.stdout.splitlines()[1] for each in found}) == 6
 
 
-async def test_nothing_stays_open_after_many_calls(launcher: Launcher) -> None:
+async def test_nothing_stays_open_after_many_calls(launcher: JailLauncher) -> None:
     bad = "import os\nif os.fork() == 0:\n    os.setsid()\nwhile True: print(1)"
     await asyncio.gather(*(ran(launcher, bad) for _ in range(4)))
     before = len(os.listdir("/proc/self/fd"))
@@ -125,7 +127,7 @@ async def test_nothing_stays_open_after_many_calls(launcher: Launcher) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-async def test_when_the_zygote_is_killed_another_takes_its_place(launcher: Launcher) -> None:
+async def test_when_the_zygote_is_killed_another_takes_its_place(launcher: JailLauncher) -> None:
     assert (await ran(launcher, "print(1)")).status == "ok"
     before = launcher.pid
     os.kill(before, signal.SIGKILL)
@@ -138,7 +140,7 @@ async def test_when_the_zygote_is_killed_another_takes_its_place(launcher: Launc
     assert (found.status, found.stdout) == ("ok", b"2\n")
 
 
-async def test_a_call_that_is_given_up_leaves_no_process(launcher: Launcher) -> None:
+async def test_a_call_that_is_given_up_leaves_no_process(launcher: JailLauncher) -> None:
     call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
     await asyncio.sleep(0.5)
     call.cancel()
@@ -153,13 +155,13 @@ async def test_a_call_that_is_given_up_leaves_no_process(launcher: Launcher) -> 
     raise AssertionError(f"left: {inner}")
 
 
-async def test_a_guest_that_cannot_be_set_up_is_ours_to_answer_for(launcher: Launcher) -> None:
+async def test_a_guest_that_cannot_be_set_up_is_ours_to_answer_for(launcher: JailLauncher) -> None:
     limits = JailLimits(open_files=1 << 30)
     with pytest.raises(JailFailed, match="could not be set up"):
         await ran(launcher, "print(1)", limits=limits)
 
 
-async def test_a_report_with_another_nonce_is_no_report(launcher: Launcher) -> None:
+async def test_a_report_with_another_nonce_is_no_report(launcher: JailLauncher) -> None:
     jail = await launcher.open({"mode": "program", "source": "print(1)"}, LIMITS)
     jail.nonce = "0" * 32
     with pytest.raises(BadMessage, match="nonce"):
@@ -167,7 +169,7 @@ async def test_a_report_with_another_nonce_is_no_report(launcher: Launcher) -> N
     jail.close()
 
 
-async def test_a_busy_host_makes_no_program_late(launcher: Launcher) -> None:
+async def test_a_busy_host_makes_no_program_late(launcher: JailLauncher) -> None:
     """Eight at once on few cores take far longer than their limit by the clock."""
     limits = JailLimits(wall_s=0.6, cpu_s=5.0, memory_bytes=128 * MIB)
     source = "import time\nwhile time.process_time() < 0.3: pass\nprint('done')"
@@ -176,7 +178,7 @@ async def test_a_busy_host_makes_no_program_late(launcher: Launcher) -> None:
 
 
 async def test_a_lagging_event_loop_turns_no_right_answer_into_a_late_one(
-    launcher: Launcher,
+    launcher: JailLauncher,
 ) -> None:
     limits = JailLimits(wall_s=0.5, cpu_s=0.5, memory_bytes=128 * MIB)
     call = asyncio.create_task(ran(launcher, "print('in time')", limits=limits))
@@ -199,7 +201,9 @@ async def test_another_interpreter_brings_its_packages(tmp_path: Path) -> None:
     python.symlink_to(real)
     places = (*base.places, str(tmp_path / "venv"))
     interpreter = Interpreter(str(python), False, places, ("brought",))
-    launcher = Launcher(SystemHost(), SystemClock(), "bwrap", interpreter, None, tmp_path / "log")
+    launcher = JailLauncher(
+        SystemHost(), SystemClock(), "bwrap", interpreter, None, tmp_path / "log"
+    )
     try:
         found = await ran(launcher, "import brought\nprint(brought.VALUE)")
     finally:
@@ -207,12 +211,12 @@ async def test_another_interpreter_brings_its_packages(tmp_path: Path) -> None:
     assert (found.status, found.stdout) == ("ok", b"17\n"), found.stderr
 
 
-async def test_a_program_is_handed_nothing_but_its_three_streams(launcher: Launcher) -> None:
+async def test_a_program_is_handed_nothing_but_its_three_streams(launcher: JailLauncher) -> None:
     found = await ran(launcher, "import os\nprint(sorted(map(int, os.listdir('/proc/self/fd'))))")
     assert found.stdout == b"[0, 1, 2, 3]\n"  # the last is of the listing itself
 
 
-async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: Launcher) -> None:
+async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: JailLauncher) -> None:
     call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
     await asyncio.sleep(0.5)
     os.kill(launcher.pid, signal.SIGKILL)
@@ -230,10 +234,10 @@ async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: Launch
     ids=["calls", "python", "stdin"],
 )
 async def test_a_killed_zygote_makes_no_right_answer_wrong(
-    launcher: Launcher, tests: object
+    launcher: JailLauncher, tests: object
 ) -> None:
     limits = JailLimits(wall_s=20.0, cpu_s=20.0, memory_bytes=128 * MIB)
-    grading = Grading(launcher, Slots(SystemClock(), 2), "j", limits, {"case_s": 20.0})
+    grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", limits, {"case_s": 20.0})
     source = "import time\ntime.sleep(2)\nprint(1)\ndef f(x): return x"
     row, turns = {"tests": tests}, [{"role": "model", "text": source}]
     graded = asyncio.create_task(grading.reward(row, turns))

@@ -13,7 +13,7 @@ from common.clock import SystemClock
 from common.job import isolation
 from common.process.host import SystemHost
 from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.jail_launcher import Interpreter, Launcher
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
 
 
@@ -75,7 +75,7 @@ class TestGroups:
         homes = cgroups.find()
         assert homes is not None
         interpreter = Interpreter.own()
-        launcher = Launcher(
+        launcher = JailLauncher(
             SystemHost(), SystemClock(), "bwrap", interpreter, homes, tmp_path / "log"
         )
         source = """

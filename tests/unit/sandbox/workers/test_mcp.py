@@ -15,7 +15,7 @@ from common.errors import ToolFailed
 from common.process.host import SystemHost
 from services.environment.environments import offered
 from services.environment.tools import BadCall
-from services.sandbox.workers.pool import Limits, Pool, Work
+from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from services.sandbox.workers.worker import TOOL
 
 SERVER = Path(__file__).parents[1] / "servers" / "weather.py"
@@ -46,7 +46,7 @@ def test_the_model_is_told_of_its_tools(folder: str) -> None:
 
 async def made(folder: str, uses: dict[str, str]) -> Pool:
     functions = {TOOL + name: use for name, use in uses.items()}
-    limits = Limits(warm=1, most=1, rlimits={})
+    limits = PoolLimits(warm=1, most=1, rlimits={})
     place = ("j", folder, functions, Path(folder) / "log", limits, {"weather": COMMAND})
     pool = Pool(SystemHost(), SystemClock(), *place)
     await pool.start()

@@ -18,7 +18,7 @@ from common.process.handle import start_time
 from common.process.host import SystemHost
 from services.sandbox.answer import Answer
 from services.sandbox.jail import landlock
-from services.sandbox.workers.pool import Limits, Pool, Work
+from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from services.sandbox.workers.worker import REWARD, TOOL
 
 BEHAVIOURS = """
@@ -147,7 +147,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     ) -> Pool:
         functions = {f"{TOOL}t": tool, f"{REWARD}0": reward}
         log = tmp_path / "sandbox.log"
-        place = ("j", str(tmp_path), functions, log, Limits(**limits))
+        place = ("j", str(tmp_path), functions, log, PoolLimits(**limits))
         pools.append(Pool(SystemHost(), SystemClock(), *place))
         await pools[-1].start()
         return pools[-1]
@@ -350,7 +350,7 @@ async def test_what_reads_texts_of_the_model_has_no_files_programs_or_network(
             }[what]()
     """
     (tmp_path / "closed.py").write_text(textwrap.dedent(source))
-    place = ("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, tmp_path / "log", Limits(warm=1))
+    place = ("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, tmp_path / "log", PoolLimits(warm=1))
     pool = Pool(SystemHost(), SystemClock(), *place, closed=True)
     await pool.start()
     calls = [Work(f"{TOOL}t", [what], 5.0) for what in ("think", "connect", "write", "read", "see")]

@@ -116,7 +116,7 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
 async def _training(state: State, config: JobConfig, trainer: Mesh) -> None:
     await jobs.submit(state, JOB, config.document(), "/runs/job", _operation())
     await steps.commit_initial(state, JOB, trainer.name, trainer.token, 0, "m0", "c0")
-    await jobs.set_phase(state, JOB, "training", trainer.token, trainer.name)
+    await jobs.set_phase(state, JOB, jobs.Phase.TRAINING, trainer.token, trainer.name)
 
 
 async def test_groups_that_teach_nothing_are_replaced_until_the_step_is_full(

@@ -16,7 +16,7 @@ from services.trainer.ranks.losses import LOSSES, RankLosses
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_as
+from sim.state import simulated_clients
 
 LOST = RankLost("rank 1 does not answer")
 
@@ -40,8 +40,7 @@ class FailingState(State):
 class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        state = simulated_as(FailingState, clock)
-        assert isinstance(state, FailingState)
+        state = FailingState("simulated:", *simulated_clients(clock), clock.monotonic)
         self.state = state
         network = MemoryNetwork(clock, random.child("network"))
         self.mesh = Mesh(

@@ -16,7 +16,7 @@ STUCK = 70  # exit status of a process with a thread that no deadline has ended
 OPEN_S = 1e9  # a piece itself has no deadline: those who wait for it have
 
 
-class OneThread:
+class SerialExecutor:
     """A thread for one piece of work at a time.
 
     The next piece waits up to `patience_s` seconds for one whose caller was cancelled, or whose
@@ -34,7 +34,7 @@ class OneThread:
         async with self._busy:
             await self.ended()
             running = self._mesh.host.run_blocking(work, *args, deadline_s=OPEN_S)
-            task = self._task = asyncio.create_task(running, name="one thread")
+            task = self._task = asyncio.create_task(running, name="serial executor")
             task.add_done_callback(looked_at)
             async with self._mesh.clock.timeout(deadline_s, getattr(work, "__qualname__", "work")):
                 return await asyncio.shield(task)

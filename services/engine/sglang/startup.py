@@ -14,9 +14,9 @@ from common.model.config import ModelConfig
 from common.process.host import Host
 from services.engine.sglang.control import UPDATE_S, Control, Quarantined
 from services.engine.sglang.engine import SGLangEngine
-from services.engine.sglang.health import Watch
+from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.requests import Decode
-from services.engine.sglang.server import START_S, Launch, Server, write_model
+from services.engine.sglang.server import START_S, Launch, SGLangServer, write_model
 from services.engine.sglang.weights import TRANSPORTS, transport
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "Launch",
     "Quarantined",
     "SGLangEngine",
-    "Server",
+    "SGLangServer",
     "attach",
     "launch",
     "start",
@@ -71,14 +71,14 @@ def launch(
 
 async def start(
     host: Host, clock: Clock, how: Launch, weights: str, deadline_s: float = START_S
-) -> Server:
+) -> SGLangServer:
     """A server that is ready. From the main thread: it dies with the thread that starts it."""
     kind = "disk" if weights == "auto" else weights
-    return await Server.start(host, clock, how, kind, deadline_s)
+    return await SGLangServer.start(host, clock, how, kind, deadline_s)
 
 
 def attach(
-    server: Server,
+    server: SGLangServer,
     config: ModelConfig,
     slots: int,
     max_length: int,
@@ -92,7 +92,7 @@ def attach(
     """The engine of a server, asleep until it gets weights; they must arrive in `update_s`."""
     how = server.launch
     way = transport(weights, server.http, how.model.parent / "weights", server.ranks, how.device)
-    watch = Watch(server.http, server.lost)
+    watch = HealthWatch(server.http, server.lost)
     return SGLangEngine(
         server.http,
         Control(server.http, watch, way, on_cpu=how.device == "cpu", update_s=update_s),

@@ -13,7 +13,7 @@ import pytest
 from common.clock import SystemClock
 from common.errors import DeadlineExceeded
 from common.process.host import SystemHost
-from common.process.one_at_a_time import STUCK, OneThread
+from common.process.serial_executor import STUCK, SerialExecutor
 from common.random import Random
 from common.runtime.mesh import Mesh
 from sim.network import MemoryNetwork, MemoryTransport
@@ -53,7 +53,7 @@ async def until(event: Event) -> None:
 
 
 @asynccontextmanager
-async def one_thread(patience_s: float = SOON_S) -> AsyncIterator[OneThread]:
+async def serial_executor(patience_s: float = SOON_S) -> AsyncIterator[SerialExecutor]:
     clock = SystemClock()
     mesh = Mesh(
         name="trainer/j",
@@ -64,12 +64,12 @@ async def one_thread(patience_s: float = SOON_S) -> AsyncIterator[OneThread]:
         random=Random(0),
         host=Host(),
     )
-    yield OneThread(mesh, patience_s)
+    yield SerialExecutor(mesh, patience_s)
 
 
 @pytest.mark.parametrize("answer", ["unheard", ValueError("unheard")])
 async def test_a_piece_whose_caller_has_gone_is_over_before_the_next_begins(answer: Any) -> None:
-    async with one_thread() as thread:
+    async with serial_executor() as thread:
         left = Piece()
         caller = asyncio.create_task(thread.run(left, answer, deadline_s=SOON_S))
         await until(left.begun)
@@ -82,7 +82,7 @@ async def test_a_piece_whose_caller_has_gone_is_over_before_the_next_begins(answ
 
 
 async def test_a_piece_past_its_deadline_is_over_before_the_next_begins() -> None:
-    async with one_thread() as thread:
+    async with serial_executor() as thread:
         late = Piece()
         with pytest.raises(DeadlineExceeded, match=r"longer than 0\.05 s"):
             await thread.run(late, deadline_s=0.05)
@@ -93,7 +93,7 @@ async def test_a_piece_past_its_deadline_is_over_before_the_next_begins() -> Non
 
 
 async def test_a_piece_that_does_not_end_ends_the_process() -> None:
-    async with one_thread(patience_s=0.05) as thread:
+    async with serial_executor(patience_s=0.05) as thread:
         stuck, nothing = Piece(), Piece()
         with pytest.raises(DeadlineExceeded):
             await thread.run(stuck, deadline_s=0.05)
@@ -108,7 +108,7 @@ async def test_answers_and_errors_are_the_works() -> None:
         raise ValueError("wrong")
 
     add: Callable[[int, int], int] = int.__add__
-    async with one_thread() as thread:
+    async with serial_executor() as thread:
         assert await thread.run(add, 1, 2, deadline_s=SOON_S) == 3
         with pytest.raises(ValueError, match="wrong"):
             await thread.run(fails, deadline_s=SOON_S)
