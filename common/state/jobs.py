@@ -12,7 +12,6 @@ from common.state.keys import MESH, job_prefix
 
 ENDED = frozenset({"finished", "failed", "stopped"})
 JOBS = f"{MESH}:jobs"
-DELETED = f"{MESH}:deleted"
 COUNTS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
 
 
@@ -184,27 +183,6 @@ async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
         (row | {"result": json.loads(row["result"])} for row in found),
         key=lambda row: (row["step"], row["at_ms"]),
     )
-
-
-async def delete_job(state: State, job: str) -> None:
-    """Removes all keys of a job but its events, and records that this was meant: the weight store
-    lets go of what it held for it.
-    """
-    await state.command("SADD", DELETED, job)
-    await state.command("ZREM", JOBS, job)
-    prefix = job_prefix(job)
-    cursor = "0"
-    while True:
-        cursor, keys = await state.command("SCAN", cursor, "MATCH", f"{prefix}:*", "COUNT", 1000)
-        if keys:
-            await state.command("UNLINK", *keys)
-        if str(cursor) == "0":
-            break
-
-
-async def deleted(state: State) -> set[str]:
-    """Names of jobs that were deleted; one of them may be on record again."""
-    return set(await state.command("SMEMBERS", DELETED))
 
 
 def _job(row: dict[str, str]) -> JobRow:
