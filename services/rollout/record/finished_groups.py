@@ -40,7 +40,6 @@ def finished_group(
         logprobs=np.concatenate([t.logprobs for t in members]),
         versions=np.concatenate([t.versions for t in members]),
         rewards=np.array(rewards, np.float32),
-        ends=[e.reason for e in endings],
         **{role: beside(members, role) for role in roles},
         experts=experts,
         expert_shape=list(expert_shape()) if experts.size else [0, 0],

@@ -112,7 +112,7 @@ class OtherRank(Actor):
 
     @call(Ranks.drain)
     def drain(self, request: Drain) -> Drained:
-        return Drained(0)
+        return Drained()
 
 
 class Gang:
