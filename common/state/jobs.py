@@ -36,8 +36,6 @@ class JobRow:
     stale_requeued: int
     host_lost: int
     typed_drops: int
-    submitted_ms: int
-    phase_ms: int  # when the phase began
     error: str
     initial_manifest: str = ""  # of version 0, once there is one
     best_version: int = -1  # by `evaluation.best`; -1: none yet
@@ -192,8 +190,6 @@ def _job(row: dict[str, str]) -> JobRow:
         "steps_done",
         "cursor",
         "admitted",
-        "submitted_ms",
-        "phase_ms",
         *COUNTS,
     )
     return JobRow(

@@ -228,7 +228,6 @@ class Training:
                 digest,
                 len(content),
                 0,
-                0,
                 MEMBERS,
                 uuid.uuid4().hex,
             )

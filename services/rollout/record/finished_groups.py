@@ -65,7 +65,6 @@ async def hand_in(mesh: Mesh, bulk: BulkClient, job: str, message: Group) -> Non
             digest,
             len(content),
             int(sampled.min()),
-            int(sampled.max()),
             int(np.isfinite(message.rewards).sum()),
             f"ready-{message.group}",
         ),

@@ -160,7 +160,7 @@ async def test_a_finished_group_is_ready_once(bench: Bench) -> None:
     [group] = await seats.admit(1)
     for _ in range(2):
         await groups.group_ready(
-            bench.state, JOB, SHARD, seats.shard, group.group, "d", 9, 0, 0, 2, "same"
+            bench.state, JOB, SHARD, seats.shard, group.group, "d", 9, 0, 2, "same"
         )
     with pytest.raises(Refused, match="not open"):
         await seats.finish(group)

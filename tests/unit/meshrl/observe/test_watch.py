@@ -47,8 +47,6 @@ def job(phase: str, steps_done: int) -> JobRow:
         steps_done=steps_done,
         cursor=0,
         admitted=0,
-        submitted_ms=0,
-        phase_ms=0,
         error="",
         **dict.fromkeys(counts, 0),
     )
