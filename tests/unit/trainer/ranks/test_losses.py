@@ -16,6 +16,7 @@ from services.trainer.ranks.losses import LOSSES, RankLosses
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
+from sim.state import simulated_clients
 
 LOST = RankLost("rank 1 does not answer")
 
@@ -39,14 +40,12 @@ class FailingState(State):
 class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        state = FailingState.simulated(clock)
-        assert isinstance(state, FailingState)
-        self.state = state
+        self.state = FailingState("simulated:", *simulated_clients(clock), clock.monotonic)
         network = MemoryNetwork(clock, random.child("network"))
         self.mesh = Mesh(
             name="trainer/j",
             kind="trainer",
-            state=state,
+            state=self.state,
             transport=MemoryTransport(network, "mem://one"),
             clock=clock,
             random=random,
