@@ -11,7 +11,7 @@ from common.job.config import JobConfig
 from common.random import Random
 from common.state import events, gangs, leader
 from common.state.client import State
-from common.state.keys import PLANNER
+from common.state.keys import MESH, PLANNER
 from services.planner.planner import LEASE_MS
 from sim.loop import VirtualClock, run_virtual
 from sim.mesh import JOB
@@ -67,8 +67,7 @@ class Led(PlannedMesh):
 
     async def resigned(self) -> None:
         """The planner that leads no longer does."""
-        _, token = await leader.leader(self.state, PLANNER)
-        await leader.resign(self.state, PLANNER, token)
+        await self.state.command("DEL", f"{MESH}:leader:{PLANNER}")
 
     async def told(self, kind: str) -> list[dict[str, Any]]:
         return [e.fields for e in await events.read_all(self.state) if e.kind == kind]

@@ -144,8 +144,6 @@ def test_events_become_news_for_people() -> None:
     asked = Event("3-0", 3, "process_ended", {"name": "weights", "why": "stopped", "code": 0})
     assert "weights ended (signal 9)" in told(killed)
     assert told(asked) == ""
-    shot = snapshot(reading(1.0, 0, killed, asked), History())
-    assert shot.lost_processes == 1
 
 
 def test_the_live_view_holds_everything_that_was_asked_for() -> None:
