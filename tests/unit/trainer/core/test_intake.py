@@ -15,11 +15,9 @@ from common.api.weights import Group
 from common.clock import SystemClock
 from common.job.config import JobConfig
 from common.process.host import SystemHost
-from common.random import Random
 from common.runtime.mesh import Mesh, MeshSettings
 from common.state import accounting, events, groups, jobs, steps
 from common.state.client import State
-from common.transport.zmq import ZmqTransport
 from common.wire.blob import pack
 from common.wire.bulk import BulkClient, BulkServer, ChunkStore
 from common.wire.weight_store import STORE, put
@@ -28,6 +26,7 @@ from services.trainer.core.batch import Refill, staleness
 from services.trainer.core.intake import Intake
 from services.weights.store import WeightStore
 from sim.state import simulated_state
+from tests.meshes import on_sockets
 from tests.unit.trainer.core.groups_under_test import group, job
 
 JOB, SHARD = "job", "rollout/0"
@@ -85,16 +84,8 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
     state = simulated_state(clock)
 
     def mesh(name: str, where: str) -> Mesh:
-        return Mesh(
-            name=name,
-            kind="test",
-            state=state,
-            transport=ZmqTransport(),
-            clock=clock,
-            random=Random.system(),
-            host=host,
-            settings=MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where),
-        )
+        settings = MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where)
+        return on_sockets(name, state, clock, host=host, settings=settings)
 
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
