@@ -6,7 +6,7 @@ import importlib
 import threading
 import time
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import fakeredis
 import redis
@@ -22,6 +22,9 @@ READS_TIME = (
     "fakeredis.commands_mixins.server_mixin",
     "fakeredis.model._stream",
 )
+
+
+S = TypeVar("S", bound=State)
 
 
 class WallClock(Protocol):
@@ -93,5 +96,10 @@ def simulated_clients(clock: WallClock) -> tuple[redis.asyncio.Redis, redis.Redi
 
 def simulated_state(clock: WallClock) -> State:
     """An in-process Redis whose TIME and expiry follow `clock`."""
+    return simulated_as(State, clock)
+
+
+def simulated_as(kind: type[S], clock: WallClock) -> S:
+    """The same as a `kind` of State, for instance one that fails."""
     client, sync_client = simulated_clients(clock)
-    return State("simulated:", client, sync_client, clock.monotonic)
+    return kind("simulated:", client, sync_client, clock.monotonic)

@@ -17,6 +17,11 @@ MOVE_S = 600.0  # a whole state, from or to rank 0
 COMPUTE_S = 3600.0  # the group's own deadline strikes before: a rank that is lost ends a collective
 
 
+def rank_name(job: str, rank: int) -> str:
+    """What a rank beside the first is called in the mesh."""
+    return f"rank/{job}/{rank}"
+
+
 @message
 class Order:
     """Of a generation; a newer one ends the rank's part in the group of an older one."""

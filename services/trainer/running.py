@@ -1,33 +1,29 @@
-"""How a training process runs: as core, as a rank of a core of several, or as hybrid."""
+"""How a training process runs: as core, as a rank of a core of several, or as hybrid.
+
+What only a core of several needs is imported where one begins: FSDP takes three seconds of CPU.
+"""
 
 from __future__ import annotations
 
 import argparse
-from functools import partial
-from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
+from common.api.ranks import rank_name
 from common.errors import ConfigError, MeshError
 from common.job.job_data import JobData
 from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import patiently
 from common.state import jobs
-from services.trainer.arithmetic.learner import Learner
 from services.trainer.core.beginning import (
     COMPILE_S,
     adapt,
     check,
     compile_kernels,
-    fresh,
     fresh_learner,
 )
 from services.trainer.core.core import TrainerCore
 from services.trainer.helpers.hybrid import Hybrid
-from services.trainer.ranks.actor import RankActor, rank_name
-from services.trainer.ranks.gang import GangCompute
-from services.trainer.ranks.rank import Rank, ShardedLearner
 
 
 async def main(a: argparse.Namespace) -> None:
@@ -43,10 +39,11 @@ async def main(a: argparse.Namespace) -> None:
         if data.config.mesh.device == "cpu":
             await mesh.host.run_blocking(compile_kernels, deadline_s=COMPILE_S)
         if a.rank:
-            await obey(mesh, data, a.gang, a.epoch, make_rank(data, a.rank, a.ranks))
+            from services.trainer.ranks.running import obey
+
+            await obey(mesh, data, a.gang, a.epoch, a.rank, a.ranks)
         elif a.core:
-            rank = make_rank(data, 0, a.ranks) if a.ranks > 1 else None
-            await train(mesh, data, a.gang, a.epoch, rank)
+            await train(mesh, data, a.gang, a.epoch, a.ranks)
         else:
             await help_out(mesh, data, a.gang, a.epoch)
     finally:
@@ -60,20 +57,10 @@ def _place(a: argparse.Namespace) -> tuple[str, str]:
     return ("trainer", f"trainer/{a.job}") if a.core else ("hybrid", f"hybrid/{a.gang}")
 
 
-def make_rank(data: JobData, rank: int, ranks: int) -> Rank:
-    """A rank of a core of several, in no group yet."""
-
-    def make(group: DeviceMesh) -> ShardedLearner:
-        adapted = partial(ShardedLearner, adapters=data.config.lora, seed=data.config.seed)
-        return fresh(data, partial(adapted, mesh=group))
-
-    return Rank(make, rank, ranks, data.config.mesh.device)
-
-
-async def train(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | None) -> None:
+async def train(mesh: Mesh, data: JobData, gang: str, epoch: int, size: int) -> None:
     """The core's life; an error in the job itself ends the job with its text."""
     try:
-        core = _core(mesh, data, gang, epoch, rank)
+        core = _core(mesh, data, gang, epoch, size)
     except ConfigError as error:
         await mesh.join(None)  # only who holds a lease ends a job
         await _fail(mesh, data, error)
@@ -87,28 +74,18 @@ async def train(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | N
         raise
 
 
-def _core(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank | None) -> TrainerCore:
+def _core(mesh: Mesh, data: JobData, gang: str, epoch: int, size: int) -> TrainerCore:
     check(data)
-    arithmetic: Learner | GangCompute
-    if rank is None:
-        arithmetic = fresh_learner(data)
-    else:
-        meetings = Path(mesh.settings.run_root) / "mesh" / "gangs"
-        within_s = data.config.training.rank_deadline_s
-        arithmetic = GangCompute(mesh, data.id, rank, meetings, within_s)
+    if size == 1:
+        return TrainerCore(mesh, data, gang, epoch, fresh_learner(data))
+    from services.trainer.ranks.running import compute_of
+
+    arithmetic = compute_of(mesh, data, size)
     return TrainerCore(mesh, data, gang, epoch, arithmetic)
 
 
 async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:
     await jobs.set_phase(mesh.state, data.id, "failed", mesh.token, mesh.name, error=str(error))
-
-
-async def obey(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank) -> None:
-    """The life of a rank beside the first."""
-    within_s = data.config.training.rank_deadline_s
-    actor = RankActor(mesh, data.id, gang, epoch, rank, within_s)
-    await mesh.join(actor, stats=actor.stats)
-    await actor.until_drained()
 
 
 async def help_out(mesh: Mesh, data: JobData, gang: str, epoch: int) -> None:

@@ -60,7 +60,7 @@ class ElasticMesh:
         server = embedded.command(self.directory / "r")
         self._spawn("redis", server.argv)
         self.forks = Forks(
-            self.host, ["services.trainer.running", "torch._dynamo"], self._log("forks")
+            self.host, ["services.trainer.ranks.running", "torch._dynamo"], self._log("forks")
         )
         settings = MeshSettings(server.url, str(self.directory), host="here")
         settings.to_file(self.directory / "settings.json")

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 
-from common.api.ranks import Done, Order, Ranks
+from common.api.ranks import Done, Order, Ranks, rank_name
 from common.errors import Fenced
 from common.job.job_data import JobData
 from common.runtime.actor import call
 from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state import jobs
-from services.trainer.ranks.actor import RankActor, rank_name
-from services.trainer.running import make_rank
+from services.trainer.ranks.actor import RankActor
+from services.trainer.ranks.running import make_rank
 
 
 class RefusingRank(RankActor):

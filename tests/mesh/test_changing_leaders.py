@@ -15,7 +15,7 @@ from common.state.keys import MESH, PLANNER
 from services.planner.planner import LEASE_MS
 from sim.loop import VirtualClock, run_virtual
 from sim.mesh import JOB
-from sim.state import simulated_clients
+from sim.state import simulated_as
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh
 
 TERM_S = LEASE_MS / 1000
@@ -50,7 +50,7 @@ class Led(PlannedMesh):
 
     def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
         super().__init__(clock, random, root)
-        self.state = WatchedState("simulated:", *simulated_clients(clock), clock.monotonic)
+        self.state = simulated_as(WatchedState, clock)
         self.world.state = self.state
 
     async def open(self) -> None:

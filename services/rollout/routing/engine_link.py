@@ -89,6 +89,11 @@ class EngineLink:
         return version if lineage >= self.lineage else NO_VERSION
 
     @property
+    def open(self) -> bool:
+        """Whether it may take another request, if somebody has a seat for it."""
+        return len(self.out) < self.bound
+
+    @property
     def load(self) -> EngineLoad:
         rests = self._mesh.clock.monotonic() < self._rests_until
         return EngineLoad(

@@ -185,9 +185,13 @@ class Router:
         return link if fits else None
 
     def dispatch(self) -> None:
-        while self._queue:
-            first = self._queue[:LOOK_AHEAD]
-            found = next_up([self._request(stay) for stay in first], self._loads())
+        while self._queue and any(link.open for link in self.links.values()):
+            loads = self._loads()
+            room = any(load.room for load in loads)
+            # Without a free seat anywhere, only those may go whose own engine runs fewer again.
+            homes = {load.name for load in loads if load.running < load.bound}
+            first = [s for s in self._queue[:LOOK_AHEAD] if room or s.home in homes]
+            found = next_up([self._request(stay) for stay in first], loads)
             if found is None:
                 return
             index, name = found
@@ -198,6 +202,8 @@ class Router:
 
     def _bucket(self, stay: Stay) -> int:
         """The stay's bucket, or the nearest, rather longer, one that has an engine now."""
+        if len(self.scheduler.buckets) == 1:
+            return 0
         wanted, version = stay.course.bucket, stay.trajectory.version
         served = {link.bucket for link in self.links.values() if link.version >= version}
         return min(served, key=lambda b: (abs(b - wanted), -b), default=wanted)

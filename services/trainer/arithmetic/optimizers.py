@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common.job.config import OptimizerConfig
 from common.model.lora import is_adapter
-from services.trainer.ranks.sharding import group_of, local, on_whole
+from services.trainer.arithmetic.cut_rows import group_of, local, on_whole
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ_STEPS = 5

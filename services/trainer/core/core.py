@@ -39,7 +39,6 @@ from services.trainer.core.recovery import Recovery
 from services.trainer.core.step import Step, Stepped
 from services.trainer.helpers.gradients import Gradients
 from services.trainer.ranks.compute import COMPUTE_S, Compute, LocalCompute
-from services.trainer.ranks.gang import GangCompute
 from services.trainer.ranks.losses import RankLosses
 
 
@@ -54,7 +53,7 @@ class TrainerCore(Actor):
         data: JobData,
         gang: str,
         epoch: int,
-        arithmetic: Learner | GangCompute,
+        arithmetic: Learner | Compute,
     ) -> None:
         self.mesh, self.data, self.gang, self.epoch = mesh, data, gang, epoch
         self.learner = arithmetic if isinstance(arithmetic, Learner) else None

@@ -1,5 +1,8 @@
 """What a step depends on beside the weights, as files: `torch.distributed.checkpoint` in
 safetensors, so that one number of ranks can load what another wrote, and nothing is pickled.
+
+`torch.distributed.checkpoint` takes one to two seconds of CPU to import. That happens where a state
+is written or read, on the thread which does it: hybrids never do.
 """
 
 from __future__ import annotations
@@ -12,13 +15,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader as loader
-from torch.distributed.checkpoint import state_dict_saver as saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
 
 from common.errors import StorageFull
 from common.records.durable import sync
@@ -30,6 +26,9 @@ def save_state(
     """Writes tensors, or each rank's shards of them, below `path`; every rank of `group` calls it.
     Without a group, one process does.
     """
+    from torch.distributed.checkpoint import state_dict_saver as saver
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     path.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     with _alone_is_fine(), _errors_named():
@@ -42,6 +41,9 @@ def load_state(
     path: Path, state: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
     """Fills the tensors of `state` in place from what any number of ranks wrote."""
+    from torch.distributed.checkpoint import state_dict_loader as loader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     reader = HuggingFaceStorageReader(str(path))
     with _alone_is_fine(), _errors_named():
         loader.load(dict(state), storage_reader=reader, process_group=group, no_dist=group is None)
@@ -50,6 +52,8 @@ def load_state(
 @contextlib.contextmanager
 def _errors_named() -> Iterator[None]:
     """What goes wrong as a StorageFull or an OSError: torch's own is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as error:

@@ -37,11 +37,6 @@ from services.trainer.ranks.thread import RankThread
 T = TypeVar("T")
 
 
-def rank_name(job: str, rank: int) -> str:
-    """What a rank beside the first is called in the mesh."""
-    return f"rank/{job}/{rank}"
-
-
 class RankActor(Actor):
     """Obeys the newest core: an order of an earlier generation is refused."""
 

@@ -28,6 +28,7 @@ from common.api.ranks import (
     ScorePart,
     Taking,
     Update,
+    rank_name,
 )
 from common.errors import ConfigError, MeshError, RankLost, RemoteFailure
 from common.process.one_at_a_time import looked_at
@@ -38,7 +39,6 @@ from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.core import saved_state
 from services.trainer.helpers.gradient_transfer import Shelf
-from services.trainer.ranks.actor import rank_name
 from services.trainer.ranks.compute import SAVE_S, Round
 from services.trainer.ranks.rank import Rank, filler
 from services.trainer.ranks.thread import RankThread

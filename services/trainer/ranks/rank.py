@@ -24,11 +24,12 @@ from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from common.model.decoder import Decoder
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic import critic, lora
+from services.trainer.arithmetic.cut_rows import group_of, local
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.packing import Bin
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_sum import KeptGradients
-from services.trainer.ranks.sharding import cut, gather, group_of, local, reshard, scatter, shard
+from services.trainer.ranks.sharding import cut, gather, reshard, scatter, shard
 
 
 def join_group(meeting: Path, rank: int, ranks: int, device: str, deadline_s: float) -> DeviceMesh:

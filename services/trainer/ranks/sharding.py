@@ -6,7 +6,7 @@ sends is cut the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 KEEP_BYTES = 2 << 30  # of float32 parameters: what a rank may hold whole beside its rows
 
@@ -49,16 +48,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def local(parameter: Tensor) -> Tensor:
-    """What of a parameter lies here; writing to it changes the parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def group_of(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that a parameter is cut over."""
-    return parameter.device_mesh.get_group() if isinstance(parameter, DTensor) else None
 
 
 def rows(total: int, rank: int, ranks: int) -> slice:
@@ -105,25 +94,3 @@ def scatter(
         parts = list(torch.split(spread, each))
     dist.scatter(padded, parts, group=group, group_src=0)
     piece.copy_(padded[: len(piece)])
-
-
-def on_whole(
-    matrices: Tensor, height: int, function: Callable[[Tensor], Tensor], group: dist.ProcessGroup
-) -> Tensor:
-    """`function` of whole matrices, of which each rank gives its rows [count, rows, columns] and
-    gets them back.
-
-    Each rank computes its share of the matrices: two exchanges, and no work done twice.
-    """
-    ranks, (count, own, width) = group.size(), matrices.shape
-    each, share = -(-height // ranks), -(-count // ranks)
-    sent = matrices.new_zeros(ranks, share, each, width)
-    sent.view(-1, each, width)[:count, :own] = matrices
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    whole = received.transpose(0, 1).reshape(share, ranks * each, width)
-    made = torch.zeros_like(whole)
-    made[:, :height] = function(whole[:, :height])
-    sent = made.view(share, ranks, each, width).transpose(0, 1).contiguous()
-    dist.all_to_all_single(received, sent, group=group)
-    return received.view(-1, each, width)[:count, :own]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -31,8 +32,9 @@ def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
     mesh.until("tools have answered", lambda: mesh.in_ledger(Kind.TOOL), within_s=150.0)
     first, second = mesh.pid("sandbox/0"), mesh.pid("sandbox/1")
     for process in psutil.Process(first).children(recursive=True):
-        if process.name() == "bwrap":
-            process.send_signal(signal.SIGKILL)  # all jails of that one, and the zygote
+        with suppress(psutil.NoSuchProcess):  # jails come and go
+            if process.name() == "bwrap":
+                process.send_signal(signal.SIGKILL)  # all jails of that one, and the zygote
     os.kill(second, signal.SIGKILL)
     assert mesh.finish() == 0, mesh.said
     summary = mesh.summary()

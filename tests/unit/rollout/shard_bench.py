@@ -50,7 +50,7 @@ from services.weights.store import WeightStore
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.state import simulated_as
 from tests.contract.state.state_bench import JOB, TRAINER
 from tests.contract.state.state_bench import Bench as StateBench
 from tests.unit.rollout.interrupted import Faults, FaultyMesh, FaultyState, Interruption
@@ -127,8 +127,7 @@ class ShardBench:
     def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
         self.clock, self.random, self.root = clock, random, root
         self.network = MemoryNetwork(clock, random.child("network"))
-        plain = simulated_state(clock)
-        self.state = FaultyState(plain.url, plain.client, plain._sync, clock.monotonic)
+        self.state = simulated_as(FaultyState, clock)
         self.calls, self.scripts = Faults(), Faults()
         self.state.faults = Faults()  # of everybody but the shard
         self.engines: list[EngineService] = []

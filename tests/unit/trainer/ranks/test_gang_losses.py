@@ -23,6 +23,7 @@ from common.api.ranks import (
     Scores,
     Taking,
     Update,
+    rank_name,
 )
 from common.api.role import Drain, Drained
 from common.clock import SystemClock
@@ -31,7 +32,6 @@ from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_transfer import read
-from services.trainer.ranks.actor import rank_name
 from services.trainer.ranks.gang import GangCompute
 from services.trainer.ranks.rank import Rank, ShardedLearner, join_group, of_the_group
 from sim.state import simulated_state

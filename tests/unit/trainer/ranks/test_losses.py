@@ -14,7 +14,7 @@ from common.state.client import State
 from services.trainer.ranks.losses import LOSSES, RankLosses
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.state import simulated_clients
+from sim.state import simulated_as
 from tests.meshes import alone
 
 LOST = RankLost("rank 1 does not answer")
@@ -39,7 +39,7 @@ class FailingState(State):
 class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        self.state = FailingState("simulated:", *simulated_clients(clock), clock.monotonic)
+        self.state = simulated_as(FailingState, clock)
         self.mesh = alone(
             "trainer/j", clock, random, SimulatedHost(clock, random.child("host")), state=self.state
         )
