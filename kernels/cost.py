@@ -56,8 +56,7 @@ class Calibration:
         self._factor = np.ones(3)  # of each term, that the measured bins ask for
         self._variance = np.eye(3) * UNSURE
         self.seen = 0  # bins learned from
-        self.strange = 0  # bins that were not
-        self._in_a_row = 0  # of those, the latest
+        self._in_a_row = 0  # latest bins that were not
 
     def cost(self) -> BinCost:
         """As far as it is known: the prior in its own unit before the first bin."""
@@ -80,7 +79,6 @@ class Calibration:
         row = terms * self._scale / seconds  # relative errors count, not seconds
         guess = float(row @ self._factor)
         if self.seen >= KNOWN and 0 < guess < 1 / OUTLIER:
-            self.strange += 1
             self._in_a_row += 1
             if self._in_a_row < PATIENCE:
                 return

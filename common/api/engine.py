@@ -84,7 +84,7 @@ class Submit:
 
 @message
 class Submitted:
-    accepted: int
+    pass
 
 
 @message

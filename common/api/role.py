@@ -13,7 +13,7 @@ class Drain:
 
 @message
 class Drained:
-    requests: int  # given back unfinished; their owners continue them elsewhere
+    pass
 
 
 class Drainable(Interface):

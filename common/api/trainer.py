@@ -66,7 +66,7 @@ class RoundResult:
 
 @message
 class RoundTaken:
-    counted: bool  # False: the step has moved on, or another result came first
+    pass
 
 
 class Trainer(Drainable):

@@ -38,8 +38,6 @@ class GroupRow:
     digest: str  # of its bytes in the weight store
     nbytes: int
     min_version: int  # of its tokens
-    max_version: int
-    passed: int  # steps that took younger groups
     foreign_above: int = NATIVE  # tokens of later versions are of an abandoned lineage
 
 
@@ -62,7 +60,6 @@ class InFlight:
     open: int
     ready: int
     leased: int
-    requeued: int  # prompts that wait to be admitted again
     samples: int
     capacity: int  # groups; negative after a new lineage opened at an earlier version
 
@@ -89,7 +86,6 @@ async def group_ready(
     digest: str,
     nbytes: int,
     min_version: int,
-    max_version: int,
     scored: int,
     op_id: str,
 ) -> None:
@@ -102,7 +98,6 @@ async def group_ready(
         "digest": digest,
         "nbytes": nbytes,
         "min_version": min_version,
-        "max_version": max_version,
         "scored": scored,
         "op": op_id,
     }

@@ -36,13 +36,9 @@ class Telemetry:
     def __init__(self, service: str) -> None:
         self.log: Any = structlog.get_logger(service=service)
         self.counters: dict[str, float] = {}
-        self.gauges: dict[str, float] = {}
 
     def count(self, name: str, by: float = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + by
 
-    def gauge(self, name: str, value: float) -> None:
-        self.gauges[name] = value
-
     def snapshot(self) -> dict[str, float]:
-        return {**self.counters, **self.gauges}
+        return dict(self.counters)
