@@ -57,8 +57,7 @@ class Calibration:
         self._factor = np.ones(3)  # correction of each term, fitted to the measured bins
         self._variance = np.eye(3) * UNSURE
         self.seen = 0  # bins learned from
-        self.strange = 0  # bins that were not
-        self._in_a_row = 0  # bins in a row that were not, up to the latest
+        self._in_a_row = 0  # latest bins that were not
 
     def cost(self) -> BinCost:
         """The cost in seconds as far as it is known; before the first bin, the prior in its own
@@ -83,7 +82,6 @@ class Calibration:
         row = terms * self._scale / seconds  # relative errors count, not seconds
         guess = float(row @ self._factor)
         if self.seen >= KNOWN and 0 < guess < 1 / OUTLIER:
-            self.strange += 1
             self._in_a_row += 1
             if self._in_a_row < PATIENCE:
                 return

@@ -30,7 +30,6 @@ from common.state import jobs, registry
 from common.state.client import State
 
 GAP_S = (2.0, 5.0)  # between the end of one fault and the next
-LEASE_S = 6.0
 STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
 WITHOUT_LEASE_S = 12.0  # of a process that holds none
 RUN_S = 900.0  # the whole run, faults included

@@ -25,23 +25,17 @@ import torch
 import uvloop
 
 from common.api.engine import Attach, CacheMove, CacheMoved, Engine, Sampling, Submit
-from common.clock import SystemClock
 from common.generation.builtin.build import build
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from common.process.host import SystemHost
-from common.random import Random
 from common.runtime.mesh import Mesh
-from common.state import registry
-from common.transport.zmq import ZmqTransport
+from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
 from services.engine.running import Driver
 from services.engine.service import EngineService
 from services.rollout.routing.cache_moves import MoveCosts
-from sim.state import simulated_state
 
 SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/0"
 SLOTS, LENGTH = 4, 8192
-FOREVER_S = 3600.0  # lease length: no renewal falls into a round
 ATTACH_S = 30.0
 PING_S = 0.002  # between two pings
 MODEL = ModelConfig(
@@ -58,29 +52,9 @@ MODEL = ModelConfig(
 )
 
 
-def _mesh(name: str) -> Mesh:
-    clock = SystemClock()
-    return Mesh(
-        name=name,
-        kind="loadtest",
-        state=simulated_state(clock),
-        transport=ZmqTransport(),
-        clock=clock,
-        random=Random.system(),
-        host=SystemHost(),
-        ttl_s=FOREVER_S,
-        renew_s=FOREVER_S / 2,
-    )
-
-
-async def _knows(mesh: Mesh, name: str, address: str, incarnation: str) -> None:
-    entry = registry.Entry(name, "loadtest", address=address, incarnation=incarnation)
-    await registry.register(mesh.state, entry, int(FOREVER_S * 1000))
-
-
 async def serve(name: str, source: list[str]) -> None:
     torch.set_num_threads(1)
-    mesh = _mesh(name)
+    mesh = unrenewed(name)
     engine = build(MODEL, SLOTS, LENGTH)
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(0))
@@ -89,7 +63,7 @@ async def serve(name: str, source: list[str]) -> None:
     driver.start(service)
     await mesh.join(service)
     if source:
-        await _knows(mesh, SOURCE, *source)
+        await knows(mesh, SOURCE, *source)
     await service.swap(model.state_dict(), 0, "manifest")
     print(mesh.transport.address, mesh.incarnation, engine.cache_bytes_per_token, flush=True)
     await asyncio.sleep(FOREVER_S)
@@ -220,10 +194,10 @@ def start(name: str, *source: str) -> tuple[subprocess.Popen[str], list[str]]:
 async def compare(counts: list[int], rounds: int) -> dict[str, Any]:
     source, told = start(SOURCE)
     target, heard = start(TARGET, *told[:2])
-    mesh = _mesh(SHARD)
+    mesh = unrenewed(SHARD)
     mesh.start()
-    await _knows(mesh, SOURCE, *told[:2])
-    await _knows(mesh, TARGET, *heard[:2])
+    await knows(mesh, SOURCE, *told[:2])
+    await knows(mesh, TARGET, *heard[:2])
     shard = Shard(mesh)
     try:
         for event in shard.attached.values():

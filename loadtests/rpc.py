@@ -23,20 +23,13 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from common.clock import SystemClock
-from common.process.host import SystemHost
-from common.random import Random
 from common.runtime.actor import Actor, call
 from common.runtime.interface import Call, Interface
-from common.runtime.mesh import Mesh
-from common.state import registry
-from common.transport.zmq import ZmqTransport
 from common.wire.frames import encode, message
-from sim.state import simulated_state
+from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
 
 IN_FLIGHT = 64
 BODY_BYTES = 100
-FOREVER_S = 3600.0  # lease length: no renewal falls into a round
 
 
 @message
@@ -67,23 +60,8 @@ class EchoActor(Actor):
 PING = Ping("load-test", 123_456, b"x" * (BODY_BYTES - 18))
 
 
-def _mesh(name: str) -> Mesh:
-    clock = SystemClock()
-    return Mesh(
-        name=name,
-        kind="loadtest",
-        state=simulated_state(clock),
-        transport=ZmqTransport(),
-        clock=clock,
-        random=Random.system(),
-        host=SystemHost(),
-        ttl_s=FOREVER_S,
-        renew_s=FOREVER_S / 2,
-    )
-
-
 async def serve_mesh() -> None:
-    mesh = _mesh("echo")
+    mesh = unrenewed("echo")
     await mesh.join(EchoActor())
     print(mesh.transport.address, mesh.incarnation, flush=True)
     await asyncio.sleep(FOREVER_S)
@@ -165,10 +143,9 @@ def _serve(which: str) -> tuple[subprocess.Popen[str], str, str]:
 async def compare(rounds: int, seconds: float) -> dict[str, float]:
     echo, echo_address, incarnation = _serve("mesh")
     stock, stock_address, _ = _serve("peer")
-    mesh = _mesh("load")
+    mesh = unrenewed("load")
     mesh.start()
-    entry = registry.Entry("echo", "loadtest", address=echo_address, incarnation=incarnation)
-    await registry.register(mesh.state, entry, int(FOREVER_S * 1000))
+    await knows(mesh, "echo", echo_address, incarnation)
     ref = mesh.ref("echo")
     client = StockClient(stock_address)
     ways: dict[str, tuple[Callable[[], Awaitable[object]], subprocess.Popen[str]]] = {

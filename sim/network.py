@@ -35,7 +35,7 @@ class Faults:
 class MemoryNetwork:
     def __init__(self, clock: Clock, random: Random, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
-        self.lost = self.duplicated = self.delivered = 0
+        self.lost = self.duplicated = 0
         self._clock = clock
         self._random = random
         self._ends: dict[str, MemoryTransport] = {}
@@ -120,7 +120,6 @@ class MemoryNetwork:
             return
         end = self._ends.get(target)
         if end is not None:
-            self.delivered += 1
             end.take(peer, frames)
 
 

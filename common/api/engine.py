@@ -90,8 +90,6 @@ class Submit:
 class Submitted:
     """The answer to Submit: the number of requests that were taken."""
 
-    accepted: int
-
 
 @message
 class Rest:

@@ -17,8 +17,6 @@ class Drain:
 class Drained:
     """The answer to Drain; the process may be ended now."""
 
-    requests: int  # given back unfinished; their owners continue them elsewhere
-
 
 class Drainable(Interface):
     """The methods that every role process has."""

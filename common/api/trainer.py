@@ -78,8 +78,6 @@ class RoundResult:
 class RoundTaken:
     """The answer to RoundResult."""
 
-    counted: bool  # False: the step has moved on, or another result came first
-
 
 class Trainer(Drainable):
     """The methods of the core of a training gang."""

@@ -98,7 +98,6 @@ class Group:
     logprobs: Array  # float32, 0 where the model did not sample
     versions: Array  # int32, -1 where the model did not sample
     rewards: Array  # float32 [members], NaN: the member failed and is not trained
-    ends: list[str]  # why each member ended: done, length, turns, or its error
     # Log-probabilities of the job's frozen models beside `logprobs`, 0 for what begins a member and
     # for members that failed; empty: the job has no such model.
     reference: Array = field(default_factory=lambda: np.zeros(0, np.float32))

@@ -39,8 +39,6 @@ class GroupRow:
     digest: str  # names its bytes in the weight store
     nbytes: int
     min_version: int  # oldest weights that sampled one of its tokens
-    max_version: int
-    passed: int  # steps that took younger groups
     foreign_above: int = NATIVE  # tokens of later versions are of an abandoned lineage
 
 
@@ -67,7 +65,6 @@ class InFlight:
     open: int
     ready: int
     leased: int
-    requeued: int  # prompts that wait to be admitted again
     samples: int
     capacity: int  # groups; negative after a new lineage opened at an earlier version
 
@@ -94,7 +91,6 @@ async def group_ready(
     digest: str,
     nbytes: int,
     min_version: int,
-    max_version: int,
     scored: int,
     op_id: str,
 ) -> None:
@@ -107,7 +103,6 @@ async def group_ready(
         "digest": digest,
         "nbytes": nbytes,
         "min_version": min_version,
-        "max_version": max_version,
         "scored": scored,
         "op": op_id,
     }

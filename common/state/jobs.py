@@ -12,7 +12,6 @@ from common.state.client import State
 from common.state.keys import MESH, job_prefix
 
 JOBS = f"{MESH}:jobs"
-DELETED = f"{MESH}:deleted"
 COUNTS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
 
 
@@ -54,8 +53,6 @@ class JobRow:
     stale_requeued: int
     host_lost: int
     typed_drops: int
-    submitted_ms: int
-    phase_ms: int  # when the phase began
     error: str
     initial_manifest: str = ""  # manifest of version 0, once there is one
     best_version: int = -1  # by `evaluation.best`; -1: none yet
@@ -204,27 +201,6 @@ async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
     )
 
 
-async def delete_job(state: State, job: str) -> None:
-    """Removes all keys of a job but its events, and records that this was meant: the weight store
-    lets go of what it held for it.
-    """
-    await state.command("SADD", DELETED, job)
-    await state.command("ZREM", JOBS, job)
-    prefix = job_prefix(job)
-    cursor = "0"
-    while True:
-        cursor, keys = await state.command("SCAN", cursor, "MATCH", f"{prefix}:*", "COUNT", 1000)
-        if keys:
-            await state.command("UNLINK", *keys)
-        if str(cursor) == "0":
-            break
-
-
-async def deleted(state: State) -> set[str]:
-    """Names of jobs that were deleted; one of them may be on record again."""
-    return set(await state.command("SMEMBERS", DELETED))
-
-
 def _job(row: dict[str, str]) -> JobRow:
     whole = (
         "lineage",
@@ -232,8 +208,6 @@ def _job(row: dict[str, str]) -> JobRow:
         "steps_done",
         "cursor",
         "admitted",
-        "submitted_ms",
-        "phase_ms",
         *COUNTS,
     )
     return JobRow(

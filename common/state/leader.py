@@ -18,11 +18,6 @@ def keep(state: State, election: str, token: int, ttl_ms: int) -> bool:
     return bool(state.run_sync("keep", [MESH], args)["held"])
 
 
-async def resign(state: State, election: str, token: int) -> None:
-    """Gives leadership up; no effect when it is another's already."""
-    await state.run("resign", [MESH], {"election": election, "token": token})
-
-
 async def leader(state: State, election: str) -> tuple[str, int]:
     """(owner, token) of who leads now; ("", 0) when nobody does."""
     answer = await state.run("leader", [MESH], {"election": election})

@@ -36,16 +36,11 @@ class Telemetry:
     def __init__(self, service: str) -> None:
         self.log: Any = structlog.get_logger(service=service)
         self.counters: dict[str, float] = {}
-        self.gauges: dict[str, float] = {}
 
     def count(self, name: str, by: float = 1) -> None:
         """Adds `by` to a counter, which begins at 0."""
         self.counters[name] = self.counters.get(name, 0) + by
 
-    def gauge(self, name: str, value: float) -> None:
-        """Sets a gauge."""
-        self.gauges[name] = value
-
     def snapshot(self) -> dict[str, float]:
         """All counters and gauges as they are now."""
-        return {**self.counters, **self.gauges}
+        return dict(self.counters)

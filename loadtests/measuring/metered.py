@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,6 @@ class Reading:
     """What all processes had used when a step was seen to be committed."""
 
     step: int
-    wall_s: float
     cpu_s: dict[str, float]  # by kind of process, since each began
 
 
@@ -45,9 +43,6 @@ class Measured:
         before, after = self.readings[first].cpu_s, self.readings[last].cpu_s
         steps = last - first
         return {kind: (used - before.get(kind, 0.0)) / steps for kind, used in after.items()}
-
-    def wall_per_step(self, first: int, last: int) -> float:
-        return (self.readings[last].wall_s - self.readings[first].wall_s) / (last - first)
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +88,7 @@ async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
             if row is not None and row.version > version:
                 version = row.version
                 cpu = meter.reading(roles=True)
-                measured.readings[version] = Reading(version, time.perf_counter(), cpu)
+                measured.readings[version] = Reading(version, cpu)
             if row is not None and row.phase == jobs.Phase.FAILED:
                 raise RuntimeError(f"the job failed: {row.error}")
             await asyncio.sleep(LOOK_S)

@@ -64,7 +64,6 @@ class Snapshot:
     in_flight: int = 0
     bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
     histogram: tuple[int, ...] = ()
-    lost_processes: int = 0
     news: tuple[str, ...] = ()  # the last events worth a line
     trouble: str = ""  # why this is not up to date
     error: str = ""  # why the job failed
@@ -93,7 +92,6 @@ class History:
 
     tokens: deque[tuple[float, float]] = field(default_factory=deque)
     news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
-    ended: int = 0
 
     def rate(self, at: float, total: float) -> float:
         """Tokens/s over the last seconds; a counter that fell back belongs to a new process."""
@@ -107,7 +105,6 @@ class History:
 
     def hear(self, events: Sequence[Event]) -> None:
         for event in events:
-            self.ended += unforeseen(event)
             if line := told(event):
                 self.news.append(line)
 
@@ -138,7 +135,6 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         entropy=float(last.get("entropy", 0)),
         workers=tuple(worker(gang, reading.entries) for gang in reading.gangs),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
-        lost_processes=history.ended,
         news=tuple(history.news),
         error=reading.job.error,
     )

@@ -220,7 +220,7 @@ class EngineService(Actor):
             start = end
         ended = batch.ended.tolist()
         self.command(lambda: self._admit(requests, ended))
-        return Submitted(len(requests))
+        return Submitted()
 
     def _admit(self, requests: list[Request], ended: list[int]) -> None:
         if ended:
@@ -352,7 +352,7 @@ class EngineService(Actor):
                 await self.mesh.clock.sleep(0.01)
         for owner in self._owners.values():
             owner.flushes.put_nowait(None)
-        return Drained(len(ids))
+        return Drained()
 
 
 def _settle(done: asyncio.Future[R], answer: R | MeshError) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ DRAIN_S = 5.0
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 LEAVING_S = 1.0  # for both, when the whole worker stops
 TRY_AGAIN_S = 30.0  # after the budget was spent, or the process ended by itself
-
-Report = Callable[[str, str], Awaitable[None]]
 
 
 class RoleProcess(Hooks):

@@ -134,7 +134,7 @@ class FrozenModels(Actor):
     def drain(self, request: Drain) -> Drained:
         """What is under way is asked for again where the models are next."""
         self._draining = True
-        return Drained(0)
+        return Drained()
 
 
 def scores(role: str, engine: TokenEngine, sequences: Sequence[NDArray[np.int32]]) -> RoleScores:

@@ -52,11 +52,6 @@ class JobRecords:
             content = _content(self.of(job))
             await self._host.run_blocking(self._write, self._path(job), content, deadline_s=IO_S)
 
-    async def forget(self, job: str) -> None:
-        async with self._writing:
-            self._records.pop(job, None)
-            await self._host.run_blocking(self._path(job).unlink, True, deadline_s=IO_S)
-
     def _path(self, job: str) -> Path:
         return self._directory / f"{quote(job, safe='')}.json"
 

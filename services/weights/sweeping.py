@@ -74,23 +74,20 @@ class Sweeper:
 
     async def sweep(self) -> None:
         rows = await jobs.jobs(self._mesh.state)
-        gone = await jobs.deleted(self._mesh.state) - {row.id for row in rows}
         held = {record.job: dict(record.versions) for record in self._records}
-        need = await self._need(rows, held, gone)
+        need = await self._need(rows, held)
         live = need.groups | await self._contents(need.manifests)
         passed = {m for versions in held.values() for m in versions} - need.manifests
         named = self._named | await self._contents(passed)
         self._named = live
         await self._delete(named - live, live)
         for job, versions in held.items():
-            await self._record(job, versions, need.manifests, job in gone)
+            await self._record(job, versions, need.manifests)
         self._remove(need.leftovers)
 
     # -- what is needed --------------------------------------------------------------------------
 
-    async def _need(
-        self, rows: list[jobs.JobRow], held: dict[str, dict[str, Number]], gone: set[str]
-    ) -> _Need:
+    async def _need(self, rows: list[jobs.JobRow], held: dict[str, dict[str, Number]]) -> _Need:
         need = _Need()
         for row in rows:
             need.groups |= await groups.digests(self._mesh.state, row.id)
@@ -102,7 +99,7 @@ class Sweeper:
                 need.manifests |= versions.keys()
             need.manifests |= await self._of_checkpoints(directory, names)
             need.leftovers += await self._run(_leftovers, directory)
-        known = gone | {row.id for row in rows}
+        known = {row.id for row in rows}
         for record in self._records:
             if record.job not in known:  # to Redis, which has lost it: a resume will come for it
                 need.manifests |= held.get(record.job, {}).keys() | await self._resumable(record)
@@ -161,13 +158,8 @@ class Sweeper:
             if digest not in live:
                 self._forget(digest)
 
-    async def _record(
-        self, job: str, versions: dict[str, Number], needed: set[str], gone: bool
-    ) -> None:
+    async def _record(self, job: str, versions: dict[str, Number], needed: set[str]) -> None:
         """Strikes off the versions that are needed no longer; what was staged meanwhile stays."""
-        if gone and self._records.of(job).versions == versions:
-            await self._records.forget(job)
-            return
         passed = versions.keys() - needed
         for digest in passed:
             self._records.of(job).versions.pop(digest, None)

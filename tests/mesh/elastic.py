@@ -228,7 +228,6 @@ class Training:
                 digest,
                 len(content),
                 0,
-                0,
                 MEMBERS,
                 uuid.uuid4().hex,
             )
@@ -288,5 +287,4 @@ def group(number: int) -> Group:
         logprobs=np.where(own, -np.log(VOCABULARY) + noise, 0.0).astype(np.float32),
         versions=np.where(own, 0, -1).astype(np.int32),
         rewards=random.uniform(0.0, 1.0, MEMBERS).astype(np.float32),
-        ends=["done"] * MEMBERS,
     )

@@ -11,15 +11,11 @@ from common.job.config import JobConfig
 from common.random import Random
 from common.state import events, gangs, leader
 from common.state.client import State
-from common.state.keys import PLANNER
+from common.state.keys import MESH, PLANNER
 from services.planner.planner import LEASE_MS
 from sim.loop import VirtualClock, run_virtual
 from sim.mesh import JOB
-<<<<<<< HEAD
 from sim.state import simulated_as
-=======
-from sim.state import simulated_clients
->>>>>>> names
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh
 
 TERM_S = LEASE_MS / 1000
@@ -54,12 +50,7 @@ class Led(PlannedMesh):
 
     def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
         super().__init__(clock, random, root)
-<<<<<<< HEAD
         self.state = simulated_as(WatchedState, clock)
-        assert isinstance(self.state, WatchedState)
-=======
-        self.state = WatchedState("simulated:", *simulated_clients(clock), clock.monotonic)
->>>>>>> names
         self.world.state = self.state
 
     async def open(self) -> None:
@@ -76,8 +67,7 @@ class Led(PlannedMesh):
 
     async def resigned(self) -> None:
         """The planner that leads no longer does."""
-        _, token = await leader.leader(self.state, PLANNER)
-        await leader.resign(self.state, PLANNER, token)
+        await self.state.command("DEL", f"{MESH}:leader:{PLANNER}")
 
     async def told(self, kind: str) -> list[dict[str, Any]]:
         return [e.fields for e in await events.read_all(self.state) if e.kind == kind]

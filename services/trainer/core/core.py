@@ -121,12 +121,13 @@ class TrainerCore(Actor):
 
     @call(Trainer.round_done)
     async def round_done(self, result: RoundResult) -> RoundTaken:
-        return RoundTaken(await self.gradients.done(result))
+        await self.gradients.done(result)
+        return RoundTaken()
 
     @call(Trainer.drain)
     def drain(self, request: Drain) -> Drained:
         """A step that is cut off is repeated by the next core, from its own lease of the groups."""
-        return Drained(0)
+        return Drained()
 
     # -- life ------------------------------------------------------------------------------------
 

@@ -113,31 +113,31 @@ class Gradients:
             self._offered.set()
             self._progress.set()
 
-    async def done(self, result: RoundResult) -> bool:
-        """Counts a hybrid's result; False when the step has moved on or another came first. Fenced
-        if it is no hybrid any more.
+    async def done(self, result: RoundResult) -> None:
+        """Counts a hybrid's result, unless the step has moved on or another came first. Fenced if
+        it is no hybrid any more.
         """
         self.hybrids.gives(result.gang, result.generation, self._mesh.clock.monotonic())
         work = self._work
         if work is None or result.epoch != work.epoch:
-            return False
+            return
         stats = BinStats(**result.stats)
         self._spent(result.gang, result.busy_s)
         if not work.board.claim(result.index):
-            return False
+            return
         try:
             gradient = await collect(
                 self._mesh, self._bulk, result.gang, result.pieces, self._compute.size
             )
             if self._work is not work:  # the core has computed it meanwhile
-                return False
+                return
             await self._compute.keep(result.index, gradient)
         except BaseException:
             work.board.disclaim(result.index)
             raise
         else:
             work.stats[result.index] = stats
-            return work.board.done(result.index)
+            work.board.done(result.index)
         finally:
             self._offered.set()
             self._progress.set()

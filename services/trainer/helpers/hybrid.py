@@ -82,7 +82,7 @@ class Hybrid(Actor):
             self.mesh.telemetry.log.info("leaving", error=str(error))
         finally:
             self._left.set()
-        return Drained(0)
+        return Drained()
 
     async def serve(self) -> None:
         """Serves until drained; a core that is away is asked again."""

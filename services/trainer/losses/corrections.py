@@ -22,8 +22,6 @@ from common.job.config import AlgorithmConfig
 from common.job.correction_bounds import bounds
 from services.trainer.losses.terms import Terms, ratio_of
 
-LEVELS = ("token", "sequence")
-
 
 @torch.no_grad()
 def corrected(terms: Terms, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from services.trainer.losses.terms import LARGEST_LOG_RATIO, ratio_of
 
-ESTIMATES = ("k1", "k2", "k3")
-
 
 def estimate(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     """[t], with a gradient to `logprobs`."""

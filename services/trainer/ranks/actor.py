@@ -58,7 +58,7 @@ class RankActor(Actor):
     def drain(self, request: Drain) -> Drained:
         """The core repeats the step on the gang that comes next."""
         self._drained.set()
-        return Drained(0)
+        return Drained()
 
     async def until_drained(self) -> None:
         await self._drained.wait()

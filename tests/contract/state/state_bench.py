@@ -138,7 +138,6 @@ class Seats:
             f"digest{group.group}",
             10,
             version,
-            version,
             scored,
             op_id,
         )

@@ -103,9 +103,7 @@ class Gate(RuleBasedStateMachine):
             return False
         version = self.sampled_by[group.group] - age  # perhaps of an abandoned lineage
         token = self.seats.shard
-        await self.twice(
-            groups.group_ready, SHARD, token, group.group, "d", 1, version, version, scored
-        )
+        await self.twice(groups.group_ready, SHARD, token, group.group, "d", 1, version, scored)
         return True
 
     @rule(pick=st.integers(0, 20), dropped=st.booleans())

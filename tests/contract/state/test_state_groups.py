@@ -84,16 +84,6 @@ async def test_an_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
     assert [(row["tag"], row["result"]) for row in found] == [("before", {}), ("s10", first)]
 
 
-async def test_a_deleted_job_leaves_nothing_but_its_events(bench: Bench) -> None:
-    seats = await bench.training_job()
-    await seats.admit()
-    await jobs.delete_job(bench.state, JOB)
-    assert await jobs.jobs(bench.state) == []
-    left = await bench.state.command("KEYS", "*")
-    assert not [key for key in left if key.startswith("{job}")]
-    await jobs.submit(bench.state, JOB, document(), "", "again")
-
-
 async def test_the_gate_admits_what_the_staleness_bound_allows(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2, max_staleness=2)
     opened = await seats.admit(4) + await seats.admit(4)
@@ -170,7 +160,7 @@ async def test_a_finished_group_is_ready_once(bench: Bench) -> None:
     [group] = await seats.admit(1)
     for _ in range(2):
         await groups.group_ready(
-            bench.state, JOB, SHARD, seats.shard, group.group, "d", 9, 0, 0, 2, "same"
+            bench.state, JOB, SHARD, seats.shard, group.group, "d", 9, 0, 2, "same"
         )
     with pytest.raises(Refused, match="not open"):
         await seats.finish(group)

@@ -206,14 +206,6 @@ async def test_a_leader_that_lapsed_leads_again_under_a_new_token(bench: Bench) 
     assert await leader.campaign(bench.state, "planner", "a", LONG_MS) > old
 
 
-async def test_a_leader_that_resigns_is_followed_at_once(state: State) -> None:
-    old = await leader.campaign(state, "planner", "a", LONG_MS)
-    await leader.resign(state, "planner", old)
-    assert await leader.campaign(state, "planner", "b", LONG_MS) > old
-    await leader.resign(state, "planner", old)
-    assert (await leader.leader(state, "planner"))[0] == "b"
-
-
 async def test_events_come_back_in_order_and_page_by_page(state: State) -> None:
     for n in range(5):
         await events.append(state, "ticked", {"n": n, "none": None, "list": [], "map": {}})

@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.clock import SystemClock
-from common.process.host import SystemHost
-from common.random import Random
 from common.runtime.mesh import Mesh
-from common.transport.zmq import ZmqTransport
 from sim.state import simulated_state
+from tests.meshes import on_sockets
 from tests.unit.common.runtime.talking import Join, Talker
 
 
@@ -23,16 +21,7 @@ async def join() -> AsyncIterator[Join]:
     meshes: list[Mesh] = []
 
     async def joined(name: str, actor: Talker | None = None, **options: float) -> Mesh:
-        mesh = Mesh(
-            name=name,
-            kind="test",
-            state=state,
-            transport=ZmqTransport(),
-            clock=clock,
-            random=Random.system(),
-            host=SystemHost(),
-            **options,  # type: ignore[arg-type]
-        )
+        mesh = on_sockets(name, state, clock, **options)
         if actor is not None:
             actor.mesh = mesh
         meshes.append(mesh)

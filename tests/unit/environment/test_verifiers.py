@@ -19,11 +19,9 @@ from common.job.job_data import JobData
 from common.model.tokenizer import Tokenizer
 from common.process.host import SystemHost
 from common.random import Random
-from common.runtime.mesh import Mesh
 from meshrl.job import tasksets
 from services.rollout.environments.pool import EnvironmentPool
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
 pytestmark = [pytest.mark.needs("verifiers"), pytest.mark.timeout(300)]
@@ -48,15 +46,7 @@ def configured(tmp_path: Path) -> JobData:
 @pytest.fixture
 async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
     clock = SystemClock()
-    mesh = Mesh(
-        name="rollout/0",
-        kind="rollout",
-        state=simulated_state(clock),
-        transport=MemoryTransport(MemoryNetwork(clock, Random(1)), "mem://rollout"),
-        clock=clock,
-        random=Random(1),
-        host=SystemHost(),
-    )
+    mesh = alone("rollout/0", clock, Random(1), SystemHost())
     pool = EnvironmentPool(mesh, configured(tmp_path), tmp_path)
     yield pool
     await pool.close()

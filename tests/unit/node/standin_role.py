@@ -28,7 +28,7 @@ class Standin(Actor):
     def drain(self, m: Drain) -> Drained:
         with self._note.open("a") as file:
             file.write(f"{m.reason}\n")
-        return Drained(requests=0)
+        return Drained()
 
 
 async def main(a: argparse.Namespace) -> None:

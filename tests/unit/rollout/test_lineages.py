@@ -19,7 +19,6 @@ from common.job.config import (
 )
 from common.job.job_data import JobData
 from common.random import Random
-from common.runtime.mesh import Mesh
 from common.state import groups, jobs, steps
 from services.rollout.job import ShardJob
 from services.rollout.routing.stay import Stay
@@ -27,9 +26,8 @@ from services.rollout.shard import RolloutShard
 from services.rollout.trajectory import Ending, Trajectory
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, document
+from tests.meshes import alone
 
 EVERY = 2
 
@@ -41,15 +39,7 @@ class World:
 
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        self.mesh = Mesh(
-            name="rollout/0",
-            kind="rollout",
-            state=simulated_state(clock),
-            transport=MemoryTransport(MemoryNetwork(clock, random.child("network")), "mem://one"),
-            clock=clock,
-            random=random,
-            host=SimulatedHost(clock, random.child("host")),
-        )
+        self.mesh = alone("rollout/0", clock, random, SimulatedHost(clock, random.child("host")))
         self.state = self.mesh.state
         self.going = asyncio.Event()
         self.entered: list[int] = []

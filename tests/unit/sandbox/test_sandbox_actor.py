@@ -245,10 +245,5 @@ async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> No
     held = [("notebook", "x = 1", {"status": "ok", "output": ""})]
     lost = await client.tool("notebook", "x", "t2", held)
     assert lost["status"] == "crashed" and "its process was lost" in lost["output"]
-<<<<<<< HEAD
-    outside.ended("t1")
-    await outside.close()
-=======
     client.ended("t1")
     await client.close()
->>>>>>> names

@@ -9,13 +9,12 @@ import pytest
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
-from common.random import Random
 from common.runtime.mesh import Mesh, MeshSettings
-from common.transport.zmq import ZmqTransport
 from common.wire.bulk import BulkServer, ChunkStore
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
+from tests.meshes import on_sockets
 from tests.unit.weights.storing import Store
 
 
@@ -25,16 +24,8 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     state = simulated_state(clock)
 
     def mesh(name: str, where: str) -> Mesh:
-        return Mesh(
-            name=name,
-            kind="test",
-            state=state,
-            transport=ZmqTransport(),
-            clock=clock,
-            random=Random.system(),
-            host=host,
-            settings=MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where),
-        )
+        settings = MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where)
+        return on_sockets(name, state, clock, host=host, settings=settings)
 
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")

@@ -170,9 +170,7 @@ class StoreBench:
         token = self.shard.token
         await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, self.trainer.token, TRAINER)
         [one] = await groups.admit(self.state, JOB, SHARD, token, 1, "admit")
-        await groups.group_ready(
-            self.state, JOB, SHARD, token, one.group, digest, 1, 0, 0, 1, "ready"
-        )
+        await groups.group_ready(self.state, JOB, SHARD, token, one.group, digest, 1, 0, 1, "ready")
 
     async def end_groups(self, step: int) -> None:
         """A step takes what is ready, and its checkpoint covers it."""

@@ -29,10 +29,9 @@ def row(reference: str, lineage: int = 0, version: int = 0, **more: str) -> JobR
         "budget": {"steps": 10},
     }
     whole = dict.fromkeys(("lineage", "version", "steps_done", "cursor", "admitted", *COUNTS), 0)
-    times = {"submitted_ms": 0, "phase_ms": 0}
     text = {"id": "j", "phase": "training", "run_dir": "", "checkpoint": "", "error": ""}
     whole |= {"lineage": lineage, "version": version}
-    return JobRow(document=document, **text, **whole, **times, **{"manifest": "now", **more})
+    return JobRow(document=document, **text, **whole, **{"manifest": "now", **more})
 
 
 def test_the_current_the_best_and_a_first_version_that_is_the_reference_stay() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -185,23 +184,6 @@ def test_a_checkpoint_that_a_file_names_outlives_redis_even_if_it_was_given_up(
         store.age(24 * HOUR_S)
         await store.clock.sleep(LONG_S)
         assert await store.stored(weights)
-
-    on_store(tmp_path, story)
-
-
-def test_a_job_that_was_deleted_on_purpose_leaves_nothing(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        for job in (JOB, "other"):
-            await store.submit(job)
-            await store.begin(job)
-        await store.clock.sleep(SOON_S)
-        kept = await store.stage(1)
-        await jobs.delete_job(store.state, "other")
-        await store.clock.sleep(LONG_S)
-        held = json.loads((store.chunks.directory / "jobs/job.json").read_text())
-        assert await store.stored(kept) and kept in held["versions"]
-        assert [path.name for path in (store.chunks.directory / "jobs").iterdir()] == ["job.json"]
-        assert len(files(store)) == 4, "two versions, each a manifest and a chunk"
 
     on_store(tmp_path, story)
 

@@ -8,7 +8,7 @@ if row.state ~= 'open' or row.shard ~= a.shard then
   return refuse('refused', 'group ' .. a.group .. ' is not open at ' .. a.shard)
 end
 redis.call('HSET', group_key(a.group), 'digest', a.digest, 'nbytes', a.nbytes,
-  'min_version', a.min_version, 'max_version', a.max_version, 'scored', a.scored)
+  'min_version', a.min_version, 'scored', a.scored)
 move(a.group, 'open', 'ready')
 event('ready', {job = a.job, group = a.group, samples = tonumber(row.samples), scored = a.scored,
   digest = a.digest, by = a.shard})

@@ -14,5 +14,4 @@ if not job.version then return refuse('not_found', 'there is no job ' .. a.job) 
 local steps = math.min(tonumber(job.max_staleness) + tonumber(job.version) + 1,
   tonumber(job.budget_steps))
 answer.capacity = steps * tonumber(job.groups_per_step) - tonumber(job.admitted)
-answer.requeued = redis.call('LLEN', JOB .. ':requeue')
 return cjson.encode(answer)

@@ -15,9 +15,7 @@ from common.errors import DeadlineExceeded
 from common.process.host import SystemHost
 from common.process.serial_executor import STUCK, SerialExecutor
 from common.random import Random
-from common.runtime.mesh import Mesh
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 
 SOON_S = 30.0  # for a thread of a busy machine to get its turn
 
@@ -55,15 +53,7 @@ async def until(event: Event) -> None:
 @asynccontextmanager
 async def serial_executor(patience_s: float = SOON_S) -> AsyncIterator[SerialExecutor]:
     clock = SystemClock()
-    mesh = Mesh(
-        name="trainer/j",
-        kind="trainer",
-        state=simulated_state(clock),
-        transport=MemoryTransport(MemoryNetwork(clock, Random(0)), "mem://here"),
-        clock=clock,
-        random=Random(0),
-        host=Host(),
-    )
+    mesh = alone("trainer/j", clock, Random(0), Host())
     yield SerialExecutor(mesh, patience_s)
 
 

@@ -13,7 +13,7 @@ from common.job.correction_bounds import LARGEST
 from meshrl.job import algorithm, jobfile, schema
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.algorithms.hooks import advantage_of_one
-from services.trainer.losses import aggregation, corrections, kl
+from services.trainer.losses import aggregation
 
 EXAMPLE = Path(__file__).parents[4] / "examples/calculator.toml"
 
@@ -22,9 +22,7 @@ def test_the_choices_of_a_job_file_are_those_of_the_trainer() -> None:
     choices = {key: get_args(kind) for key, kind in schema.kinds().items()}
     assert sorted(choices["algorithm.name"]) == sorted(ALGORITHMS)
     assert choices["algorithm.aggregation"] == ("", *aggregation.NAMES)
-    assert choices["algorithm.kl"] == kl.ESTIMATES
     assert choices["algorithm.correction"] == ("none", *LARGEST)
-    assert choices["algorithm.correction_level"] == corrections.LEVELS
     assert AlgorithmConfig().name in ALGORITHMS
     rewardless = {name for name, one in ALGORITHMS.items() if one.advantages is advantage_of_one}
     assert rewardless == set(algorithm.REWARDLESS)

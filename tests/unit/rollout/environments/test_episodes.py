@@ -17,11 +17,9 @@ from common.clock import SystemClock
 from common.errors import ToolFailed
 from common.process.host import SystemHost
 from common.random import Random
-from common.runtime.mesh import Mesh
 from services.rollout.environments.episodes import EpisodeProcess
 from services.rollout.environments.process import EnvironmentHung, EnvironmentLost
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 
 ROOT = Path(__file__).parents[4]
 # Answers "text" at once, "later" with the next frame, "never" not at all; "block" stops everything.
@@ -51,15 +49,7 @@ open(sys.argv[2], "w").write("ended")
 async def process(tmp_path: Path) -> AsyncIterator[EpisodeProcess]:
     (tmp_path / "program.py").write_text(PROGRAM)
     clock = SystemClock()
-    mesh = Mesh(
-        name="rollout/0",
-        kind="rollout",
-        state=simulated_state(clock),
-        transport=MemoryTransport(MemoryNetwork(clock, Random(1)), "mem://rollout"),
-        clock=clock,
-        random=Random(1),
-        host=SystemHost(),
-    )
+    mesh = alone("rollout/0", clock, Random(1), SystemHost())
     argv = [sys.executable, str(tmp_path / "program.py"), str(ROOT), str(tmp_path / "mark")]
     process = EpisodeProcess(mesh, argv, "episodes", tmp_path / "log", deadline_s=2.0)
     yield process

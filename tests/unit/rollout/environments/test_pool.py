@@ -18,10 +18,8 @@ from common.job.job_data import JobData
 from common.model.tokenizer import Tokenizer
 from common.process.host import SystemHost
 from common.random import Random
-from common.runtime.mesh import Mesh
 from services.rollout.environments.pool import EnvironmentPool
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 
 ROOT = Path(__file__).parents[4]
 TOKENIZER = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))
@@ -57,15 +55,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
     environment = EnvironmentConfig(use="counting:Counting", step_deadline_s=DEADLINE_S)
     job = JobData("job", JobConfig(environment=environment), tmp_path, tmp_path)
     clock = SystemClock()
-    mesh = Mesh(
-        name="rollout/0",
-        kind="rollout",
-        state=simulated_state(clock),
-        transport=MemoryTransport(MemoryNetwork(clock, Random(1)), "mem://rollout"),
-        clock=clock,
-        random=Random(1),
-        host=SystemHost(),
-    )
+    mesh = alone("rollout/0", clock, Random(1), SystemHost())
     pool = EnvironmentPool(mesh, job, tmp_path)
     yield pool
     await pool.close()

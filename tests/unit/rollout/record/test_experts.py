@@ -194,7 +194,6 @@ def test_a_group_is_stored_with_them() -> None:
         logprobs=np.zeros(6, np.float32),
         versions=np.zeros(6, np.int32),
         rewards=np.zeros(2, np.float32),
-        ends=["done", "done"],
         experts=laid_out([(NO_EXPERTS, 2), (sent(tokens[2:]), 4)]),
         expert_shape=[2, 2],
     )

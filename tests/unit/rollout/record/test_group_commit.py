@@ -16,14 +16,12 @@ from common.api.engine import Finish, Tokens
 from common.errors import BadMessage
 from common.random import Random
 from common.records.token_record import TokenRows
-from common.runtime.mesh import Mesh
 from services.rollout.record.group_commit import WINDOW_S, GroupCommit
 from services.rollout.record.staging import OpenRequest
 from services.rollout.trajectory import Trajectory
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 
 RUNNING, STOP, ABORTED = Finish.RUNNING, Finish.STOP, Finish.ABORTED
 PROMPT = [7, 8, 9]
@@ -52,15 +50,7 @@ class Written:
 class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        self.mesh = Mesh(
-            name="rollout/0",
-            kind="rollout",
-            state=simulated_state(clock),
-            transport=MemoryTransport(MemoryNetwork(clock, random.child("net")), "mem://r"),
-            clock=clock,
-            random=random.child("mesh"),
-            host=SimulatedHost(clock, random.child("host")),
-        )
+        self.mesh = alone("rollout/0", clock, random, SimulatedHost(clock, random.child("host")))
         self.written = Written(clock)
         self.commits = GroupCommit(self.mesh, self.written)
         self.made = 0

@@ -14,13 +14,11 @@ from common.job.job_data import JobData
 from common.random import Random
 from common.records.ledger import Kind, read, segments
 from common.records.token_record import MEMBER_BITS, TokenRows
-from common.runtime.mesh import Mesh
 from common.state import groups, jobs
 from services.rollout.record.shard_ledger import ShardLedger
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 
 JOB = "j"
 
@@ -29,15 +27,7 @@ class Bench:
     def __init__(self, clock: VirtualClock, random: Random, directory: Path) -> None:
         self.clock = clock
         self.host = SimulatedHost(clock, random.child("host"))
-        self.mesh = Mesh(
-            name="rollout/0",
-            kind="rollout",
-            state=simulated_state(clock),
-            transport=MemoryTransport(MemoryNetwork(clock, random.child("net")), "mem://r"),
-            clock=clock,
-            random=random.child("mesh"),
-            host=self.host,
-        )
+        self.mesh = alone("rollout/0", clock, random, self.host)
         self.data = JobData(JOB, JobConfig(name=JOB), directory, directory / "run")
 
     async def start(self) -> ShardLedger:

@@ -19,8 +19,7 @@ from common.random import Random
 from common.runtime.mesh import Mesh
 from services.rollout.rewards.judge import JudgeFailed, parsed, question
 from services.rollout.rewards.judge_server import ServerJudge
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 
 ROW = {"prompt": "1+1=", "solution": "2"}
 TURNS = [{"role": "model", "text": "3"}, {"role": "tool"}, {"role": "model", "text": "2"}]
@@ -77,16 +76,7 @@ async def judged_by(server: Server, **settings: Any) -> AsyncIterator[ServerJudg
 
 def mesh() -> Mesh:
     """Real time and sockets; the judge asks nobody of the mesh."""
-    network = MemoryNetwork(SystemClock(), Random(0))
-    return Mesh(
-        name="rollout/0",
-        kind="rollout",
-        state=simulated_state(SystemClock()),
-        transport=MemoryTransport(network, "mem://rollout"),
-        clock=SystemClock(),
-        random=Random(0),
-        host=SystemHost(),
-    )
+    return alone("rollout/0", SystemClock(), Random(0), SystemHost())
 
 
 async def test_the_template_is_asked_and_the_answer_is_the_reward() -> None:

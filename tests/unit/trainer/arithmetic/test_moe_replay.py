@@ -57,7 +57,6 @@ def sampled(path: str, model: Decoder, prompts: list[list[int]], tokens: int = 9
         logprobs=np.concatenate([t.logprobs for t in members]),
         versions=np.concatenate([t.versions for t in members]),
         rewards=np.arange(len(members), dtype=np.float32),
-        ends=["done"] * len(members),
         experts=laid_out((t.experts, t.length) for t in members),
         expert_shape=list(THREE.expert_shape),
     )

@@ -30,7 +30,6 @@ def group(rewards, lengths=None, number=7, version=3, reference=False, seed=0):
         logprobs=np.where(own, draw.uniform(-2, 0, total), 0).astype(np.float32),
         versions=np.where(own, version, -1).astype(np.int32),
         rewards=np.array(rewards, np.float32),
-        ends=["done"] * len(rewards),
     )
     scores = draw.uniform(-2, 0, total).astype(np.float32)
     return replace(made, reference=scores) if reference else made

@@ -15,13 +15,11 @@ from common.job.config import (
 )
 from common.job.job_data import JobData
 from common.random import Random
-from common.runtime.mesh import Mesh
 from common.state import jobs
 from services.trainer.core.evaluation_gate import evaluated
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 
 HOLD_S = 60.0
 
@@ -29,16 +27,7 @@ HOLD_S = 60.0
 class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        network = MemoryNetwork(clock, random.child("network"))
-        self.mesh = Mesh(
-            name="rollout/0",
-            kind="rollout",
-            state=simulated_state(clock),
-            transport=MemoryTransport(network, "mem://one"),
-            clock=clock,
-            random=random,
-            host=SimulatedHost(clock, random.child("host")),
-        )
+        self.mesh = alone("rollout/0", clock, random, SimulatedHost(clock, random.child("host")))
         config = JobConfig(
             dataset=DatasetConfig(held_out="held_out.jsonl"),
             reward=RewardConfig(use="m:f"),

@@ -12,11 +12,9 @@ from common.job.config import ModelConfigSection
 from common.job.job_data import JobData
 from common.process.host import SystemHost
 from common.random import Random
-from common.runtime.mesh import Mesh
 from services.trainer.core.beginning import fresh_learner
 from services.trainer.core.core import TrainerCore
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 from tests.unit.trainer.core.groups_under_test import group, job
 
 DIGITS = Path(__file__).parents[3] / "mesh/jobs/digits.toml"
@@ -26,15 +24,7 @@ def core(tmp_path: Path) -> TrainerCore:
     described = tomllib.loads(DIGITS.read_text())["model"]["config"]
     config = replace(job("grpo"), model=ModelConfigSection(config=described))
     clock = SystemClock()
-    mesh = Mesh(
-        name="trainer/j",
-        kind="trainer",
-        state=simulated_state(clock),
-        transport=MemoryTransport(MemoryNetwork(clock, Random(0)), "mem://one"),
-        clock=clock,
-        random=Random(0),
-        host=SystemHost(),
-    )
+    mesh = alone("trainer/j", clock, Random(0), SystemHost())
     data = JobData("j", config, tmp_path, tmp_path)
     return TrainerCore(mesh, data, "g0", 1, fresh_learner(data))
 

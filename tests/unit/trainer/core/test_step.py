@@ -12,7 +12,6 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.process.host import SystemHost
 from common.random import Random
-from common.runtime.mesh import Mesh
 from kernels.cost import BinCost, Calibration
 from services.trainer.algorithms import ALGORITHMS
 from services.trainer.arithmetic.learner import Learner, add
@@ -23,8 +22,7 @@ from services.trainer.core.step import Step
 from services.trainer.helpers.gradients import Gradients
 from services.trainer.losses.aggregation import denominator
 from services.trainer.ranks.compute import LocalCompute
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from tests.meshes import alone
 from tests.unit.trainer.core.groups_under_test import group, job
 
 VERSION = 3
@@ -61,15 +59,7 @@ def groups(silent=(), count=4):
 
 def step(learner, config):
     clock = SystemClock()
-    mesh = Mesh(
-        name="trainer/job",
-        kind="trainer",
-        state=simulated_state(clock),
-        transport=MemoryTransport(MemoryNetwork(clock, Random(0)), "mem://trainer"),
-        clock=clock,
-        random=Random(0),
-        host=SystemHost(),
-    )
+    mesh = alone("trainer/job", clock, Random(0), SystemHost())
     compute = LocalCompute(mesh, learner)
     gradients = Gradients(mesh, compute, "gang", 10.0, Calibration(BinCost(), 2560))
     return Step(mesh, config, compute, gradients, VERSION + 1, "manifest", lambda *phase: None)

@@ -11,12 +11,11 @@ import torch
 from common.clock import SystemClock
 from common.errors import BadMessage, NotFound, PeerLost
 from common.process.host import SystemHost
-from common.random import Random
 from common.runtime.mesh import Mesh, MeshSettings
-from common.transport.zmq import ZmqTransport
 from common.wire.bulk import BulkClient
 from services.trainer.helpers.gradient_transfer import PIECE_BYTES, Outbox, collect, hybrid_name
 from sim.state import simulated_state
+from tests.meshes import on_sockets
 
 GANG = "g1"
 SIZE = PIECE_BYTES // 4 + 1000  # numbers: two pieces
@@ -37,16 +36,8 @@ async def lent(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[
     state = simulated_state(clock)
 
     def mesh(name: str, where: str) -> Mesh:
-        return Mesh(
-            name=name,
-            kind="test",
-            state=state,
-            transport=ZmqTransport(),
-            clock=clock,
-            random=Random.system(),
-            host=host,
-            settings=MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where),
-        )
+        settings = MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where)
+        return on_sockets(name, state, clock, host=host, settings=settings)
 
     core, hybrid = mesh("trainer/job", "here"), mesh(hybrid_name(GANG), request.param)
     outbox = Outbox(hybrid, GANG)

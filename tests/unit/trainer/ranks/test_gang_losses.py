@@ -28,16 +28,14 @@ from common.api.ranks import (
 from common.api.role import Drain, Drained
 from common.clock import SystemClock
 from common.errors import ConfigError, Fenced, MeshError, RankLost, Refused, RemoteFailure
-from common.process.host import SystemHost
-from common.random import Random
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
-from common.transport.zmq import ZmqTransport
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.helpers.gradient_transfer import read
 from services.trainer.ranks.gang import GangCompute
 from services.trainer.ranks.rank import Rank, ShardedLearner, join_group, of_the_group
 from sim.state import simulated_state
+from tests.meshes import on_sockets
 from tests.unit.trainer.ranks.batches_under_test import (
     OPTIMIZER,
     VARIANTS,
@@ -112,7 +110,7 @@ class OtherRank(Actor):
 
     @call(Ranks.drain)
     def drain(self, request: Drain) -> Drained:
-        return Drained(0)
+        return Drained()
 
 
 class Gang:
@@ -140,15 +138,7 @@ async def gang(tmp_path: Path) -> AsyncIterator[Gang]:
     state = simulated_state(clock)
 
     def mesh(name: str) -> Mesh:
-        return Mesh(
-            name=name,
-            kind="test",
-            state=state,
-            transport=ZmqTransport(),
-            clock=clock,
-            random=Random.system(),
-            host=SystemHost(),
-        )
+        return on_sockets(name, state, clock)
 
     core, elsewhere = mesh(f"trainer/{JOB}"), mesh(rank_name(JOB, 1))
     other = OtherRank()

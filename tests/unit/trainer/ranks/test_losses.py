@@ -9,14 +9,13 @@ import pytest
 
 from common.errors import Fenced, RankLost, StateUnavailable
 from common.random import Random
-from common.runtime.mesh import Mesh
 from common.state import events, registry
 from common.state.client import State
 from services.trainer.ranks.losses import LOSSES, RankLosses
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_clients
+from sim.state import simulated_as
+from tests.meshes import alone
 
 LOST = RankLost("rank 1 does not answer")
 
@@ -40,17 +39,9 @@ class FailingState(State):
 class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock = clock
-        state = FailingState("simulated:", *simulated_clients(clock), clock.monotonic)
-        self.state = state
-        network = MemoryNetwork(clock, random.child("network"))
-        self.mesh = Mesh(
-            name="trainer/j",
-            kind="trainer",
-            state=state,
-            transport=MemoryTransport(network, "mem://one"),
-            clock=clock,
-            random=random,
-            host=SimulatedHost(clock, random.child("host")),
+        self.state = simulated_as(FailingState, clock)
+        self.mesh = alone(
+            "trainer/j", clock, random, SimulatedHost(clock, random.child("host")), state=self.state
         )
         self.losses = RankLosses(self.mesh, "j")
 

@@ -1,0 +1,35 @@
+"""Meshes over sockets whose leases outlast a load test, so that no renewal falls into a round."""
+
+from __future__ import annotations
+
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from common.random import Random
+from common.runtime.mesh import Mesh
+from common.state import registry
+from common.transport.zmq import ZmqTransport
+from sim.state import simulated_state
+
+FOREVER_S = 3600.0  # lease length
+
+
+def unrenewed(name: str) -> Mesh:
+    """With a Redis of its own in this process: `knows` tells it of others."""
+    clock = SystemClock()
+    return Mesh(
+        name=name,
+        kind="loadtest",
+        state=simulated_state(clock),
+        transport=ZmqTransport(),
+        clock=clock,
+        random=Random.system(),
+        host=SystemHost(),
+        ttl_s=FOREVER_S,
+        renew_s=FOREVER_S / 2,
+    )
+
+
+async def knows(mesh: Mesh, name: str, address: str, incarnation: str) -> None:
+    """Puts another process into the mesh's registry."""
+    entry = registry.Entry(name, "loadtest", address=address, incarnation=incarnation)
+    await registry.register(mesh.state, entry, int(FOREVER_S * 1000))
