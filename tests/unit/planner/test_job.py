@@ -16,7 +16,7 @@ from services.planner.job import PlannedJob, planned
 
 
 def row(config: JobConfig) -> JobRow:
-    whole = ("lineage", "version", "steps_done", "cursor", "admitted", "submitted_ms", "phase_ms")
+    whole = ("lineage", "version", "steps_done", "cursor", "admitted")
     text = dict.fromkeys(("run_dir", "manifest", "checkpoint", "error"), "")
     return JobRow(
         id="job",
