@@ -13,7 +13,8 @@ R = TypeVar("R")
 
 class Batcher(Generic[Q, R]):
     """Collects requests and sends them together; while `in_flight` batches are out, later ones wait
-    and grow. One that is given up before it is sent is not sent.
+    and grow. A future that is cancelled before its
+    request is sent keeps it from being sent.
 
     `send` takes a batch and returns one answer for each, in order; an answer that is an exception
     is raised to its caller.
@@ -32,7 +33,7 @@ class Batcher(Generic[Q, R]):
         self._queue: deque[tuple[Q, asyncio.Future[R]]] = deque()
         self._alone: set[asyncio.Future[R]] = set()
         self._scheduled = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], list[tuple[Q, asyncio.Future[R]]]] = {}
 
     def put(self, request: Q, *, alone: bool = False) -> asyncio.Future[R]:
         """Queues a request; the future resolves with its answer. `alone`: in a batch of its own."""
@@ -54,7 +55,7 @@ class Batcher(Generic[Q, R]):
             if not batch:
                 continue
             task = asyncio.get_running_loop().create_task(self._run(batch))
-            self._tasks.add(task)
+            self._tasks[task] = batch
             task.add_done_callback(self._done)
 
     def _next_batch(self) -> list[tuple[Q, asyncio.Future[R]]]:
@@ -66,7 +67,8 @@ class Batcher(Generic[Q, R]):
         return batch
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        for _, future in self._tasks.pop(task):
+            future.cancel()  # where it was cut off before it had answered
         self._fire()
 
     async def _run(self, batch: list[tuple[Q, asyncio.Future[R]]]) -> None:
@@ -83,10 +85,13 @@ class Batcher(Generic[Q, R]):
                 future.set_result(answer)
 
     async def close(self) -> None:
-        """Cancels the batches that are out and the requests that wait."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Cancels the requests that wait, so that nothing is sent from now on, and the batches that
+        are out.
+        """
         while self._queue:
             _, future = self._queue.popleft()
             future.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -72,11 +72,13 @@ class RolloutShard(Actor):
             while await self._turn(shard):
                 await self._pause()
         finally:
-            for task in self._background:
-                task.cancel()
-            await asyncio.gather(*self._background, return_exceptions=True)
-            self.serving = None
-            await shard.close()
+            try:
+                for task in self._background:
+                    task.cancel()
+                await asyncio.gather(*self._background, return_exceptions=True)
+            finally:
+                self.serving = None
+                await shard.close()
 
     async def _turn(self, shard: ShardJob) -> bool:
         """One look at the job; False when it has ended."""

@@ -159,6 +159,9 @@ def _joined(parts: list[Array], dtype: type[np.generic]) -> Array:
     return np.concatenate(parts, dtype=dtype, casting="same_kind")
 
 
+_CODES = {Finish.RUNNING, Finish.STOP, Finish.LENGTH, Finish.ABORTED}  # that a flush may bring
+
+
 def _check(engine: str, flush: Tokens) -> None:
     """BadMessage when a flush's columns do not fit: it would shift those of other engines."""
     n, total = len(flush.ids), int(flush.counts.sum())
@@ -166,6 +169,9 @@ def _check(engine: str, flush: Tokens) -> None:
     lengths = len(flush.tokens), len(flush.logprobs), len(flush.versions)
     if any(sizes) or set(lengths) != {total} or (n and int(flush.counts.min()) < 0):
         raise BadMessage(f"a flush of {n} requests and {lengths} tokens", where=engine)
+    codes = set(flush.finish.tolist())
+    if not codes <= _CODES:
+        raise BadMessage(f"a flush with finish codes {codes}", where=engine)
     experts = flush.experts
     if experts.dtype != np.int16 or experts.ndim != 2 or len(experts) not in (0, total):
         told = f"{experts.dtype}{list(experts.shape)}"

@@ -1,7 +1,7 @@
 """C-MLFQ: chooses the bucket of engines for a trajectory, again at each tool return.
 
 Everything starts in the short bucket. After a tool has answered, the trees of past trajectories
-(`lengths.py`) estimate what remains, and `routing.decide` says whether that is for another bucket
+(`lengths.py`) estimate what remains, and `queues.decide` says whether that is for another bucket
 (Libra, arXiv 2606.03077). Each decision carries its reason.
 """
 
@@ -44,9 +44,9 @@ class Scheduler:
 
     def returned(self, t: Trajectory, course: Course) -> BucketDecision:
         """The decision after a tool has answered the trajectory's open turn."""
-        course.returns = returns_of(t, course.returns)
         if len(self.buckets) == 1:
             return BucketDecision("already_in_target", 0, "there is one bucket")
+        course.returns = returns_of(t, course.returns)
         decision = self.decided(t, [state for state, _ in course.returns], course.bucket)
         course.bucket = decision.bucket
         self.outcomes[decision.outcome] += 1
@@ -54,8 +54,10 @@ class Scheduler:
 
     def restored(self, t: Trajectory, course: Course) -> None:
         """Takes up a trajectory that a predecessor began, where its tool returns have it."""
+        if len(self.buckets) == 1:
+            return
         course.returns = returns_of(t)
-        if course.returns and len(self.buckets) > 1:
+        if course.returns:
             path = [state for state, _ in course.returns]
             course.bucket = self.decided(t, path, 0).bucket
 

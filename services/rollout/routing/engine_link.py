@@ -68,7 +68,6 @@ class EngineLink:
         self.held: set[Stay] = set()  # stays that have a seat here
         self.out: dict[Stay, None] = {}  # stays among them with a turn under way, oldest first
         self.ended: set[int] = set()  # trajectories whose slots the engine may reuse
-        self._unwanted: list[int] = []  # requests to abort before the next is submitted
         self.host = ""
         self._costs = {across: MoveCosts(across) for across in (False, True)}  # moves to here
         self._others: dict[str, int] = {}  # requests of other shards
@@ -163,27 +162,32 @@ class EngineLink:
         finally:
             self._weights = 0, NO_VERSION
             self._silence.close()
-            await self._batcher.close()
             ids = [request.id for request in self._requests()]
             self._sink.abort(self.name, ids)  # after what the engine had flushed
             for stay in self.held:
                 stay.lost()
+            await self._batcher.close()
 
     def listen(self) -> None:
         """Publishes that this shard waits for the engine once it has been silent for a while."""
         silent = self._mesh.clock.monotonic() - self._heard > SILENT_S
-        if not self._requests():
+        if not self._busy:
             self._silence.close()
         elif silent:
             self._silence.close()
             self._silence.enter_context(self._mesh.waits.wait("tokens", self.name, self._heard))
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request is out."""
+        return any(stay.request is not None for stay in self.out)
 
     def _requests(self) -> list[OpenRequest]:
         return [stay.request for stay in self.out if stay.request is not None]
 
     async def generate(self, stay: Stay, max_new: int) -> Finish:
         """Submits a turn; returns how it ended once every token of it is written down."""
-        if not self._requests():
+        if not self._busy:
             self._heard = self._mesh.clock.monotonic()
         request = stay.request = self._sink.open(stay.trajectory)
         try:
@@ -241,23 +245,18 @@ class EngineLink:
     def _submitted(self, request: OpenRequest, answered: asyncio.Future[None]) -> None:
         """Ends a request that the engine did not take, or may have taken, its answer lost."""
         error = None if answered.cancelled() else answered.exception()
-        if not answered.cancelled() and error is None:
-            if request.over and not request.done.done():  # given up before the engine had it
-                self._abort([request.id])
-            return
-        self._unwanted.append(request.id)
         if isinstance(error, Refused):
             if self._sink.forget(request) and not request.done.done():
                 request.done.set_result(Finish.REFUSED)
-        elif not request.over:
-            self._sink.abort(self.name, [request.id])
+        elif answered.cancelled() or error is not None:
+            self._abort([request.id])
+            if not request.over:
+                self._sink.abort(self.name, [request.id])
+        elif request.over and not request.done.done():  # given up before the engine had it
+            self._abort([request.id])
 
     async def _submit(self, batch: list[tuple[OpenRequest, int]]) -> list[Exception | None]:
         answers: list[Exception | None] = [None] * len(batch)
-        if self._unwanted:
-            abort = Abort(self._mesh.name, np.array(self._unwanted, np.int64))
-            self._unwanted = []
-            await self._ref.cast(Engine.abort, abort)
         batch = [turn for turn in batch if not turn[0].over]  # the others were given up meanwhile
         if not batch:
             return answers
@@ -270,7 +269,7 @@ class EngineLink:
             sessions=np.array([t.id for t in ts], np.int64),
             lengths=np.array([t.length for t in ts], np.int32),
             tokens=np.concatenate([t.tokens for t in ts]),
-            begins=np.array([t.length - len(t.turn) for t in ts], np.int32),
+            begins=np.array([t.turn_start for t in ts], np.int32),
             max_new=np.array([max_new for _, max_new in batch], np.int32),
             temperature=np.array([t.temperature for t in ts], np.float32),
             seeds=np.array([t.seed for t in ts], np.int64),

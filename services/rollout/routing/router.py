@@ -1,6 +1,6 @@
 """The router: sends each turn to an engine, and on to another when that goes or another is better.
 
-What goes where is decided in `routing.py` (a request's engine), `cmlfq.py` (its bucket of engines)
+What goes where is decided in `queues.py` (a request's engine), `cmlfq.py` (its bucket of engines)
 and `balance.py` (what changes engine while it waits or runs).
 """
 
@@ -221,7 +221,8 @@ class Router:
         """A tool has answered the trajectory: it may belong to another bucket now."""
         decision = self.scheduler.returned(stay.trajectory, stay.course)
         if decision.outcome == "causal_signal_agree":
-            if stay.link is not None and stay.link.bucket != self._bucket(stay):
+            home = self.links.get(stay.home)
+            if home is not None and home.bucket != self._bucket(stay):
                 stay.leave()
                 self.dispatch()
             self._mesh.telemetry.log.info(

@@ -2,8 +2,8 @@
 knows which engine has a place for it, what it waits for, and what of it is out.
 
 A stay is entered by `async with`. Whatever ends a turn in between, an error or a cancellation at
-any await, the seat, the place in the queue, the request and the cache that was left behind are
-given back, since each of them is given back by `leave` and nowhere else.
+any await: `leave` gives back the seat and the place in the queue, and `end` what is left of its
+cache. The request is given back by the engine's link, which made it.
 """
 
 from __future__ import annotations
@@ -173,6 +173,7 @@ class Stay:
         ToolFailed when ATTEMPTS engines in a row failed it without a new token, or refused it for
         PATIENCE_S.
         """
+        self._attempts, self._failing_since = 0, 0.0
         try:
             while (finish := self._ended(limit)) is None:
                 if self.whereabouts is not Whereabouts.COMING:
@@ -181,7 +182,6 @@ class Stay:
                 length = self.trajectory.length
                 finish = await self._attempt(limit - length)
                 if finish in (Finish.STOP, Finish.LENGTH):
-                    self._attempts, self._failing_since = 0, 0.0
                     self.whereabouts = Whereabouts.SEATED
                     return finish
                 self._go_on(finish, grew=self.trajectory.length > length)
@@ -241,6 +241,8 @@ class Stay:
         link, target = self.link, self.target
         assert link is not None
         self.leave()
+        if grew:
+            self._attempts, self._failing_since = 0, 0.0
         if target:
             self._engines.moved += 1
             to = self._engines.sent_to(target, self.trajectory.version)
@@ -249,15 +251,14 @@ class Stay:
         else:
             self._engines.continued += 1
             link.failed()
-            self._failed(finish, grew)
+            self._failed(finish)
         self._engines.dispatch()
 
-    def _failed(self, finish: Finish, grew: bool) -> None:
+    def _failed(self, finish: Finish) -> None:
         """Counts an engine that did not finish a turn; ToolFailed when that makes too many."""
         now = self._engines.clock.monotonic()
         identity = self.trajectory.id
-        if grew or not self._failing_since:
-            self._attempts, self._failing_since = 0, now
+        self._failing_since = self._failing_since or now
         if finish is Finish.REFUSED:
             if now - self._failing_since > PATIENCE_S:
                 raise ToolFailed(
