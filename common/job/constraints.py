@@ -65,7 +65,8 @@ def _is_path(text: str) -> bool:
 
 def _is_endpoint(text: str) -> bool:
     """True; ValueError says what processes can listen at."""
-    if not re.fullmatch(r"tcp://[^\s/]+:(\*|\d{1,5})", text):
+    found = re.fullmatch(r"tcp://[^\s/]+:(\*|\d{1,5})", text)
+    if not found or (found[1] != "*" and int(found[1]) > 65535):
         raise ValueError("must be tcp://INTERFACE:PORT, with * for any free port")
     return True
 

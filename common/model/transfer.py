@@ -83,6 +83,7 @@ class _Piece:
 
 def _pieces(name: str, tensor: torch.Tensor, most_bytes: int) -> Iterator[_Piece]:
     """At least one, none over `most_bytes`."""
+    tensor = tensor.detach().contiguous()  # once, not for each piece
     count, most = tensor.numel(), most_bytes // tensor.element_size()
     for first in range(0, max(count, 1), most):
         yield _Piece(name, tensor, first, min(first + most, count))
@@ -104,7 +105,7 @@ def _chunks(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> list[list[
 
 
 def _content(chunk: list[_Piece]) -> memoryview:
-    pieces = [p.tensor.detach().reshape(-1)[p.first : p.last].cpu().contiguous() for p in chunk]
+    pieces = [p.tensor.reshape(-1)[p.first : p.last].cpu() for p in chunk]
     arrays = [piece.view(torch.uint8).numpy() for piece in pieces if piece.numel()]
     return memoryview(np.concatenate(arrays).data if arrays else b"")
 
@@ -163,6 +164,8 @@ def _joined(pieces: list[Tensor], chunks: Mapping[str, bytes]) -> torch.Tensor:
     content = np.concatenate([_lying_in(piece, chunks[piece.chunk]) for piece in pieces])
     if len(content) != size:
         raise BadMessage(f"tensor {name} of a manifest has {len(content)} bytes instead of {size}")
+    if not size:
+        return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(content).view(dtype).reshape(shape)
 
 

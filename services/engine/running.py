@@ -58,6 +58,8 @@ class Driver:
                     service.wake.wait(wait_s)
                     service.wake.clear()
         except BaseException as error:
+            if self._stopped:  # what it waited for was cancelled with the loop
+                return
             self.error = error
             service.mesh.host.exit(70, f"the engine failed: {error!r}")
 

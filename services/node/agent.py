@@ -155,6 +155,13 @@ class NodeAgent(Actor, Hooks):
         self._run(self._try_again(spec))
 
     async def _try_again(self, spec: ChildSpec) -> None:
-        await self._mesh.clock.sleep(TRY_AGAIN_S)
+        """Starts it once more after a pause, and again for as long as this host cannot."""
         await self._supervisor.remove(spec.name, 0.0)
-        await self._supervisor.add(spec)
+        while True:
+            await self._mesh.clock.sleep(TRY_AGAIN_S)
+            try:
+                await self._supervisor.add(spec)
+                return
+            except OSError as error:
+                why = f"it cannot be started: {error}"
+                await self._note("worker_gave_up", {"name": spec.name, "why": why})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.api.role import Drain, Drainable
-from common.errors import MeshError
+from common.errors import MeshError, NotFound
 from common.process.handle import Child
 from common.process.lease_watch import LeaseWatch
 from common.process.supervisor import ChildSpec, Hooks, Supervisor
@@ -59,17 +60,19 @@ class RoleProcess(Hooks):
         self.assignment = assignment
         name = assignment.name(self._gang)
         self._enter("starting", "")
-        await self._supervisor.add(
-            ChildSpec(
-                name,
-                assignment.argv(self._gang, self._commands),
-                env=ENVIRONMENT,
-                log=self._logs / (name.replace("/", "-") + ".log"),
-                restart="on_failure",
-                budget=BUDGET,
-                nice=NICE + self._mesh.settings.nice,
-            )
+        spec = ChildSpec(
+            name,
+            assignment.argv(self._gang, self._commands),
+            env=ENVIRONMENT,
+            log=self._logs / (name.replace("/", "-") + ".log"),
+            restart="on_failure",
+            budget=BUDGET,
+            nice=NICE + self._mesh.settings.nice,
         )
+        try:
+            await self._supervisor.add(spec)
+        except OSError as error:  # no process, memory or log to be had now: `look` tries again
+            self._enter("failed", f"{name} cannot be started: {error}")
 
     async def stop(self, reason: str, *, leaving: bool = False) -> None:
         """Asks it to drain, then ends it. A process that is not up yet has nothing to drain."""
@@ -79,7 +82,8 @@ class RoleProcess(Hooks):
         if self.state == "ready":
             self._enter("draining", reason)
             await self._drain(name, reason, LEAVING_S if leaving else DRAIN_S)
-        await self._supervisor.remove(name, LEAVING_S if leaving else GRACE_S)
+        with suppress(NotFound):  # it could not be started
+            await self._supervisor.remove(name, LEAVING_S if leaving else GRACE_S)
         self.assignment = None
         self._enter("idle", "")
 
@@ -103,7 +107,8 @@ class RoleProcess(Hooks):
                 self._enter("starting", f"not ready, and no further for {LOADING_S:g} s: killed")
                 self._supervisor.children[name].kill()
         elif self.state == "failed" and now - self._since > TRY_AGAIN_S:
-            await self._supervisor.remove(name, 0.0)
+            with suppress(NotFound):
+                await self._supervisor.remove(name, 0.0)
             await self.start(assignment)
 
     def _is_ready(self, entry: registry.Entry, assignment: Assignment) -> bool:

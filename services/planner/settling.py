@@ -35,7 +35,8 @@ class StageWatch:
 
     def arrived(self, details: Mapping[str, Any]) -> StageWatch:
         """The watch after a move of these details is complete; a predecessor may have made it."""
-        return replace(self, last_move_step=details.get("step", self.last_move_step))
+        step = details.get("step", -math.inf)  # a gang that was away may arrive late
+        return replace(self, last_move_step=max(self.last_move_step, step))
 
 
 def following(watch: StageWatch, job: PlannedJob | None) -> StageWatch:

@@ -1,0 +1,95 @@
+"""A host that can start nothing for a while: what it could not start is started when it can."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+from typing import Any
+
+from common.random import Random
+from common.runtime.mesh import Mesh, MeshSettings
+from services.node.accelerators import cpu_slots
+from services.node.agent import TRY_AGAIN_S as WORKER_AGAIN_S
+from services.node.agent import NodeAgent
+from services.node.roleprocess import TRY_AGAIN_S, RoleProcess
+from services.node.roles import Assignment
+from sim.host import SimulatedChannel, SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from tests.meshes import alone
+
+ENGINE = Assignment("rollout", "calc", False, 3)
+
+
+async def forever(arguments: list[str], channel: SimulatedChannel) -> None:
+    await asyncio.Event().wait()
+
+
+class FullHost(SimulatedHost):
+    """Has no process to give while it is `full`."""
+
+    full = True
+
+    def spawn(self, argv: list[str], **options: Any) -> Any:
+        if self.full:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return super().spawn(argv, **options)
+
+
+def full_host(clock: VirtualClock, random: Random, root: Path) -> tuple[FullHost, Mesh]:
+    host = FullHost(clock, random, {"services.engine": forever, "services.node.worker": forever})
+    settings = MeshSettings(redis_url="simulated", run_root=str(root), host="one")
+    return host, alone("worker/g0", clock, random, host, settings=settings)
+
+
+def alive(host: FullHost) -> list[str]:
+    return [child.name for child in host.children.values() if child.poll() is None]
+
+
+def test_a_role_that_cannot_be_started_says_why_and_is_started_when_it_can(tmp_path: Path) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        host, mesh = full_host(clock, random, tmp_path)
+        role = RoleProcess(mesh, "g0", {"rollout": ["python", "-m", "services.engine"]}, tmp_path)
+        await role.start(ENGINE)
+        assert role.state == "failed" and "temporarily unavailable" in role.detail
+        await clock.sleep(TRY_AGAIN_S + 1)
+        await role.look()
+        assert role.state == "failed"
+        host.full = False
+        await clock.sleep(TRY_AGAIN_S + 1)
+        await role.look()
+        assert role.state == "starting" and role.pid
+        await role.stop("the test ends")
+        assert role.assignment is None
+
+    run_virtual(main, limit_s=3600.0)
+
+
+def test_a_role_that_could_not_be_started_is_given_up_without_an_error(tmp_path: Path) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        _, mesh = full_host(clock, random, tmp_path)
+        role = RoleProcess(mesh, "g0", {"rollout": ["python", "-m", "services.engine"]}, tmp_path)
+        await role.start(ENGINE)
+        await role.stop("the worker ends", leaving=True)
+        assert role.state == "idle" and role.assignment is None
+
+    run_virtual(main, limit_s=3600.0)
+
+
+def test_a_worker_whose_budget_is_spent_is_started_when_the_host_can_again(tmp_path: Path) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        host, mesh = full_host(clock, random, tmp_path)
+        (tmp_path / "mesh").mkdir()
+        agent = NodeAgent(mesh, cpu_slots(1), [], "g")
+        host.full = False
+        await agent.start()
+        host.full = True
+        host.children[1].kill()
+        await clock.sleep(900.0)  # the budget of restarts is spent
+        assert not alive(host)
+        host.full = False
+        await clock.sleep(WORKER_AGAIN_S + 5.0)
+        assert alive(host) == ["worker/g0"]
+        await agent.stop()
+
+    run_virtual(main, limit_s=3600.0)
