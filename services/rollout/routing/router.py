@@ -174,10 +174,12 @@ class Router:
             return stay.take(self.links[name])
         self._arrivals += 1
         order = self.scheduler.order(stay.trajectory, stay.course)
-        placed = stay.wait((*order, self._arrivals))
-        insort(self._queue, stay, key=lambda s: s.order)
+        placed = stay.queued((*order, self._arrivals))
         async with self.clock.timeout(PLACE_S, "an engine for a trajectory"):
             await placed
+
+    def enqueue(self, stay: Stay) -> None:
+        insort(self._queue, stay, key=lambda s: s.order)
 
     def unqueue(self, stay: Stay) -> None:
         self._queue.remove(stay)

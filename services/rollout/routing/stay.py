@@ -55,6 +55,7 @@ class Engines(Protocol):
 
     def joined(self, stay: Stay) -> None: ...
     def parted(self, stay: Stay) -> None: ...
+    def enqueue(self, stay: Stay) -> None: ...
     def unqueue(self, stay: Stay) -> None: ...
     def serves(self, link: EngineLink) -> bool: ...
     def sent_to(self, name: str, version: int) -> EngineLink | None: ...
@@ -111,11 +112,12 @@ class Stay:
 
     # -- states ----------------------------------------------------------------------------------
 
-    def wait(self, order: tuple[int, ...]) -> asyncio.Future[None]:
-        """Waits in the queue, in this order; the future is done when it has a place."""
+    def queued(self, order: tuple[int, ...]) -> asyncio.Future[None]:
+        """Stands in the queue from now on; the future is done when it has a place."""
         self.placed = asyncio.get_running_loop().create_future()
         self.order, self.since = order, self._engines.clock.monotonic()
         self.whereabouts = Whereabouts.QUEUED
+        self._engines.enqueue(self)
         return self.placed
 
     def take(self, link: EngineLink) -> None:
