@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 async def main(a: argparse.Namespace) -> None:
     settings = MeshSettings.from_env()
-    kind, name = _place(a)
+    kind, name = place(a)
     mesh = await Mesh.open(name, kind, settings)
     torch.set_num_threads(1)
     await serve(mesh, a, Arithmetic())
@@ -78,7 +78,7 @@ async def serve(mesh: Mesh, a: argparse.Namespace, arithmetic: Arithmetic) -> No
         await mesh.leave()
 
 
-def _place(a: argparse.Namespace) -> tuple[str, str]:
+def place(a: argparse.Namespace) -> tuple[str, str]:
     """Kind and name of the process in the mesh."""
     if a.rank:
         return "rank", rank_name(a.job, a.rank)

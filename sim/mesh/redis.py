@@ -1,0 +1,95 @@
+"""A Redis for the virtual mesh that is away, slow, or loses replies, and each process's clients.
+
+A client repeats what was not answered, as redis-py does: for about two seconds, whether or not the
+command was run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from common.random import Random
+from common.state.client import RENEWAL_RETRIES, RETRIES, State
+from sim.loop import VirtualClock
+from sim.mesh.process import VirtualProcess
+from sim.state import simulated_clients
+
+LATENCY_S = 0.0004  # mean from the command to its execution, and again to the reply
+BACKOFF_S, LONGEST_BACKOFF_S = 0.02, 0.5
+
+
+class VirtualRedis:
+    """The server, and what is wrong with it now."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        self.clock, self.random = clock, random
+        self.client, self.sync_client = simulated_clients(clock)
+        self.away = False
+        self.slow_s = LATENCY_S
+        self.lost = 0.0  # share of replies that do not come
+
+    async def asked(self, words: tuple[Any, ...]) -> Any:
+        """One try of a command."""
+        pause_s = self.random.expovariate(1 / self.slow_s)
+        await self.clock.sleep(pause_s)
+        if self.away:
+            raise RedisConnectionError("nobody listens")
+        reply: Any = await self.client.execute_command(*words)
+        if self.lost and self.random.random() < self.lost:
+            raise RedisConnectionError("the connection broke")
+        return reply
+
+    def asked_now(self, words: tuple[Any, ...]) -> Any:
+        if self.away:
+            raise RedisConnectionError("nobody listens")
+        reply: Any = self.sync_client.execute_command(*words)
+        if self.lost and self.random.random() < self.lost:
+            raise RedisConnectionError("the connection broke")
+        return reply
+
+
+class _Client:
+    """For the loop of one process."""
+
+    def __init__(self, server: VirtualRedis, process: VirtualProcess) -> None:
+        self._server, self._process = server, process
+
+    async def execute_command(self, *words: Any) -> Any:
+        self._process.machine.record.say(f"redis {self._process.label} {said(words)}")
+        for attempt in range(RETRIES + 1):
+            try:
+                return await self._server.asked(words)
+            except RedisConnectionError:
+                if attempt == RETRIES:
+                    raise
+            await self._server.clock.sleep(min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S))
+        raise AssertionError
+
+
+class _SyncClient:
+    """For the threads of one process."""
+
+    def __init__(self, server: VirtualRedis) -> None:
+        self._server = server
+
+    def execute_command(self, *words: Any) -> Any:
+        for attempt in range(RENEWAL_RETRIES + 1):
+            try:
+                return self._server.asked_now(words)
+            except RedisConnectionError:
+                if attempt == RENEWAL_RETRIES:
+                    raise
+        raise AssertionError
+
+
+def state_of(server: VirtualRedis, process: VirtualProcess) -> State:
+    """The connection of a process."""
+    clients: tuple[Any, Any] = _Client(server, process), _SyncClient(server)
+    return State("simulated:", *clients, server.clock.monotonic)
+
+
+def said(words: tuple[Any, ...]) -> str:
+    """A command in a word: a script's number, whatever it was given."""
+    return " ".join(str(word)[:8] for word in words[:2])
