@@ -57,6 +57,15 @@ class MemoryNetwork:
     def heal(self, a: str, b: str) -> None:
         self._cut.discard(frozenset((a, b)))
 
+    def mend(self) -> None:
+        """Ends all partitions."""
+        self._cut.clear()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Whoever listens now."""
+        return list(self._ends)
+
     def pause(self, address: str) -> None:
         """A process under SIGSTOP: what it is sent waits, what it sends waits."""
         self._paused.setdefault(address, deque())

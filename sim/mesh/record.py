@@ -9,17 +9,17 @@ from typing import TextIO
 
 
 class Record:
-    """`say` takes what is the same on every machine: no path, no pid of it, no address."""
+    """`say` takes what is the same on every machine; of paths, those below `root`."""
 
-    def __init__(self, now: Callable[[], float], log: Path | None = None) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], float], root: Path, log: Path | None = None) -> None:
+        self._now, self._root = now, str(root)
         self._hash = hashlib.blake2b(digest_size=16)
         self._file: TextIO | None = log.open("w") if log is not None else None
         self.lines = 0
 
     def say(self, what: str) -> None:
         """A line that counts for the digest."""
-        line = f"{self._now():.6f} {what}\n"
+        line = f"{self._now():.6f} {what}\n".replace(self._root, "ROOT")
         self._hash.update(line.encode())
         self.lines += 1
         if self._file is not None:

@@ -6,12 +6,15 @@ command was run.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from common.random import Random
-from common.state.client import RENEWAL_RETRIES, RETRIES, State
+from common.state.client import RENEWAL_RETRIES, RETRIES, SCRIPTS, State, script_source
 from sim.loop import VirtualClock
 from sim.mesh.process import VirtualProcess
 from sim.state import simulated_clients
@@ -29,6 +32,7 @@ class VirtualRedis:
         self.away = False
         self.slow_s = LATENCY_S
         self.lost = 0.0  # share of replies that do not come
+        self.before: Callable[[tuple[Any, ...]], None] | None = None  # told of each command
 
     async def asked(self, words: tuple[Any, ...]) -> Any:
         """One try of a command."""
@@ -36,6 +40,8 @@ class VirtualRedis:
         await self.clock.sleep(pause_s)
         if self.away:
             raise RedisConnectionError("nobody listens")
+        if self.before is not None:
+            self.before(words)
         reply: Any = await self.client.execute_command(*words)
         if self.lost and self.random.random() < self.lost:
             raise RedisConnectionError("the connection broke")
@@ -57,7 +63,7 @@ class _Client:
         self._server, self._process = server, process
 
     async def execute_command(self, *words: Any) -> Any:
-        self._process.machine.record.say(f"redis {self._process.label} {said(words)}")
+        self._process.machine.record.say(f"redis {self._process.label} {script_of(words)}")
         for attempt in range(RETRIES + 1):
             try:
                 return await self._server.asked(words)
@@ -90,6 +96,17 @@ def state_of(server: VirtualRedis, process: VirtualProcess) -> State:
     return State("simulated:", *clients, server.clock.monotonic)
 
 
-def said(words: tuple[Any, ...]) -> str:
-    """A command in a word: a script's number, whatever it was given."""
-    return " ".join(str(word)[:8] for word in words[:2])
+def script_of(words: tuple[Any, ...]) -> str:
+    """The name of the script that a command runs, or the command's own."""
+    if words[0] == "EVALSHA":
+        return _names().get(words[1], "?")
+    if words[0] == "EVAL":
+        return _names().get(hashlib.sha1(words[1].encode(), usedforsecurity=False).hexdigest(), "?")
+    return str(words[0])
+
+
+@cache
+def _names() -> dict[str, str]:
+    """Scripts by the SHA-1 of their source."""
+    scripts = (path.stem for path in SCRIPTS.glob("*/[!_]*.lua") if path.stem != "prelude")
+    return {script_source(name)[1]: name for name in scripts}
