@@ -17,7 +17,8 @@ from common.random import Random
 from common.state.client import RENEWAL_RETRIES, RETRIES, SCRIPTS, State, script_source
 from sim.loop import VirtualClock
 from sim.mesh.process import VirtualProcess
-from sim.state import simulated_clients
+from sim.redis.client import SimulatedRedis, SimulatedSyncRedis
+from sim.redis.server import RedisServer
 
 LATENCY_S = 0.0004  # mean from the command to its execution, and again to the reply
 BACKOFF_S, LONGEST_BACKOFF_S = 0.02, 0.5
@@ -28,7 +29,8 @@ class VirtualRedis:
 
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock, self.random = clock, random
-        self.client, self.sync_client = simulated_clients(clock)
+        self.server = RedisServer(clock)
+        self.client, self.sync_client = SimulatedRedis(self.server), SimulatedSyncRedis(self.server)
         self.away = False
         self.slow_s = LATENCY_S
         self.lost = 0.0  # share of replies that do not come
