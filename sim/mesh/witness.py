@@ -82,12 +82,14 @@ class Witness:
         for state in ("open", "ready", "leased"):
             members = self._ask("ZRANGE", f"{self._job}:{state}", 0, -1)
             found.indexes[state] = [int(member) for member in members]
-        for key in self._ask("KEYS", f"{self._job}:group:*"):
-            found.rows[int(key.rpartition(":")[2])] = self._hash(key)
+        opened = (group for kind, told in found.events if kind == "opened" for group in told["groups"])
+        for group in opened:
+            if row := self._hash(f"{self._job}:group:{group}"):
+                found.rows[group] = row
         now_ms = self._redis.clock.wall() * 1000
-        for key in sorted(self._ask("KEYS", "{mesh}:entry:*")):
-            if float(self._hash(key)["expires_ms"]) > now_ms:
-                found.leases.append(key)
+        for name in sorted({told["name"] for kind, told in found.events if kind == "registered"}):
+            if float(self._hash(f"{{mesh}}:entry:{name}").get("expires_ms", 0)) > now_ms:
+                found.leases.append(name)
         for path in sorted((self._root / "store").glob("??/*")):
             found.chunks[path.name] = path.read_bytes()
         for path in sorted(self._root.rglob("*.ledger")):
