@@ -78,9 +78,7 @@ class VirtualTask(asyncio.Task[Any]):
         return self is other
 
 
-def _task(
-    loop: VirtualLoop, work: Any, context: Context | None = None
-) -> asyncio.Task[Any]:
+def _task(loop: VirtualLoop, work: Any, context: Context | None = None) -> asyncio.Task[Any]:
     owner = OWNER.get() if context is None else context.get(OWNER)
     task = VirtualTask(work, loop=loop, context=context)
     if owner is not None:

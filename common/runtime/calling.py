@@ -363,7 +363,9 @@ class Caller:
         for incoming in list(self._streams.values()):
             silent_at = max(incoming.since, incoming.heard) + SILENCE_S
             if incoming.waited_for and silent_at <= now < incoming.deadline:
-                self._break(incoming, f"nobody produces it any more, {SILENCE_S:g} s without a sign")
+                self._break(
+                    incoming, f"nobody produces it any more, {SILENCE_S:g} s without a sign"
+                )
                 continue
             if incoming.deadline > now:
                 soonest = min(soonest, incoming.deadline)

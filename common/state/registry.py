@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +107,13 @@ async def lookup(state: State, name: str) -> Entry | None:
     """The entry of that name, dead or alive; None when it was never there or has been dead for ten
     minutes.
     """
-    found = (await state.run("entries", [MESH], {"name": name}))["entries"]
-    return _entry(found[0]) if found else None
+    return (await lookup_all(state, [name])).get(name)
+
+
+async def lookup_all(state: State, names: Sequence[str]) -> dict[str, Entry]:
+    """What `lookup` finds of each of these, by name."""
+    found = (await state.run("entries", [MESH], {"names": list(names)}))["entries"]
+    return {row["name"]: _entry(row) for row in found or []}
 
 
 async def entries(state: State, kind: str = "") -> list[Entry]:

@@ -31,8 +31,8 @@ from services.trainer.ranks.rank import Rank
 from services.trainer.running import Arithmetic
 from sim.mesh.machine import Machine, owner, takes
 
-GRADIENT_S = 1.5  # of one bin
-UPDATE_S = 0.5
+GRADIENT_S = 3.0  # of one bin
+UPDATE_S = 1.0
 MOVE_S = 0.2  # to load or save weights
 RATE = 0.01
 
@@ -166,7 +166,9 @@ class Group:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def exchange(self, machine: Machine, rank: int, value: Any, deadline_s: float) -> list[Any]:
+    async def exchange(
+        self, machine: Machine, rank: int, value: Any, deadline_s: float
+    ) -> list[Any]:
         """What each rank brought, in their order; RankLost when one has gone or is late."""
         number = self._here[rank] = self._here.get(rank, -1) + 1
         brought = self._brought.setdefault(number, {})
@@ -307,6 +309,3 @@ class TinyArithmetic(Arithmetic):
 
     def rank(self, data: JobData, rank: int, size: int) -> Rank:
         return TinyRank(data, rank, size)
-
-
-

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.errors import DeadlineExceeded, NotFound, PeerLost
+from common.errors import DeadlineExceeded, MeshError, NotFound, PeerLost
 from common.process.handle import UNKNOWN_EXIT, Usage
 from common.process.host import replace_file
 from common.random import Random
@@ -96,7 +96,8 @@ class Machine:
         """An error that reached the end of a process."""
         told = "".join(traceback.format_exception(error))
         self.record.note(f"{process.label} fails: {told}")
-        self.failures.append(f"{process.label}: {type(error).__name__}: {error}")
+        if not isinstance(error, MeshError):  # those are typed, and a restart is their cure
+            self.failures.append(f"{process.label}: {type(error).__name__}: {error}")
 
     def open_files(self) -> list[str]:
         """Names of append files that nobody has closed, whose process has ended."""

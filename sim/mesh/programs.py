@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.job.job_data import JobData
+from common.runtime.lease import LOST
 from common.runtime.mesh import Mesh, MeshSettings
 from common.wire.weight_store import STORE
 from services.engine import __main__ as engine
@@ -33,7 +34,7 @@ from sim.network import MemoryNetwork, MemoryTransport
 
 HOST = "one"  # the id of the one host
 START_S = 1.2  # mean of what a process needs for its imports
-TOKENS_PER_S = 20.0
+TOKENS_PER_S = 8.0
 MEDIAN_TOKENS = 12.0
 FLUSH_S = 0.4  # between two turns of a simulated engine that is busy
 IDLE_S = 2.0
@@ -46,10 +47,11 @@ class Surroundings:
         self, machine: Machine, network: MemoryNetwork, redis: VirtualRedis, root: Path
     ) -> None:
         self.machine, self.network, self.redis, self.root = machine, network, redis, root
+        self.meshes: dict[str, Mesh] = {}  # the newest of each name
 
     def mesh(self, process: VirtualProcess, name: str, kind: str) -> Mesh:
         """A membership for the process, as `Mesh.open` makes it for a real one."""
-        machine = self.machine
+        machine, host = self.machine, ProcessHost(process)
         transport = MemoryTransport(self.network, f"mem://{process.label}")
         mesh = Mesh(
             name=name,
@@ -58,12 +60,14 @@ class Surroundings:
             transport=transport,
             clock=machine.clock,
             random=machine.random.child(f"mesh {process.label}"),
-            host=ProcessHost(process),
+            host=host,
+            on_lost=lambda why: host.exit(LOST, why),
             settings=MeshSettings(
                 redis_url="simulated:", run_root=str(self.root), bind="", host=HOST, metrics="off"
             ),
         )
         mesh.state.renewed = mesh._lease.renewed
+        self.meshes[name] = mesh
         process.at_end.append(lambda: self.network.detach(transport))
         process.at_stop.append(lambda stopped: self._freeze(transport.address, stopped))
         return mesh

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -104,18 +105,29 @@ def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> 
     clean up happens to nobody.
     """
     structlog.configure(processors=[_Notes(record)], cache_logger_on_first_use=False)
+    gc.freeze()  # what is imported stays: the collection at the end does not walk it
     gc.disable()  # what a collection finalises would run at another place each time
     try:
         return loop.run_until_complete(story)
     finally:
-        loop.set_exception_handler(lambda *_: None)
+        _bury(loop)
+        gc.enable()
+
+
+def _bury(loop: VirtualLoop) -> None:
+    """Closes what dead processes left, silently: they do not care."""
+    loop.set_exception_handler(lambda *_: None)
+    before, sys.unraisablehook = sys.unraisablehook, lambda *_: None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         for task in asyncio.all_tasks(loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             with suppress(BaseException):
                 task.get_coro().close()  # type: ignore[union-attr]
         loop.close()
-        gc.enable()
         gc.collect()
+    gc.unfreeze()
+    sys.unraisablehook = before
 
 
 class _Notes:

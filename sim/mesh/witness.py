@@ -82,7 +82,9 @@ class Witness:
         for state in ("open", "ready", "leased"):
             members = self._ask("ZRANGE", f"{self._job}:{state}", 0, -1)
             found.indexes[state] = [int(member) for member in members]
-        opened = (group for kind, told in found.events if kind == "opened" for group in told["groups"])
+        opened = (
+            group for kind, told in found.events if kind == "opened" for group in told["groups"]
+        )
         for group in opened:
             if row := self._hash(f"{self._job}:group:{group}"):
                 found.rows[group] = row
