@@ -1,7 +1,7 @@
 """Virtual time: an asyncio loop whose clock jumps to the next timer when nothing is ready, so that
 an hour takes seconds.
 
-What runs belongs to a virtual process, if its context says so: the loop keeps what a stopped process
+What runs belongs to a virtual process, if its context says so: the loop keeps what a stopped one
 would run, and drops what a dead one would.
 """
 
@@ -102,14 +102,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def call_soon(
+    def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
         handle = _Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         timer = _TimerHandle(when, callback, args, self, context)
@@ -140,7 +140,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle.cancelled():
-                handle._run()  # type: ignore[attr-defined]
+                handle._run()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Cancelled timers go when their time has come."""

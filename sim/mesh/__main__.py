@@ -10,6 +10,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from sim.mesh.faults import KINDS
 from sim.mesh.running import Outcome, Plan, play
 
 
@@ -18,9 +19,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--seeds", default="", metavar="A:B", help="every seed from A to B - 1")
     found.add_argument("--jobs", type=int, default=1, help="processes that run seeds")
-    found.add_argument(
-        "--faults", default="all", help="kill,stop,network,redis,disk,clock|all|none"
-    )
+    found.add_argument("--faults", default="all", help=f"all, none, or some of {','.join(KINDS)}")
     found.add_argument("--hours", type=float, default=1 / 6, help="of virtual time with faults")
     found.add_argument("--workers", type=int, default=2)
     found.add_argument("--shards", type=int, default=1)

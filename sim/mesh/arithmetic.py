@@ -1,5 +1,5 @@
-"""Arithmetic of one vector: a learner and ranks that take their time, and give the same bits whoever
-computes.
+"""Arithmetic of one vector: a learner and ranks that take their time, and give the same bits
+whoever computes.
 
 What decides, keeps, sends and recovers around them is the trainer's own.
 """

@@ -40,7 +40,7 @@ PACES = {
 
 
 def kinds_of(text: str) -> tuple[str, ...]:
-    """The kinds in a list with commas; `all` and `none` are lists too. ValueError: an unknown one."""
+    """The kinds in a list with commas, or of `all` or `none`. ValueError: an unknown one."""
     named = {"all": KINDS, "none": ()}.get(text)
     if named is not None:
         return named

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Coroutine
+from collections.abc import Coroutine, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -104,7 +104,7 @@ def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> 
     """Runs to the end of `story`. Tasks of dead processes are closed only then: what they would
     clean up happens to nobody.
     """
-    structlog.configure(processors=[_Notes(record)], cache_logger_on_first_use=False)
+    structlog.configure(processors=[_Notes(record).take], cache_logger_on_first_use=False)
     gc.freeze()  # what is imported stays: the collection at the end does not walk it
     gc.disable()  # what a collection finalises would run at another place each time
     try:
@@ -123,7 +123,7 @@ def _bury(loop: VirtualLoop) -> None:
         for task in asyncio.all_tasks(loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             with suppress(BaseException):
-                task.get_coro().close()  # type: ignore[union-attr]
+                task.get_coro().close()
         loop.close()
         gc.collect()
     gc.unfreeze()
@@ -136,7 +136,7 @@ class _Notes:
     def __init__(self, record: Record) -> None:
         self._record = record
 
-    def __call__(self, logger: Any, method: str, told: dict[str, Any]) -> Any:
+    def take(self, logger: Any, method: str, told: MutableMapping[str, Any]) -> Any:
         if self._record.written:
             self._record.note(f"{method} {told}")
         raise structlog.DropEvent
