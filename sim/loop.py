@@ -90,7 +90,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Nothing outside of this thread ends a wait: timers alone do."""
 
     _ready: deque[asyncio.Handle]
-    _scheduled: list[tuple[float, int, asyncio.TimerHandle]]  # type: ignore[assignment]
+    _scheduled: list[tuple[float, int, asyncio.TimerHandle]]
 
     def __init__(self) -> None:
         super().__init__(selectors.SelectSelector())

@@ -20,7 +20,8 @@ from sim.mesh.process import VirtualProcess
 from sim.redis.client import SimulatedRedis, SimulatedSyncRedis
 from sim.redis.server import RedisServer
 
-LATENCY_S = 0.0004  # mean from the command to its execution, and again to the reply
+LATENCY_S = 0.0004  # mean from a command to its execution, when all is well
+DELAYED = 0.2  # share of commands that are not executed at once even then
 BACKOFF_S, LONGEST_BACKOFF_S = 0.02, 0.5
 
 
@@ -38,8 +39,8 @@ class VirtualRedis:
 
     async def asked(self, words: tuple[Any, ...]) -> Any:
         """One try of a command."""
-        pause_s = self.random.expovariate(1 / self.slow_s)
-        await self.clock.sleep(pause_s)
+        if self.slow_s > LATENCY_S or self.random.random() < DELAYED:
+            await self.clock.sleep(self.random.expovariate(1 / self.slow_s))
         if self.away:
             raise RedisConnectionError("nobody listens")
         if self.before is not None:

@@ -10,7 +10,7 @@ local found = {}
 for _, name in ipairs(a.names or redis.call('ZRANGE', index, 0, -1)) do
   local row = hash(MESH .. ':entry:' .. name)
   if row.token then
-    row.name, row.alive = name, tonumber(row.expires_ms) > NOW
+    row.name, row.alive = name, lasts(row.expires_ms, row.renewed_ms)
     found[#found + 1] = row
   end
 end
