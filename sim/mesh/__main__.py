@@ -28,15 +28,19 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+def plan_of(a: argparse.Namespace) -> Plan:
+    return Plan(a.seed, a.faults, a.hours, a.workers, a.shards, a.ranks)
+
+
 def main() -> int:
     a = parser().parse_args()
-    plan = Plan(a.seed, a.faults, a.hours, a.workers, a.shards, a.ranks)
+    plan = plan_of(a)
     if a.seeds:
         first, _, last = a.seeds.partition(":")
         return many([replace(plan, seed=seed) for seed in range(int(first), int(last))], a.jobs)
     outcome = play(plan, a.log)
     print(json.dumps(outcome.document(), indent=1))
-    return _told([outcome])
+    return told([outcome])
 
 
 def many(plans: list[Plan], jobs: int) -> int:
@@ -54,7 +58,7 @@ def many(plans: list[Plan], jobs: int) -> int:
         "virtual_s_per_cpu_s": round(virtual_s / max(cpu_s, 1e-9), 1),
     }
     print(json.dumps(summary))
-    return _told(outcomes)
+    return told(outcomes)
 
 
 def _played(plans: list[Plan], jobs: int) -> Iterator[Outcome]:
@@ -65,7 +69,7 @@ def _played(plans: list[Plan], jobs: int) -> Iterator[Outcome]:
         yield from pool.imap_unordered(play, plans)
 
 
-def _told(outcomes: list[Outcome]) -> int:
+def told(outcomes: list[Outcome]) -> int:
     """Says how to replay what failed; the exit status."""
     failed = [outcome for outcome in outcomes if outcome.violations]
     for outcome in failed:

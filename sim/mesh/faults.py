@@ -30,11 +30,11 @@ class Pace:
 
 
 PACES = {
-    "kill": Pace(45.0, 0.0, 0.0),
-    "stop": Pace(60.0, 0.3, LONGEST_STOP_S),
-    "network": Pace(50.0, 0.5, 20.0),
-    "redis": Pace(80.0, 0.2, 15.0),
-    "disk": Pace(80.0, 1.0, 25.0),
+    "kill": Pace(20.0, 0.0, 0.0),
+    "stop": Pace(30.0, 0.3, LONGEST_STOP_S),
+    "network": Pace(30.0, 0.5, 20.0),
+    "redis": Pace(45.0, 0.2, 15.0),
+    "disk": Pace(45.0, 1.0, 25.0),
     "clock": Pace(100.0, 0.0, 0.0),
 }
 
