@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.errors import DeadlineExceeded, MeshError, NotFound, PeerLost
+from common.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
 from common.process.handle import UNKNOWN_EXIT, Usage
 from common.process.host import replace_file
 from common.random import Random
@@ -252,7 +252,8 @@ class ProcessHost:
 
     def open_append(self, path: Path) -> AppendFile:
         self._alive()
-        self._machine.disk.check()
+        if self._machine.disk.full:
+            raise StorageFull("no room for a new file", where=str(path))
         file = AppendFile(path, self._machine.disk.room)
         self._machine.files_of(self._process).append(file)
         return file

@@ -91,9 +91,7 @@ def play(plan: Plan, log: Path | None = None) -> Outcome:
     outcome = Outcome(plan)
     try:
         run_in(loop, record, _story(loop, record, root, plan, outcome))
-        outcome.digest = record.digest
     finally:
-        record.close()
         shutil.rmtree(root, ignore_errors=True)
         sys.path[:] = path  # environments put their job's modules on it
     outcome.virtual_s, outcome.cpu_s = loop.now, time.process_time() - began
@@ -110,6 +108,7 @@ def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> 
     try:
         return loop.run_until_complete(story)
     finally:
+        record.close()
         _bury(loop)
         gc.enable()
 
@@ -208,3 +207,4 @@ def _sum_up(outcome: Outcome, world: World, facts: Facts, faults: Schedule) -> N
     outcome.lineage = int(facts.job.get("lineage", 0))
     outcome.faults = faults.count
     outcome.processes = len(world.machine.processes)
+    outcome.digest = world.record.digest
