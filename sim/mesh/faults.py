@@ -76,6 +76,7 @@ class Schedule:
         world.network.mend()
         world.redis.away, world.redis.slow_s, world.redis.lost = False, REDIS_LATENCY_S, 0.0
         world.machine.disk.full, world.machine.disk.slow_s = False, DISK_LATENCY_S
+        await world.resume()  # if Redis was emptied last
 
     async def _keep(self, kind: str, random: Random) -> None:
         pace = PACES[kind]
@@ -135,9 +136,11 @@ class Schedule:
 
     async def _redis(self, random: Random, for_s: float) -> None:
         redis = self._world.redis
-        what = random.choice(["away", "slow", "lost"])
+        what = random.choice(["away", "slow", "lost", "away", "slow", "lost", "emptied"])
         self._world.record.say(f"redis {what} {for_s:.3f}")
         match what:
+            case "emptied":
+                redis.server.lose()
             case "away":
                 redis.away = True
             case "slow":
@@ -146,6 +149,8 @@ class Schedule:
                 redis.lost = random.uniform(0.02, 0.4)
         await self._clock.sleep(for_s)
         redis.away, redis.slow_s, redis.lost = False, REDIS_LATENCY_S, 0.0
+        if what == "emptied":
+            await self._world.resume()
 
     async def _disk(self, random: Random, for_s: float) -> None:
         disk = self._world.machine.disk

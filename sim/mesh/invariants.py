@@ -61,6 +61,8 @@ def fates(facts: Facts) -> tuple[set[int], dict[int, list[str]]]:
         elif kind == "step":
             for row in told["groups"]:
                 end(row["group"], f"step {told['step']}")
+        elif kind == "restored":  # by a resume, after Redis had lost all it had
+            opened, ends = set(), {}
         elif kind == "lineage":
             for group, hows in ends.items():
                 ends[group] = [how for how in hows if not _after(how, told["version"])]
@@ -91,6 +93,8 @@ def whole_steps(facts: Facts, terms: Terms) -> Violations:
     for kind, told in facts.events:
         if kind == "step":
             steps.append(told["step"])
+        elif kind == "restored":
+            steps = list(range(1, told["version"] + 1))
         elif kind == "lineage":
             steps = [step for step in steps if step <= told["version"]]
     version = int(facts.job.get("version", -1))

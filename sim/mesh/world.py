@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.random import Random
+from common.runtime.patience import patiently
 from common.state import jobs
 from common.state.client import State
 from common.wire.frames import Frame
 from meshrl.launch import plan
+from meshrl.launch.session import put_back
 from sim.loop import VirtualLoop
 from sim.mesh.job import JOB, config_of, document_of
 from sim.mesh.launcher import VirtualLauncher
@@ -56,8 +58,8 @@ class World:
         self._state = state_of(self.redis, process)
         size = self.size
         config = config_of(size.workers, size.shards, size.ranks, size.steps)
-        document = document_of(config, self.root)
-        await jobs.submit(self._state, JOB, document, str(self.root), "submit")
+        self.document = document_of(config, self.root)
+        await jobs.submit(self._state, JOB, self.document, str(self.root), "submit")
 
     async def _launch(self, process: VirtualProcess, argv: list[str]) -> None:
         size = self.size
@@ -69,11 +71,27 @@ class World:
         await launcher.stop()
         watching.cancel()
 
+    async def resume(self) -> None:
+        """What `meshrl resume` does when Redis has lost the job: it goes on at a checkpoint."""
+        await patiently(self.clock, self._resume)
+
+    async def _resume(self) -> None:
+        known = {row.id for row in await jobs.jobs(self.state)}
+        if JOB not in known:
+            self.record.say("resume the job")
+            await put_back(self.state, self.root, JOB, self.document)
+
     async def stop(self) -> None:
         """Ends the mesh as `meshrl` does."""
         self._stop.set()
         assert self._root_process is not None
         await self._root_process.over.wait()
+
+    @property
+    def state(self) -> State:
+        """A connection to Redis that nothing ends."""
+        assert self._state is not None
+        return self._state
 
     @property
     def phase(self) -> str:

@@ -21,7 +21,7 @@ STEPS = 10_000  # more than an hour has
 @pytest.mark.timeout(600)
 def test_an_hour_with_a_stopped_leader_loses_nothing(tmp_path: Path, record_property: Any) -> None:
     async def hour(world: World) -> dict[str, Any]:
-        clock, state = world.clock, world.around.meshes["rollout/0"].state
+        clock, state = world.clock, world.state
         await clock.sleep(STOP_AT_S)
         owner, token = await leader.leader(state, "planner")
         name = owner.partition("#")[0]

@@ -20,7 +20,7 @@ def run(root: Path, shards: int) -> tuple[dict[str, int], Counter[str], list[int
 
     async def job(world: World) -> dict[str, Any]:
         await until_over(world)
-        state = world.around.meshes["rollout/0"].state
+        state = world.state
         in_flight = (await groups.in_flight(state, JOB)).samples
         return {"events": await events.read_all(state), "in_flight": in_flight}
 
