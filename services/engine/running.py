@@ -28,7 +28,7 @@ from services.engine.build import opened
 from services.engine.service import EngineService
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
-LOOK_S = 0.3  # how often the job's version is looked at without a hint
+LOOK_S = 1.0  # how often the job's version is looked at without a hint, which rarely gets lost
 MERGE_S = 300.0  # for adapters to become part of the model
 SWITCH_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
 

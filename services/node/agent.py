@@ -162,7 +162,19 @@ class NodeAgent(Actor, Hooks):
     async def ended(self, child: Child, code: int, why: str) -> None:
         self._adopted.discard(child.name)
         await self.leases.evict(child)
+        await self._end_unwatched(child.name)
         await self._note("process_ended", {"name": child.name, "code": code, "why": why})
+
+    async def _end_unwatched(self, name: str) -> None:
+        """Ends the worker that holds this name and is nobody's: it was started when no note could
+        be taken, and had not registered when its agent was followed by this one.
+        """
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            async with self._mesh.clock.timeout(EVENT_S, "a look for a worker"):
+                child = self._running(name, [await self._registered([name])])
+            if child is not None:
+                child.kill()
+                await self.leases.evict(child)
 
     def lease_expired(self, child: Child) -> bool:
         return self.leases.expired(child)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Coroutine, MutableMapping
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ STEP_S = 12.0  # of faulty time for each step of the budget
 LOOK_S = 2.0
 SETTLED_S = 900.0  # from the last fault until the job must have finished, beside its steps
 LONGEST_STEP_S = 20.0
-IDLE_S = 20.0  # for gangs to come to rest when the job is over
+IDLE_S = 8.0  # for gangs to come to rest when the job is over
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        return max(6, round(self.hours * 3600 / STEP_S))
+        return max(4, round(self.hours * 3600 / STEP_S))
 
     @property
     def size(self) -> Size:
@@ -106,7 +107,8 @@ def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> 
     gc.freeze()  # what is imported stays: the collection at the end does not walk it
     gc.disable()  # what a collection finalises would run at another place each time
     try:
-        return loop.run_until_complete(story)
+        with redirect_stderr(_Said(record)):
+            return loop.run_until_complete(story)
     finally:
         record.close()
         _bury(loop)
@@ -127,6 +129,17 @@ def _bury(loop: VirtualLoop) -> None:
         gc.collect()
     gc.unfreeze()
     sys.unraisablehook = before
+
+
+class _Said(io.TextIOBase):
+    """What processes print to stderr."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def write(self, text: str) -> int:
+        self._record.note(text.rstrip("\n"))
+        return len(text)
 
 
 class _Notes:
