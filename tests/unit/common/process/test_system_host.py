@@ -113,7 +113,7 @@ async def test_a_process_whose_death_pipe_closes_ends_though_its_parent_lives(
     host = SystemHost()
     child = host.spawn(python("sleeps"), name="sleeps", env=env)
     assert await child.wait(0.3) is None
-    os.close(host._death_write)
+    os.close(host._starter._death_write)
     assert await child.wait(5) == -signal.SIGKILL
 
 
