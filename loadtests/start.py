@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtests.starting import roles
+from loadtests.starting import mesh, roles
 
 Figures = dict[str, Any]
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Figures]] = {
     "roles": roles.roles,
+    "mesh": mesh.mesh,
 }
 
 
