@@ -14,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtests.starting import mesh, roles
+from loadtests.starting import churn, mesh, roles
 
 Figures = dict[str, Any]
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Figures]] = {
     "roles": roles.roles,
     "mesh": mesh.mesh,
+    "churn": churn.churn,
 }
 
 
@@ -27,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)}; none: all")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind, each way")
+    parser.add_argument("--starts", type=int, default=1000, help="through one nursery")
     parser.add_argument("--kinds", nargs="*", default=[], help="of processes; none: all")
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - PARTS.keys():
