@@ -1,6 +1,6 @@
 """How soon processes start, what they cost, and what is left of them when others die.
 
-    python -m loadtests.start [roles memory churn orphans ...] [--repeats 3]
+    python -m loadtests.start [roles mesh churn orphans ...] [--repeats 3]
 
 Prints one flat JSON object, the figures of all parts that were named (default: all).
 """
@@ -14,13 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadtests.starting import churn, mesh, roles
+from loadtests.starting import churn, mesh, orphans, roles
 
 Figures = dict[str, Any]
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Figures]] = {
     "roles": roles.roles,
     "mesh": mesh.mesh,
     "churn": churn.churn,
+    "orphans": orphans.orphans,
 }
 
 
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)}; none: all")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each kind, each way")
     parser.add_argument("--starts", type=int, default=1000, help="through one nursery")
+    parser.add_argument("--trials", type=int, default=80, help="in which somebody dies")
     parser.add_argument("--kinds", nargs="*", default=[], help="of processes; none: all")
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - PARTS.keys():

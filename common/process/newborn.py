@@ -40,7 +40,7 @@ def become(
     """Runs the order's module in this process, which has just been forked; its exit status."""
     settle_descriptors(descriptors, connection)
     settle_signals()
-    if connection.recv(len(GO)) != GO:  # its owner has ended, or has given it up
+    if not let_go(connection):
         return ORPHANED
     connection.close()
     environment = dict(order.environment)
@@ -49,6 +49,14 @@ def become(
     settle_environment(order, environment, paths)
     settle_libraries(environment)
     return run(order.module, order.arguments)
+
+
+def let_go(connection: socket.socket) -> bool:
+    """Waits for the owner's word; False when it has ended, or has given the process up."""
+    try:
+        return connection.recv(len(GO)) == GO
+    except ConnectionResetError:  # it ended before it had read that there is a process
+        return False
 
 
 def settle_descriptors(descriptors: Mapping[str, int], connection: socket.socket) -> None:
