@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from common.process.birth import NURSERY_ENV
 from common.state import embedded
 from services.sandbox.isolation import cgroups
 from services.sandbox.jail import landlock
@@ -55,7 +54,7 @@ NURSERY = pytest.StashKey[TestNursery]()
 def pytest_configure(config: pytest.Config) -> None:
     """A run of several workers has a nursery, whose start a single test would not earn."""
     config.stash[ABSENT] = Counter()
-    if getattr(config.option, "numprocesses", None) and NURSERY_ENV not in os.environ:
+    if getattr(config.option, "numprocesses", None):
         config.stash[NURSERY] = TestNursery()
         config.stash[NURSERY].start()
 

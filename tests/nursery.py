@@ -1,4 +1,8 @@
-"""One nursery for all tests of a run: what they start is forked from it, as on a user's host."""
+"""A nursery for tests: what they start is forked from it, as on a user's host.
+
+A run of several workers has one (`conftest.py`); a test that runs alone starts its own where it
+starts many processes.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +21,33 @@ LISTENS_S = 120.0
 
 class TestNursery:
     """A nursery, from `start` to `close`, which every process below this one finds by its
-    environment.
+    environment; nothing where one is there already.
     """
 
     __test__ = False
 
     def __init__(self) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="meshrl-nursery-")
-        self.socket = Path(self._scratch.name) / "nursery"
-        self.child: SystemChild | None = None
+        self._child: SystemChild | None = None
 
     def start(self) -> None:
         """Returns at once: until it listens, processes are executed."""
-        self.child = SystemHost().spawn(
-            plan.nursery(self.socket),
+        if NURSERY_ENV in os.environ:
+            return
+        socket = Path(self._scratch.name) / "nursery"
+        self._child = SystemHost().spawn(
+            plan.nursery(socket),
             name="nursery",
             env={NURSERY_ENV: OFF, "OMP_NUM_THREADS": "1"},
             own_session=True,
         )
-        os.environ[NURSERY_ENV] = str(self.socket)
+        os.environ[NURSERY_ENV] = str(socket)
 
     def close(self) -> None:
-        if self.child is not None:
-            self.child.kill()
-            while self.child.poll() is None:
+        """Ends it; what it has forked lives on."""
+        if self._child is not None:
+            self._child.kill()
+            while self._child.poll() is None:
                 time.sleep(0.01)
             del os.environ[NURSERY_ENV]
         self._scratch.cleanup()
