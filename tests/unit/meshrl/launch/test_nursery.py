@@ -135,7 +135,7 @@ async def test_one_that_does_not_stay_up_is_done_without_and_said(
     await mine.listens()
     said = capsys.readouterr().err
     assert "no nursery" in said and "nursery.log" in said
-    assert "no.such" in (tmp_path / "mesh/logs/nursery.log").read_text()
+    assert "ModuleNotFoundError" in (tmp_path / "mesh/logs/nursery.log").read_text()
     await mine.stop(5.0)
 
 
