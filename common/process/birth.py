@@ -102,7 +102,7 @@ class Birth:
             if not same_user(connection):
                 raise NoBirth(f"{nursery} belongs to another user")
             socket.send_fds(connection, [message], [descriptors[name] for name in order.passed])
-            answer = json.loads(connection.recv(ORDER_LIMIT) or b'{"refused": "it has ended"}')
+            answer = json.loads(connection.recv(ORDER_LIMIT) or b"{}")
         except (OSError, ValueError) as error:
             connection.close()
             raise NoBirth(f"{nursery}: {error}") from error
@@ -111,7 +111,7 @@ class Birth:
             raise
         if "pid" not in answer:
             connection.close()
-            raise NoBirth(f"{nursery}: {answer['refused']}")
+            raise NoBirth(f"{nursery}: {answer.get('refused', 'it has ended')}")
         connection.setblocking(False)
         return cls(connection, answer["pid"])
 

@@ -20,7 +20,7 @@ from common.process.birth import Birth
 from common.process.child import FRAME_LIMIT, take_frame
 
 UNKNOWN_EXIT = 255  # for a process whose status nobody can tell us: it is not our child
-TOLD_S = 2.0  # a process has ended, and the nursery that could say how is silent
+TOLD_S = 2.0  # a process has ended, and who reaps it could still say how
 POLL_S = 0.05  # where the kernel has no pidfd_open (before 5.3)
 
 
@@ -100,15 +100,17 @@ PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 PIDFD_INFO_EXIT = 1 << 3
 
 
-def status_of(pidfd: int) -> int:
-    """The exit status of an ended process that is not our child; UNKNOWN_EXIT on older kernels."""
+def status_of(pidfd: int) -> int | None:
+    """The exit status of an ended process that is not our child; UNKNOWN_EXIT on older kernels,
+    None while it is not reaped.
+    """
     info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
     try:
         fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
     except OSError:
         return UNKNOWN_EXIT
     mask, status = struct.unpack("=Q52xi", info)
-    return os.waitstatus_to_exitcode(status) if mask & PIDFD_INFO_EXIT else UNKNOWN_EXIT
+    return os.waitstatus_to_exitcode(status) if mask & PIDFD_INFO_EXIT else None
 
 
 async def readable(descriptor: int, deadline_s: float) -> bool:
@@ -145,7 +147,7 @@ class SystemChild:
         self.name, self.pid = name, pid
         self.start_time = start_time(pid)
         self._popen, self._birth = popen, birth
-        self._ended_at = 0.0  # when a forked process was first seen to have ended
+        self._ended_at = 0.0  # when one that somebody else reaps was first seen to have ended
         self._channel = channel
         self._buffer = bytearray()
         self._reading = False
@@ -167,13 +169,10 @@ class SystemChild:
             if self._leads_session and not start_time(self.pid):
                 self._kill_session()  # before it is reaped: until then its number is its own
             code = self._popen.poll()
-        elif self._birth is not None:
-            code = self._birth.poll()
-            if code is None and self._untold():
-                self._kill_session()
-                code = status_of(self._pidfd)
         else:
-            code = None if self._runs() else status_of(self._pidfd)
+            code = None if self._birth is None else self._birth.poll()
+            if code is None and not self._runs():
+                code = self._of_a_stranger()
         if code is not None:
             self._code = code
             self._close()
@@ -182,13 +181,16 @@ class SystemChild:
     def _runs(self) -> bool:
         return self.start_time != 0 and start_time(self.pid) == self.start_time
 
-    def _untold(self) -> bool:
-        """Whether a forked process has ended, and its nursery says nothing of it any more."""
-        assert self._birth is not None
-        if self._runs():
-            return False
+    def _of_a_stranger(self) -> int | None:
+        """How a process ended that somebody else reaps; None while that may still be told."""
         self._ended_at = self._ended_at or time.monotonic()
-        return self._birth.silent or time.monotonic() - self._ended_at > TOLD_S
+        late = time.monotonic() - self._ended_at > TOLD_S
+        if self._birth is not None and not self._birth.silent and not late:
+            return None
+        if self._leads_session:
+            self._kill_session()
+        code = status_of(self._pidfd)
+        return UNKNOWN_EXIT if code is None and late else code
 
     async def wait(self, deadline_s: float) -> int | None:
         """The exit code; None if the process still runs after `deadline_s`."""

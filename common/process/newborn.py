@@ -61,7 +61,6 @@ def let_go(connection: socket.socket) -> bool:
 
 def settle_descriptors(descriptors: Mapping[str, int], connection: socket.socket) -> None:
     """Ties the process to its owner, and closes everything that was not passed to it."""
-    os.setsid()
     os.fchdir(descriptors["cwd"])
     kept = {0, 1, 2, connection.fileno(), descriptors.get("channel", 0)}
     if "death" in descriptors:

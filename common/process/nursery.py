@@ -87,11 +87,12 @@ class Nursery:
             connection.close()
             return None
         if pid == 0:
+            os.setsid()  # before its owner hears of it: who ends the nursery ends its group
+            say(connection, {"pid": os.getpid()})
             passed = dict(zip(order.passed, descriptors, strict=True))
             return Newborn(order, passed, connection)
         close_all(descriptors)
         self._owners[pid] = connection
-        say(connection, {"pid": pid})
         return None
 
     def _check(self, order: Order, descriptors: list[int], connection: socket.socket) -> None:

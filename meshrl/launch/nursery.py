@@ -29,8 +29,8 @@ class MeshNursery(Hooks):
         budget: tuple[int, float],
     ) -> None:
         self._clock, self._socket = clock, place.nursery
-        self._gave_up = False
         given = os.environ.get(NURSERY_ENV)
+        self._done_without = bool(given)
         self.environment = {NURSERY_ENV: given or str(self._socket.resolve())}
         spec = ChildSpec(
             "nursery",
@@ -50,8 +50,8 @@ class MeshNursery(Hooks):
     async def listens(self) -> None:
         """Waits while it imports: a process that does so by itself takes as long."""
         until = self._clock.monotonic() + LISTENS_S
-        while self.supervisor.children and not self._socket.exists():
-            if self._gave_up or self._clock.monotonic() > until:
+        while not self._done_without and not self._socket.exists():
+            if self._clock.monotonic() > until:
                 return
             await self._clock.sleep(LOOK_S)
 
@@ -60,7 +60,7 @@ class MeshNursery(Hooks):
         await self.supervisor.stop(grace_s)
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
-        self._gave_up = True
+        self._done_without = True
         print(
             f"no nursery ({why}): processes start in seconds, not milliseconds; its log: "
             f"{spec.log}",
