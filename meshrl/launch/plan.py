@@ -11,8 +11,9 @@ from common.state.gangs import Role
 
 PLANNERS = 2  # the second takes over when the first one's lease ends
 # What the nursery has imported: all that services, role processes and environment processes have in
-# common, and what the first step of a trainer would import. Nothing that starts a thread or touches
-# a GPU on import, and no code of a job's author.
+# common, and what they would import as they look a host up, as a trainer restores its state, takes
+# its first step and counts its figures. Nothing that starts a thread or touches a GPU on import, and
+# no code of a job's author.
 NURSERY = (
     "services.planner.planner",
     "services.weights.store",
@@ -26,6 +27,10 @@ NURSERY = (
     "services.trainer.running",
     "services.trainer.ranks.running",
     "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "numpy.ctypeslib",
+    "numpy.ma",
+    "encodings.idna",
 )
 
 
