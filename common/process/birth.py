@@ -7,6 +7,7 @@ and the child ends before it has begun. At the end of the child its exit status 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -79,6 +80,17 @@ def same_user(connection: socket.socket) -> bool:
     return bool(uid == os.geteuid())
 
 
+def connect(connection: socket.socket, nursery: Path) -> None:
+    """Connects to a nursery; OSError when it is not there, or another user's."""
+    directory = os.open(nursery.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        connection.connect(short(nursery, directory))
+    finally:
+        os.close(directory)
+    if not same_user(connection):
+        raise PermissionError("it belongs to another user")
+
+
 class Birth:
     """The owner's end of a forked process's connection."""
 
@@ -91,34 +103,27 @@ class Birth:
     def ask(cls, nursery: Path, order: Order, descriptors: Mapping[str, int]) -> Birth:
         """A process that waits for `go`; NoBirth says why there is none."""
         message = order.encode()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.settimeout(ANSWER_S)
-            directory = os.open(nursery.parent, os.O_PATH | os.O_DIRECTORY)
+        with contextlib.ExitStack() as on_failure:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            on_failure.callback(connection.close)
             try:
-                connection.connect(short(nursery, directory))
-            finally:
-                os.close(directory)
-            if not same_user(connection):
-                raise NoBirth(f"{nursery} belongs to another user")
-            socket.send_fds(connection, [message], [descriptors[name] for name in order.passed])
-            answer = json.loads(connection.recv(ORDER_LIMIT) or b"{}")
-        except (OSError, ValueError) as error:
-            connection.close()
-            raise NoBirth(f"{nursery}: {error}") from error
-        except NoBirth:
-            connection.close()
-            raise
-        if "pid" not in answer:
-            connection.close()
-            raise NoBirth(f"{nursery}: {answer.get('refused', 'it has ended')}")
-        connection.setblocking(False)
+                connection.settimeout(ANSWER_S)
+                connect(connection, nursery)
+                socket.send_fds(connection, [message], [descriptors[n] for n in order.passed])
+                answer = json.loads(connection.recv(ORDER_LIMIT) or b"{}")
+            except (OSError, ValueError) as error:
+                raise NoBirth(f"{nursery}: {error}") from error
+            if "pid" not in answer:
+                raise NoBirth(f"{nursery}: {answer.get('refused', 'it has ended')}")
+            connection.setblocking(False)
+            on_failure.pop_all()
         return cls(connection, answer["pid"])
 
     def go(self) -> None:
-        """Lets the process begin."""
+        """Lets the process begin; nothing happens if it has ended."""
         if self._connection is not None:
-            self._connection.send(GO)
+            with contextlib.suppress(OSError):
+                self._connection.send(GO)
 
     def poll(self) -> int | None:
         """The exit status (negative: a signal), once the nursery has told it."""

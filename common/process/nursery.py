@@ -157,8 +157,14 @@ def require_whole_forks() -> None:
     if len(threads) > 1:
         raise RuntimeError(f"{len(threads)} threads: a fork would have the locks of one only")
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError("a CUDA context: no fork could use the GPU")
+    if torch is None:
+        return
+    child = os.fork()
+    if child == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    _, status = os.waitpid(child, 0)
+    if status or torch.cuda.is_initialized():
+        raise RuntimeError("an import has asked CUDA for its devices: no fork could use a GPU")
 
 
 def keep_at_exit() -> None:
