@@ -1,4 +1,4 @@
-"""A thousand starts and ends through one nursery: are all exit statuses true, and is nothing left?"""
+"""A thousand starts and ends through one nursery: are exit statuses true, and is nothing left?"""
 
 from __future__ import annotations
 

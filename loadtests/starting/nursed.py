@@ -11,7 +11,7 @@ from pathlib import Path
 from common.clock import SystemClock
 from common.process.birth import NURSERY_ENV, OFF
 from common.process.handle import Child
-from common.process.host import SystemHost
+from common.process.host import Host
 from common.settings import SETTINGS_ENV
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.places import MeshPlace
@@ -41,7 +41,7 @@ def starting(how: str) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def nursery(host: SystemHost, root: Path) -> AsyncIterator[tuple[str, Child]]:
+async def nursery(host: Host, root: Path) -> AsyncIterator[tuple[str, Child]]:
     """A mesh's nursery: its socket and its process, which ends with the block."""
     place = MeshPlace(root)
     environment = {SETTINGS_ENV: str(place.settings), "OMP_NUM_THREADS": "1"}

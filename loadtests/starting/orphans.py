@@ -101,13 +101,9 @@ class Trials:
             while owner.returncode is None:
                 await asyncio.sleep(0.02)
 
-    async def _nursery_dies(
-        self, nursery: str, mark: str, chance: random.Random, pid: int
-    ) -> None:
+    async def _nursery_dies(self, nursery: str, mark: str, chance: random.Random, pid: int) -> None:
         """The nursery dies at a random moment; every process of ours is ended, and must tell."""
-        fault = threading.Timer(
-            chance.uniform(0.0, MOMENTS_S), os.kill, (pid, signal.SIGKILL)
-        )
+        fault = threading.Timer(chance.uniform(0.0, MOMENTS_S), os.kill, (pid, signal.SIGKILL))
         fault.start()
         children: list[SystemChild] = []
         with starting(nursery):

@@ -11,9 +11,9 @@ from common.state.gangs import Role
 
 PLANNERS = 2  # the second takes over when the first one's lease ends
 # What the nursery has imported: all that services, role processes and environment processes have in
-# common, and what they would import as they look a host up, as a trainer restores its state, takes
-# its first step and counts its figures. Nothing that starts a thread or touches a GPU on import, and
-# no code of a job's author.
+# common, and what they would import later: to look a host up, to restore a trainer's state, for its
+# first step and its figures. Nothing that starts a thread or touches a GPU on import, and no code
+# of a job's author.
 NURSERY = (
     "services.planner.planner",
     "services.weights.store",
