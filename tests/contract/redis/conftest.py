@@ -20,7 +20,7 @@ REAL = [
 
 
 def outcome(client: Any, words: tuple[Any, ...]) -> Any:
-    """The reply, or the class and the code of the error: servers differ in how they put the rest."""
+    """The reply, or the class and code of the error: servers differ in how they put the rest."""
     try:
         return client.execute_command(*words)
     except redis.ResponseError as error:

@@ -108,7 +108,11 @@ def test_json_is_written_alike(pair: Pair, value: str) -> None:
 @pytest.mark.parametrize("text", [*cases(TEXTS), ""])
 def test_json_is_read_alike(pair: Pair, text: str) -> None:
     alike(pair, ROUND, text)
-    alike(pair, "return {type(cjson.decode(ARGV[1])), tostring(cjson.decode(ARGV[1]) == cjson.null)}", text)
+    alike(
+        pair,
+        "return {type(cjson.decode(ARGV[1])), tostring(cjson.decode(ARGV[1]) == cjson.null)}",
+        text,
+    )
 
 
 @pytest.mark.parametrize("depth", [1000, 1001])

@@ -110,7 +110,9 @@ def test_a_command_whose_reply_is_lost_has_run_and_is_sent_again() -> None:
         assert await scene.state.command("GET", "count") == "2"
         began = scene.clock.monotonic()
         scene.faults.lost_replies = 2
-        await events.append(scene.state, "once", {})  # under one operation, however often it is sent
+        await events.append(
+            scene.state, "once", {}
+        )  # under one operation, however often it is sent
         assert scene.clock.monotonic() - began > 2 * SOCKET_TIMEOUT_S
         assert await scene.kinds() == ["leader", "once"]
         scene.faults.lost_replies = 1
