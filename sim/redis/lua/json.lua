@@ -78,7 +78,13 @@ local function put_table(buffer, n, value, depth)
   local first = n + 1
   for key, item in next, value do
     buffer[n + 1] = labels[key] or label(key)
-    n = put(buffer, n + 1, item, depth)
+    local form = quoted[item] -- most items are strings that were told before
+    if form then
+      n = n + 2
+      buffer[n] = form
+    else
+      n = put(buffer, n + 1, item, depth)
+    end
   end
   if n < first then
     buffer[first] = '{}'
