@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from common.clock import SystemClock
-from common.process.birth import NURSERY_ENV, OFF
+from common.process.birth import NURSERY_ENV
 from common.process.handle import Child
 from common.process.host import Host
 from common.settings import SETTINGS_ENV
@@ -45,14 +45,12 @@ async def nursery(host: Host, root: Path) -> AsyncIterator[tuple[str, Child]]:
     """A mesh's nursery: its socket and its process, which ends with the block."""
     place = MeshPlace(root)
     environment = {SETTINGS_ENV: str(place.settings), "OMP_NUM_THREADS": "1"}
-    with starting(OFF):
-        del os.environ[NURSERY_ENV]
-        nursed = MeshNursery(host, SystemClock(), place, environment, BUDGET)
-        os.environ[NURSERY_ENV] = OFF
-        await nursed.start()
-        try:
-            await nursed.listens()
-            [process] = nursed.supervisor.children.values()
-            yield nursed.environment[NURSERY_ENV], process
-        finally:
-            await nursed.stop(GRACE_S)
+    os.environ.pop(NURSERY_ENV, None)  # a mesh below another one's nursery starts none
+    nursed = MeshNursery(host, SystemClock(), place, environment, BUDGET)
+    await nursed.start()
+    try:
+        await nursed.listens()
+        [process] = nursed.supervisor.children.values()
+        yield nursed.environment[NURSERY_ENV], process
+    finally:
+        await nursed.stop(GRACE_S)
