@@ -154,8 +154,9 @@ def add(a, b): return None
     "reads the tests from files": """
 import os
 text = ""
-for folder, _, names in os.walk("/"):
+for folder, folders, names in os.walk("/"):
     if folder.startswith(("/proc", "/usr", "/sys", "/root", "/lib")):
+        folders.clear()  # a look at all of it takes longer than a case may
         continue
     for name in names:
         try:
@@ -206,3 +207,4 @@ def add(a, b):
     "hangs": "def add(a, b):\n    while True:\n        pass",
     "hangs at once": "while True:\n    pass",
 }
+HANGING = ("hangs", "hangs at once")  # as contained after a little as after long

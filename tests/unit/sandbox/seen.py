@@ -1,0 +1,32 @@
+"""What a test sees of jails from outside."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psutil
+
+from services.sandbox.isolation.jail_launcher import JailLauncher
+
+SOON_S = 60.0  # for a jail to begin on a busy host
+ZYGOTE = 1  # Python process of a launcher without jails
+JAIL = 2  # Python processes of a jail: its keeper and its guest
+
+
+def pythons(launcher: JailLauncher) -> list[psutil.Process]:
+    """The Python processes inside of its outer jail: those of jails, and the zygote."""
+    found = []
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        try:
+            if process.name().startswith("python"):
+                found.append(process)
+        except psutil.NoSuchProcess:  # it ended between the two looks
+            continue
+    return found
+
+
+async def guests_run(launcher: JailLauncher, jails: int = 1) -> None:
+    """Returns once the programs of so many jails have been started."""
+    async with asyncio.timeout(SOON_S):
+        while len(pythons(launcher)) < ZYGOTE + jails * JAIL:
+            await asyncio.sleep(0.005)
