@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import psutil
 
@@ -13,16 +14,18 @@ ZYGOTE = 1  # Python process of a launcher without jails
 JAIL = 2  # Python processes of a jail: its keeper and its guest
 
 
-def pythons(launcher: JailLauncher) -> list[psutil.Process]:
-    """The Python processes inside of its outer jail: those of jails, and the zygote."""
+def programs_below(pid: int) -> list[str]:
+    """What runs in the processes that a process has started, and in theirs."""
     found = []
-    for process in psutil.Process(launcher.pid).children(recursive=True):
-        try:
-            if process.name().startswith("python"):
-                found.append(process)
-        except psutil.NoSuchProcess:  # it ended between the two looks
-            continue
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended between the two looks
+            found.append(process.name())
     return found
+
+
+def pythons(launcher: JailLauncher) -> list[str]:
+    """The Python processes inside of its outer jail: those of jails, and the zygote."""
+    return [name for name in programs_below(launcher.pid) if name.startswith("python")]
 
 
 async def guests_run(launcher: JailLauncher, jails: int = 1) -> None:
