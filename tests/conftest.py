@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from common.state import embedded
 from services.sandbox.isolation import cgroups
 from services.sandbox.jail import landlock
+from tests.nursery import TestNursery
 from tests.sglang.interpreter import python
 
 BACKENDS: dict[str, Callable[[], bool]] = {
@@ -47,8 +48,20 @@ settings.load_profile("patient")
 ABSENT = pytest.StashKey[Counter[str]]()
 
 
+NURSERY = pytest.StashKey[TestNursery]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    """A run of several workers has a nursery, whose start a single test would not earn."""
     config.stash[ABSENT] = Counter()
+    if getattr(config.option, "numprocesses", None):
+        config.stash[NURSERY] = TestNursery()
+        config.stash[NURSERY].start()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if NURSERY in config.stash:
+        config.stash[NURSERY].close()
 
 
 @pytest.hookimpl(trylast=True)

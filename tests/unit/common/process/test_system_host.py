@@ -5,36 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
+from common.process.birth import NURSERY_ENV, OFF
 from common.process.handle import start_time
 from common.process.host import SystemHost
+from tests.unit.common.process.modules import ended, module, python
 
 SOON_S = 30.0  # for whatever should happen, on a busy host
 
 
-def module(tmp_path: Path, name: str, code: str) -> dict[str, str]:
-    """Writes a module and returns the environment under which a child finds it."""
-    (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
-    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-
-
-def python(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", name, *arguments]
-
-
-async def ended(pid: int) -> bool:
-    for _ in range(3000):
-        if not start_time(pid):
-            return True
-        await asyncio.sleep(0.01)
-    return False
+@pytest.fixture(autouse=True, params=["executed", "forked"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Modules keep every promise, however they are started."""
+    if request.param == "forked":
+        request.getfixturevalue("open_nursery")()
+    else:
+        monkeypatch.setenv(NURSERY_ENV, OFF)
+    return str(request.param)
 
 
 async def test_a_module_gets_its_arguments_and_its_output_goes_to_the_log(tmp_path: Path) -> None:
@@ -115,7 +107,7 @@ async def test_a_process_whose_death_pipe_closes_ends_though_its_parent_lives(
     host = SystemHost()
     child = host.spawn(python("sleeps"), name="sleeps", env=env)
     assert await child.wait(0.3) is None
-    os.close(host._death_write)
+    os.close(host._starter._death_write)
     assert await child.wait(SOON_S) == -signal.SIGKILL
 
 
@@ -261,8 +253,9 @@ def test_an_append_file_continues_where_it_ended(tmp_path: Path) -> None:
 
 
 def test_replacing_a_file_leaves_no_scratch_file(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
+    path = tmp_path / "alone" / "state.json"
+    path.parent.mkdir()
     for content in (b"1", b"2"):
         SystemHost().replace_file(path, content)
     assert path.read_bytes() == b"2"
-    assert list(tmp_path.iterdir()) == [path]
+    assert list(path.parent.iterdir()) == [path]
