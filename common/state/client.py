@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol
 
 import redis
 import redis.asyncio
@@ -32,7 +32,8 @@ from common.state.embedded import without_password
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds
-RETRIES = 6  # with the backoff below, about two seconds: a supervisor restarts Redis in less
+BACKOFF = ExponentialBackoff(cap=0.5, base=0.02)
+RETRIES = 6  # with this backoff, about two seconds: a supervisor restarts Redis in less
 RENEWAL_RETRIES = 1  # the renewal thread tries again by itself
 # Both tries of a renewal together are shorter than a lease: one that is answered late, after an
 # outage, would not know yet that Redis was away.
@@ -60,14 +61,34 @@ def script_source(name: str) -> tuple[str, str]:
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
+class Client(Protocol):
+    """What State needs of redis-py's client for the loop."""
+
+    def execute_command(self, *words: Any) -> Awaitable[Any]:
+        """The reply; redis-py's errors."""
+
+    def aclose(self) -> Awaitable[None]:
+        """Closes all connections."""
+
+
+class SyncClient(Protocol):
+    """What State needs of redis-py's client for threads."""
+
+    def execute_command(self, *words: Any) -> Any:
+        """The reply; redis-py's errors."""
+
+    def close(self) -> None:
+        """Closes all connections."""
+
+
 class State:
     """The connection to Redis. `run` is for the loop, `run_sync` for the lease renewal thread."""
 
     def __init__(
         self,
         url: str,
-        client: redis.asyncio.Redis,
-        sync_client: redis.Redis,
+        client: Client,
+        sync_client: SyncClient,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url
@@ -82,7 +103,6 @@ class State:
     @classmethod
     async def open(cls, url: str, *, connect_s: float = 10) -> State:
         """Connects and pings; StateUnavailable when there is no answer within `connect_s`."""
-        backoff = ExponentialBackoff(cap=0.5, base=0.02)
         common: dict[str, Any] = {
             "socket_timeout": SOCKET_TIMEOUT_S,
             "socket_connect_timeout": min(2.0, connect_s),
@@ -93,12 +113,12 @@ class State:
             url,
             max_connections=CONNECTIONS,
             timeout=DEADLINE_S,
-            retry=AsyncRetry(backoff, RETRIES),
+            retry=AsyncRetry(BACKOFF, RETRIES),
             **common,
         )
         sync_pool = redis.ConnectionPool.from_url(
             url,
-            retry=Retry(backoff, RENEWAL_RETRIES),
+            retry=Retry(BACKOFF, RENEWAL_RETRIES),
             **common | {"socket_timeout": RENEWAL_TIMEOUT_S},
         )
         state = cls(url, redis.asyncio.Redis.from_pool(pool), redis.Redis.from_pool(sync_pool))
@@ -136,7 +156,7 @@ class State:
         """What `run` does, for threads, with a client of its own."""
         source, sha = script_source(script)
         words = [len(keys), *keys, *map(_argument, args)]
-        send: Callable[..., Any] = self._sync.execute_command
+        send = self._sync.execute_command
         try:
             try:
                 reply = send("EVALSHA", sha, *words)
@@ -155,7 +175,7 @@ class State:
 
     async def command(self, *words: Any, deadline_s: float = DEADLINE_S) -> Any:
         """One Redis command; StateUnavailable when there is no answer by the deadline."""
-        send = cast(Callable[..., Awaitable[Any]], self.client.execute_command)
+        send = self.client.execute_command
         task = asyncio.current_task()
         asked = task.cancelling() if task else 0
         try:
@@ -172,11 +192,7 @@ class State:
     async def close(self) -> None:
         """Closes both clients' connections, the one that needs no waiting first."""
         self._sync.close()
-        self._sync.connection_pool.disconnect()
-        try:
-            await self.client.aclose()
-        finally:
-            await self.client.connection_pool.disconnect()
+        await self.client.aclose()
 
     def _unavailable(self, error: BaseException) -> StateUnavailable:
         """The error that a caller may retry; other answers are a fault of ours and go through."""
@@ -196,9 +212,12 @@ class State:
         )
 
 
+_compact = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def _argument(value: Any) -> Any:
     if isinstance(value, dict | list):
-        return json.dumps(value, separators=(",", ":"))
+        return _compact(value)
     return value
 
 

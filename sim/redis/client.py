@@ -1,0 +1,121 @@
+"""The two clients of a simulated server, which meet its faults as redis-py does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import DataError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from common.state.client import (
+    BACKOFF,
+    RENEWAL_RETRIES,
+    RENEWAL_TIMEOUT_S,
+    RETRIES,
+    SOCKET_TIMEOUT_S,
+)
+from sim.redis.server import RedisServer
+
+
+def _word(value: Any) -> str | bytes:
+    if isinstance(value, str | bytes):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(
+            f"Invalid input of type: {type(value).__name__!r}. "
+            "Convert to a bytes, string, int or float first."
+        )
+    return repr(value)
+
+
+def _is_ok(reply: Any) -> Any:
+    return reply == "OK" if reply is not None else None
+
+
+def _entries(reply: list[Any]) -> list[tuple[str, dict[str, str]]]:
+    return [(id_, dict(zip(flat[::2], flat[1::2], strict=True))) for id_, flat in reply]
+
+
+# What redis-py makes of replies, by command.
+MADE_OF: dict[str, Callable[[Any], Any]] = {
+    "SET": _is_ok,
+    "FLUSHALL": _is_ok,
+    "PING": lambda reply: reply == "PONG",
+    "TIME": lambda reply: (int(reply[0]), int(reply[1])),
+    "XRANGE": _entries,
+    "XREVRANGE": _entries,
+}
+
+
+def _perform(server: RedisServer, words: tuple[Any, ...]) -> Any:
+    reply = server.run(tuple([word if type(word) is str else _word(word) for word in words]))
+    made = MADE_OF.get(words[0])
+    return reply if made is None else made(reply)
+
+
+def _meet(server: RedisServer, words: tuple[Any, ...], timeout_s: float) -> Any:
+    """The reply; the error of a client that finds nobody, or waits for longer than `timeout_s`."""
+    faults = server.faults
+    if faults.away:
+        raise RedisConnectionError("Error 111 connecting to the simulated Redis.")
+    reply = _perform(server, words)
+    if faults.lost_replies > 0 or faults.delay_s > timeout_s:
+        faults.lost_replies = max(faults.lost_replies - 1, 0)
+        raise RedisTimeoutError("Timeout reading from the simulated Redis")
+    return reply
+
+
+class SimulatedRedis:
+    """The client for the loop. Time that it waits is the loop's, virtual or not."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+        self._retry = AsyncRetry(BACKOFF, RETRIES)
+
+    async def execute_command(self, *words: Any) -> Any:
+        """The reply. Others run between the command and its reply."""
+        if self.server.faults.on_the_way:
+            return await self._retry.call_with_retry(lambda: self._slowly(words), _went_wrong)
+        reply = _perform(self.server, words)
+        await asyncio.sleep(0)
+        return reply
+
+    async def _slowly(self, words: tuple[Any, ...]) -> Any:
+        try:
+            reply = _meet(self.server, words, SOCKET_TIMEOUT_S)
+        except RedisTimeoutError:
+            await asyncio.sleep(SOCKET_TIMEOUT_S)
+            raise
+        await asyncio.sleep(self.server.faults.delay_s)
+        return reply
+
+    async def aclose(self) -> None:
+        """Nothing to close: the client has no connection."""
+
+
+async def _went_wrong(_error: Exception) -> None:
+    """The real client closes the connection here."""
+
+
+class SimulatedSyncRedis:
+    """The client for the renewal thread. No clock passes while it waits."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+        self._retry = Retry(NoBackoff(), RENEWAL_RETRIES)
+
+    def execute_command(self, *words: Any) -> Any:
+        if self.server.faults.on_the_way:
+            return self._retry.call_with_retry(
+                lambda: _meet(self.server, words, RENEWAL_TIMEOUT_S), lambda _error: None
+            )
+        return _perform(self.server, words)
+
+    def close(self) -> None:
+        """Nothing to close: the client has no connection."""

@@ -1,0 +1,93 @@
+-- Commands on hashes: `fields`, and `flat` once HGETALL has been asked for, until the next write.
+-- Its order is Lua's own, which the writes before it decide alone.
+local parts = ...
+
+local command, counted, fail = parts.command, parts.counted, parts.fail
+local next, unpack, value, whole = next, unpack, parts.value, parts.whole
+
+local UNPACKED = 1000 -- fields and values that Lua's stack takes at once, with room to spare
+
+-- The hash under a key, a new one if there is none, for writing.
+local function made(space, key)
+  local hash = value(space, key, 'hash')
+  if not hash then
+    hash = {kind = 'hash', fields = {}}
+    space.keys[key] = hash
+  end
+  hash.flat = nil
+  return hash
+end
+
+command('HSET', -4, 'wm', function(space, args, n)
+  if n % 2 == 1 then fail("ERR wrong number of arguments for 'hset' command") end
+  local fields, new = made(space, args[2]).fields, 0
+  for i = 3, n, 2 do
+    local field = args[i]
+    if not fields[field] then new = new + 1 end
+    fields[field] = args[i + 1]
+  end
+  return new
+end)
+
+command('HSETNX', 4, 'wm', function(space, args)
+  local fields = made(space, args[2]).fields
+  if fields[args[3]] then return 0 end
+  fields[args[3]] = args[4]
+  return 1
+end)
+
+command('HGET', 3, '', function(space, args)
+  local hash = value(space, args[2], 'hash')
+  return hash and hash.fields[args[3]] or false
+end)
+
+command('HEXISTS', 3, '', function(space, args)
+  local hash = value(space, args[2], 'hash')
+  return hash and hash.fields[args[3]] and 1 or 0
+end)
+
+command('HMGET', -3, '', function(space, args, n)
+  local hash = value(space, args[2], 'hash')
+  local fields, found = hash and hash.fields or {}, {}
+  for i = 3, n do found[i - 2] = fields[args[i]] or false end
+  return found
+end)
+
+command('HGETALL', 2, '', function(space, args)
+  local hash = value(space, args[2], 'hash')
+  if not hash then return {} end
+  local flat, n = hash.flat, 0
+  if not flat then
+    flat = {}
+    for field, text in next, hash.fields do
+      flat[n + 1], flat[n + 2] = field, text
+      n = n + 2
+    end
+    hash.flat = n <= UNPACKED and flat or nil
+  end
+  return hash.flat and {unpack(flat)} or flat
+end)
+
+command('HDEL', -3, 'w', function(space, args, n)
+  local hash = value(space, args[2], 'hash')
+  if not hash then return 0 end
+  local fields, gone = hash.fields, 0
+  hash.flat = nil
+  for i = 3, n do
+    if fields[args[i]] then
+      fields[args[i]] = nil
+      gone = gone + 1
+    end
+  end
+  if next(fields) == nil then space.keys[args[2]] = nil end
+  return gone
+end)
+
+command('HINCRBY', 4, 'wm', function(space, args)
+  local by = whole(args[4])
+  local hash = value(space, args[2], 'hash')
+  local before = whole(hash and hash.fields[args[3]] or '0', 'ERR hash value is not an integer')
+  local text = counted(before, by)
+  made(space, args[2]).fields[args[3]] = text
+  return tonumber(text)
+end)

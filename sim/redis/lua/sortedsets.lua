@@ -1,0 +1,122 @@
+-- Commands on sorted sets: `scores` by member, and `members` in order of (score, member).
+local parts = ...
+
+local command, decimal, fail, missing = parts.command, parts.decimal, parts.fail, parts.missing
+local places, value = parts.places, parts.value
+local floor, insert, remove = math.floor, table.insert, table.remove
+local sub, upper = string.sub, string.upper
+
+local OPTIONS = {NX = true, XX = true, GT = true, LT = true, CH = true, INCR = true}
+
+-- The first place that is not before (score, member).
+local function place(set, score, member)
+  local members, scores = set.members, set.scores
+  local low, high = 1, #members + 1
+  while low < high do
+    local middle = floor((low + high) / 2)
+    local other = members[middle]
+    local its = scores[other]
+    if its < score or its == score and other < member then
+      low = middle + 1
+    else
+      high = middle
+    end
+  end
+  return low
+end
+
+local function put(set, score, member)
+  local members, before = set.members, set.scores[member]
+  if before == score then return 0 end
+  if before then remove(members, place(set, before, member)) end
+  local last = members[#members]
+  if not last or set.scores[last] < score then -- ids and times mostly rise
+    members[#members + 1] = member
+  else
+    insert(members, place(set, score, member), member)
+  end
+  set.scores[member] = score
+  return before and 0 or 1
+end
+
+command('ZADD', -4, 'wm', function(space, args, n)
+  if OPTIONS[upper(args[3])] then missing('ZADD with ' .. args[3]) end
+  if n % 2 == 1 then fail('ERR syntax error') end
+  local pairs_of = {}
+  for i = 3, n, 2 do
+    pairs_of[#pairs_of + 1] = {decimal(args[i], 'ERR value is not a valid float'), args[i + 1]}
+  end
+  local set = value(space, args[2], 'zset')
+  if not set then
+    set = {kind = 'zset', scores = {}, members = {}}
+    space.keys[args[2]] = set
+  end
+  local new = 0
+  for _, pair in ipairs(pairs_of) do new = new + put(set, pair[1], pair[2]) end
+  return new
+end)
+
+command('ZREM', -3, 'w', function(space, args, n)
+  local set = value(space, args[2], 'zset')
+  if not set then return 0 end
+  local gone = 0
+  for i = 3, n do
+    local score = set.scores[args[i]]
+    if score then
+      remove(set.members, place(set, score, args[i]))
+      set.scores[args[i]] = nil
+      gone = gone + 1
+    end
+  end
+  if #set.members == 0 then space.keys[args[2]] = nil end
+  return gone
+end)
+
+command('ZCARD', 2, '', function(space, args)
+  local set = value(space, args[2], 'zset')
+  return set and #set.members or 0
+end)
+
+local function length_of(set) return #set.members end
+
+command('ZRANGE', -4, '', function(space, args, n)
+  if n > 4 then missing('ZRANGE with ' .. args[5]) end
+  local set, start, stop = places(space, args, 'zset', length_of)
+  local found = {}
+  for i = start, stop do found[#found + 1] = set.members[i + 1] end
+  return found
+end)
+
+local function bound(text)
+  local open = sub(text, 1, 1) == '('
+  return decimal(open and sub(text, 2) or text, 'ERR min or max is not a float'), open
+end
+
+-- The sorted set, and the first and last place between the two bounds that `args` ends with.
+local function between(space, args)
+  local low, above = bound(args[3])
+  local high, below = bound(args[4])
+  local set = value(space, args[2], 'zset')
+  if not set then return nil, 1, 0 end
+  local members, scores = set.members, set.scores
+  local first = place(set, low, '')
+  while above and members[first] and scores[members[first]] == low do first = first + 1 end
+  local last = place(set, high, '') - 1
+  while not below and members[last + 1] and scores[members[last + 1]] == high do last = last + 1 end
+  return set, first, last
+end
+
+command('ZRANGEBYSCORE', -4, '', function(space, args, n)
+  if n > 4 then missing('ZRANGEBYSCORE with ' .. args[5]) end
+  local set, first, last = between(space, args)
+  local found = {}
+  for i = first, last do found[#found + 1] = set.members[i] end
+  return found
+end)
+
+command('ZREMRANGEBYSCORE', 4, 'w', function(space, args)
+  local set, first, last = between(space, args)
+  for _ = first, last do set.scores[remove(set.members, first)] = nil end
+  if set and #set.members == 0 then space.keys[args[2]] = nil end
+  return math.max(last - first + 1, 0)
+end)

@@ -1,0 +1,86 @@
+-- Commands on streams: entries in the order of their ids, each {id, {field, value, ...}}.
+local parts = ...
+
+local command, fail, missing = parts.command, parts.fail, parts.missing
+local value, whole = parts.value, parts.whole
+local floor, format, huge = math.floor, string.format, math.huge
+local match, sub, upper = string.match, string.sub, string.upper
+
+command('XADD', -5, 'wm', function(space, args, n)
+  if args[3] ~= '*' then missing('XADD with ' .. args[3]) end
+  if n % 2 == 0 then fail("ERR wrong number of arguments for 'xadd' command") end
+  local stream = value(space, args[2], 'stream')
+  if not stream then
+    stream = {kind = 'stream', entries = {}, ms = {}, seq = {}, n = 0}
+    space.keys[args[2]] = stream
+  end
+  local last, ms, seq = stream.n, space.now_ms, 0
+  if last > 0 and stream.ms[last] >= ms then -- ids rise, also when the clock does not
+    ms, seq = stream.ms[last], stream.seq[last] + 1
+  end
+  local id, fields = format('%.0f-%.0f', ms, seq), {}
+  for i = 4, n do fields[i - 3] = args[i] end
+  last = last + 1
+  stream.entries[last], stream.ms[last], stream.seq[last], stream.n = {id, fields}, ms, seq, last
+  return id
+end)
+
+-- What an end of a range is: time, number in it, and whether it is left out itself.
+local function bound(text, default_seq)
+  if text == '-' then return 0, 0, false end
+  if text == '+' then return huge, huge, false end
+  local open = sub(text, 1, 1) == '('
+  local ms, seq = match(text, open and '^%((%d+)%-(%d+)$' or '^(%d+)%-(%d+)$')
+  if not ms then
+    ms, seq = match(text, open and '^%((%d+)$' or '^(%d+)$'), nil
+    if not ms then fail('ERR Invalid stream ID specified as stream command argument') end
+  end
+  return tonumber(ms), seq and tonumber(seq) or default_seq, open
+end
+
+-- How many entries come before (ms, seq), or with `through` up to it.
+local function before(stream, ms, seq, through)
+  local low, high = 1, stream.n + 1
+  while low < high do
+    local middle = floor((low + high) / 2)
+    local its_ms, its_seq = stream.ms[middle], stream.seq[middle]
+    if its_ms < ms or its_ms == ms and (its_seq < seq or through and its_seq == seq) then
+      low = middle + 1
+    else
+      high = middle
+    end
+  end
+  return low - 1
+end
+
+local function range(space, args, n, from, to, step)
+  local most = huge
+  if n == 6 and upper(args[5]) == 'COUNT' then
+    most = whole(args[6])
+    if most < 1 then missing(args[1] .. ' with COUNT ' .. args[6]) end
+  elseif n ~= 4 then
+    fail('ERR syntax error')
+  end
+  local low_ms, low_seq, above = bound(from, 0)
+  local high_ms, high_seq, below = bound(to, huge)
+  local stream = value(space, args[2], 'stream')
+  local found = {}
+  if not stream then return found end
+  local first = before(stream, low_ms, low_seq, above) + 1
+  local last = before(stream, high_ms, high_seq, not below)
+  if step < 0 then first, last = last, first end
+  for i = first, last, step do
+    if #found == most then break end
+    found[#found + 1] = stream.entries[i]
+  end
+  return found
+end
+
+-- Not for scripts: what is answered here are the entries themselves.
+command('XRANGE', -4, 'o', function(space, args, n)
+  return range(space, args, n, args[3], args[4], 1)
+end)
+
+command('XREVRANGE', -4, 'o', function(space, args, n)
+  return range(space, args, n, args[4], args[3], -1)
+end)

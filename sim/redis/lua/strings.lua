@@ -1,0 +1,120 @@
+-- Commands on the server, on any key, and on strings and lists.
+local parts = ...
+
+local command, counted, exists, expire = parts.command, parts.counted, parts.exists, parts.expire
+local fail, missing, value, whole = parts.fail, parts.missing, parts.value, parts.whole
+local floor, format, max, min, upper = math.floor, string.format, math.max, math.min, string.upper
+
+command('PING', 1, 'o', function() return {ok = 'PONG'} end)
+
+command('TIME', 1, '', function(space)
+  local seconds = floor(space.micros / 1000000)
+  return {format('%d', seconds), format('%d', space.micros - seconds * 1000000)}
+end)
+
+command('FLUSHALL', 1, 'wo', function(space)
+  space.keys, space.ending, space.first, space.last = {}, {}, 1, 0
+  return {ok = 'OK'}
+end)
+
+command('EXISTS', -2, '', function(space, args, n)
+  local found = 0
+  for i = 2, n do
+    if exists(space, args[i]) then found = found + 1 end
+  end
+  return found
+end)
+
+command('DEL', -2, 'w', function(space, args, n)
+  local found, keys = 0, space.keys
+  for i = 2, n do
+    if exists(space, args[i]) then found = found + 1 end
+    keys[args[i]] = nil
+  end
+  return found
+end)
+
+command('GET', 2, '', function(space, args)
+  local found = value(space, args[2], 'string')
+  return found and found.text or false
+end)
+
+command('SET', -3, 'wm', function(space, args, n)
+  local ttl_ms, only_new = nil, false
+  local i = 4
+  while i <= n do
+    local option = upper(args[i])
+    if option == 'NX' then
+      only_new = true
+    elseif option == 'PX' and i < n and not ttl_ms then
+      i = i + 1
+      ttl_ms = whole(args[i])
+      if ttl_ms <= 0 then fail("ERR invalid expire time in 'set' command") end
+    else
+      missing('SET with ' .. args[i])
+    end
+    i = i + 1
+  end
+  local key = args[2]
+  if only_new and exists(space, key) then return false end
+  local new = {kind = 'string', text = args[3]}
+  space.keys[key] = new
+  if ttl_ms then expire(space, key, new, space.now_ms + ttl_ms) end
+  return {ok = 'OK'}
+end)
+
+command('INCR', 2, 'wm', function(space, args)
+  local found = value(space, args[2], 'string')
+  if not found then
+    found = {kind = 'string', text = '0'}
+    space.keys[args[2]] = found
+  end
+  found.text = counted(whole(found.text), 1)
+  return tonumber(found.text)
+end)
+
+-- Lists: items[first .. last].
+
+command('RPUSH', -3, 'wm', function(space, args, n)
+  local list = value(space, args[2], 'list')
+  if not list then
+    list = {kind = 'list', items = {}, first = 1, last = 0}
+    space.keys[args[2]] = list
+  end
+  for i = 3, n do
+    list.last = list.last + 1
+    list.items[list.last] = args[i]
+  end
+  return list.last - list.first + 1
+end)
+
+command('LPOP', -2, 'w', function(space, args, n)
+  if n > 2 then missing('LPOP with a count') end
+  local list = value(space, args[2], 'list')
+  if not list then return false end
+  local item = list.items[list.first]
+  list.items[list.first] = nil
+  list.first = list.first + 1
+  if list.first > list.last then space.keys[args[2]] = nil end
+  return item
+end)
+
+-- The first and last of the places from `start` to `stop`, counted from 0, or from the end if
+-- negative. `kind` is looked up after the numbers are read, as Redis does.
+function parts.places(space, args, kind, length_of)
+  local start, stop = whole(args[3]), whole(args[4])
+  local found = value(space, args[2], kind)
+  local length = found and length_of(found) or 0
+  if start < 0 then start = max(start + length, 0) end
+  if stop < 0 then stop = stop + length end
+  return found, start, min(stop, length - 1)
+end
+
+local function length_of(list) return list.last - list.first + 1 end
+
+command('LRANGE', 4, '', function(space, args)
+  local list, start, stop = parts.places(space, args, 'list', length_of)
+  local found = {}
+  for place = start, stop do found[#found + 1] = list.items[list.first + place] end
+  return found
+end)
