@@ -41,8 +41,11 @@ BACKENDS: dict[str, Callable[[], bool]] = {
 # Not to be installed, or by another target (`make test-sglang`): their absence never fails a run.
 HARDWARE = {"cgroups", "cuda", "landlock", "nvcc", "root", "sglang", "verifiers"}
 
-# How long an example takes tells of the machine; tests have limits of their own.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes tells of the machine; tests have limits of their own. Examples are the
+# same in every run: what holds for them does not hold by luck, and what fails, fails again.
+settings.register_profile(
+    "patient", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("patient")
 
 ABSENT = pytest.StashKey[Counter[str]]()
