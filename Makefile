@@ -7,6 +7,8 @@ JOB ?= examples/calculator.toml
 TESTS ?= tests
 # One thread a process: two on a busy machine are up to 30 times slower than one.
 export OMP_NUM_THREADS := 1
+# What Python compiles is kept: hundreds of processes would compile the same sources again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-sglang verifiers lint format bench peers clean
 

@@ -3,8 +3,8 @@
     python -m loadtests.chaos examples/calculator.toml --faults kill,stop --count 10 --seed 1
 
 Every few seconds one process gets SIGKILL, or SIGSTOP and, once its lease has expired, SIGCONT:
-services, planners, workers, role processes, environment processes, the agent, Redis; never the
-launcher. While one is stopped, `meshrl status --stalled` is asked whether it names it.
+services, planners, workers, role processes, environment processes, the agent, Redis, the nursery;
+never the launcher. While one is stopped, `meshrl status --stalled` is asked whether it names it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ WITHOUT_LEASE_S = 12.0  # of a process that holds none
 RUN_S = 900.0  # the whole run, faults included
 NAMED_S = 30.0  # by when a stop that holds somebody up must be named
 UP_S = 120.0
+UNREGISTERED = {
+    "redis-server": "redis",
+    "valkey": "redis",
+    "module:common.process.nursery": "nursery",
+}
 WAITED_FOR = ("engine", "trainer", "rollout", "sandbox", "weights", "environment", "redis")
 
 
@@ -125,7 +130,7 @@ class Chaos:
     # -- what there is to hit --------------------------------------------------------------------
 
     async def _targets(self) -> list[Target]:
-        found = [*self._redis()]
+        found = [*self._unregistered()]
         with contextlib.suppress(MeshError):
             state = await State.open(self._url, connect_s=2.0)
             try:
@@ -138,14 +143,17 @@ class Chaos:
                 await state.close()
         return [t for t in found if psutil.pid_exists(t.pid)]
 
-    def _redis(self) -> list[Target]:
-        directory = str(self.run_dir / "mesh" / "redis")
+    def _unregistered(self) -> list[Target]:
+        """Redis and the nursery, by their command lines."""
+        found = []
+        directory = str(self.run_dir / "mesh")
         for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
             line = " ".join(process.info["cmdline"] or [])
-            server = "redis-server" in line or "valkey" in line
-            if server and (directory in line or process.info["cwd"] == directory):
-                return [Target("redis", "redis", process.info["pid"])]
-        return []
+            ours = directory in line or (process.info["cwd"] or "").startswith(directory)
+            for mark, name in UNREGISTERED.items():
+                if ours and mark in line:
+                    found.append(Target(name, name, process.info["pid"]))
+        return found
 
     def _choose(self, targets: list[Target]) -> Target | None:
         """First a kind, then one of it, so that the many of one kind do not hide the few."""

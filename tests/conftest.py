@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from common.state import embedded
 from services.sandbox.isolation import cgroups
 from services.sandbox.jail import landlock
+from tests.nursery import TestNursery
 from tests.sglang.interpreter import python
 
 BACKENDS: dict[str, Callable[[], bool]] = {
@@ -40,15 +41,30 @@ BACKENDS: dict[str, Callable[[], bool]] = {
 # Not to be installed, or by another target (`make test-sglang`): their absence never fails a run.
 HARDWARE = {"cgroups", "cuda", "landlock", "nvcc", "root", "sglang", "verifiers"}
 
-# How long an example takes tells of the machine; tests have limits of their own.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes tells of the machine; tests have limits of their own. Examples are the
+# same in every run: what holds for them does not hold by luck, and what fails, fails again.
+settings.register_profile(
+    "patient", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("patient")
 
 ABSENT = pytest.StashKey[Counter[str]]()
 
 
+NURSERY = pytest.StashKey[TestNursery]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    """A run of several workers has a nursery, whose start a single test would not earn."""
     config.stash[ABSENT] = Counter()
+    if getattr(config.option, "numprocesses", None):
+        config.stash[NURSERY] = TestNursery()
+        config.stash[NURSERY].start()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if NURSERY in config.stash:
+        config.stash[NURSERY].close()
 
 
 @pytest.hookimpl(trylast=True)

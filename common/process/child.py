@@ -1,16 +1,16 @@
-"""The first code of every process that a Host spawns: it ties the process to its parent, then runs
-the program in its place.
+"""The first code of every process that a Host executes: it ties the process to its parent, then
+runs the program in its place.
 
 `python -m common.process.child parent=PID death=FD nice=N rlimit=AS:BYTES -- module:NAME
 ARGS...` runs a Python module in this same interpreter; `-- exec:PROGRAM ARGS...` replaces it. This
 costs no second interpreter, and the parent forks without running Python code in the child (a
-`preexec_fn` would, next to ZeroMQ's and our own threads). Only the standard library, and little of
-it: it is in the start-up time of every process.
+`preexec_fn` would, next to ZeroMQ's and our own threads). A program dies with the spawning thread
+of its parent, a module also when the parent's death pipe closes. Only the standard library, and
+little of it: it is in the start-up time of every process.
 """
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import socket
@@ -35,17 +35,27 @@ def tie_to_parent(parent: int) -> None:
         os._exit(ORPHANED)
 
 
-def end_with(death_fd: int) -> None:
-    """Ends this process when its parent does: a thread waits for the end of the pipe whose write
-    end only the parent has.
+def end_with(death_fd: int) -> int:
+    """Has the kernel kill this process, even one that is stopped, at the end of the pipe whose
+    write end only its owner has; now if it has ended. It does so while the descriptor that is
+    returned is open; `death_fd` is closed.
+
+    The signal of a descriptor belongs to its open file, which every process that inherited it
+    shares: so the pipe is opened anew.
     """
+    import fcntl
+    import select
 
-    def watch() -> None:
-        while os.read(death_fd, 1):
-            pass
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    _thread.start_new_thread(watch, ())
+    own = os.open(f"/proc/self/fd/{death_fd}", os.O_RDONLY | os.O_NONBLOCK)
+    os.close(death_fd)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(own, 0)  # only its end
+    if poll.poll(0):
+        os._exit(ORPHANED)
+    return own
 
 
 def limit(spec: str) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import math
 import os
 import signal
 import socket
+import struct
 import subprocess
+import time
 from pathlib import Path
 from typing import Protocol
 
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
+from common.process.birth import Birth
 from common.process.child import FRAME_LIMIT, take_frame
 
-UNKNOWN_EXIT = 255  # for a process that is not our child: nobody can tell us its status
+UNKNOWN_EXIT = 255  # for a process whose status nobody can tell us: it is not our child
+TOLD_S = 2.0  # a process has ended, and who reaps it could still say how
 POLL_S = 0.05  # where the kernel has no pidfd_open (before 5.3)
 
 
@@ -89,8 +94,45 @@ def usage_of(pid: int) -> Usage | None:
     return Usage((int(fields[11]) + int(fields[12])) * _TICK_S, queued_s, fields[0])
 
 
+# ioctl of a pidfd, which keeps the exit status of a process that somebody else has reaped (Linux
+# 6.15; `struct pidfd_info` of <linux/pidfd.h>: 64 bytes from the mask to the exit code).
+PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
+PIDFD_INFO_EXIT = 1 << 3
+
+
+def status_of(pidfd: int) -> int | None:
+    """The exit status of an ended process that is not our child; UNKNOWN_EXIT on older kernels,
+    None while it is not reaped.
+    """
+    info = bytearray(struct.pack("=Q56x", PIDFD_INFO_EXIT))
+    try:
+        fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+    except OSError:
+        return UNKNOWN_EXIT
+    mask, status = struct.unpack("=Q52xi", info)
+    return os.waitstatus_to_exitcode(status) if mask & PIDFD_INFO_EXIT else None
+
+
+async def readable(descriptor: int, deadline_s: float) -> bool:
+    """Whether a descriptor, which is closed afterwards, becomes readable in time."""
+    loop = asyncio.get_running_loop()
+    seen = asyncio.Event()
+    loop.add_reader(descriptor, seen.set)
+    try:
+        async with asyncio.timeout(deadline_s):
+            await seen.wait()
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return True
+
+
 class SystemChild:
-    """A Child of this machine: spawned (`popen`), or adopted by its pid and start time."""
+    """A Child of this machine: spawned (`popen`), forked by a nursery (`birth`), or adopted by its
+    pid and start time.
+    """
 
     def __init__(
         self,
@@ -98,12 +140,14 @@ class SystemChild:
         pid: int,
         *,
         popen: subprocess.Popen[bytes] | None = None,
+        birth: Birth | None = None,
         channel: socket.socket | None = None,
         leads_session: bool = False,
     ) -> None:
         self.name, self.pid = name, pid
         self.start_time = start_time(pid)
-        self._popen = popen
+        self._popen, self._birth = popen, birth
+        self._ended_at = 0.0  # when one that somebody else reaps was first seen to have ended
         self._channel = channel
         self._buffer = bytearray()
         self._reading = False
@@ -116,20 +160,37 @@ class SystemChild:
             self._pidfd = -1
 
     def poll(self) -> int | None:
-        """The exit code (-N: a signal); None while it runs; UNKNOWN_EXIT if it was adopted."""
+        """The exit code (-N: a signal); None while it runs. UNKNOWN_EXIT if it was adopted, or its
+        nursery has ended before it, and the kernel is too old to tell.
+        """
         if self._code is not None:
             return self._code
-        if self._popen is None:
-            alive = self.start_time != 0 and start_time(self.pid) == self.start_time
-            code = None if alive else UNKNOWN_EXIT
-        else:
+        if self._popen is not None:
             if self._leads_session and not start_time(self.pid):
                 self._kill_session()  # before it is reaped: until then its number is its own
             code = self._popen.poll()
+        else:
+            code = None if self._birth is None else self._birth.poll()
+            if code is None and not self._runs():
+                code = self._of_a_stranger()
         if code is not None:
             self._code = code
             self._close()
         return code
+
+    def _runs(self) -> bool:
+        return self.start_time != 0 and start_time(self.pid) == self.start_time
+
+    def _of_a_stranger(self) -> int | None:
+        """How a process ended that somebody else reaps; None while that may still be told."""
+        self._ended_at = self._ended_at or time.monotonic()
+        late = time.monotonic() - self._ended_at > TOLD_S
+        if self._birth is not None and not self._birth.silent and not late:
+            return None
+        if self._leads_session:
+            self._kill_session()
+        code = status_of(self._pidfd)
+        return UNKNOWN_EXIT if code is None and late else code
 
     async def wait(self, deadline_s: float) -> int | None:
         """The exit code; None if the process still runs after `deadline_s`."""
@@ -138,20 +199,14 @@ class SystemChild:
             return code
         if self._pidfd < 0:
             return await self._wait_polling(deadline_s)
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
         # One reader per descriptor: each waiter watches a duplicate of its own.
-        watched = os.dup(self._pidfd)
-        loop.add_reader(watched, ended.set)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await ended.wait()
-        except TimeoutError:
+        if not await readable(os.dup(self._pidfd), deadline_s):
             return None
-        finally:
-            loop.remove_reader(watched)
-            os.close(watched)
-        return self.poll()
+        code = self.poll()
+        if code is None and self._birth is not None and self._birth.fileno() >= 0:
+            await readable(os.dup(self._birth.fileno()), TOLD_S)
+            code = self.poll()
+        return await self._wait_polling(TOLD_S) if code is None else code
 
     async def _wait_polling(self, deadline_s: float) -> int | None:
         for _ in range(math.ceil(deadline_s / POLL_S)):
@@ -180,6 +235,8 @@ class SystemChild:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _close(self) -> None:
+        if self._birth is not None:
+            self._birth.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
-import socket
-import subprocess
 import sys
 import threading
 import traceback
@@ -18,9 +16,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from common.errors import DeadlineExceeded, Refused
+from common.errors import DeadlineExceeded
 from common.process.child import CHANNEL_FD
 from common.process.handle import Child, SystemChild, start_time
+from common.process.starting import Start, Starter
 from common.records.append_file import AppendFile
 from common.records.durable import sync
 from common.telemetry.watchdog import usage
@@ -55,7 +54,9 @@ class Host(Protocol):
     ) -> Child:
         """Starts a process, from the main thread.
 
-        `argv` of `[sys.executable, "-m", module, ...]` runs the module; anything else is executed.
+        `argv` of `[sys.executable, "-m", module, ...]` runs the module, in a fork of the nursery
+        that $MESHRL_NURSERY of its environment names, if there is one; anything else is executed,
+        and so is what has `rlimits` or `pass_fds`.
         `log` takes stdout and stderr (None: ours); `rlimits` by name without RLIMIT_ ("AS");
         `pipe` opens a channel of frames, whose other end is
         `common.process.child.Channel.from_env()`; `pass_fds` stay open in it under their numbers.
@@ -187,8 +188,7 @@ class SystemHost:
 
     def __init__(self) -> None:
         self._blocking = _DaemonThreads(BLOCKING_THREADS)
-        # Nobody else holds the write end, so it closes when this process is gone.
-        self._death_read, self._death_write = os.pipe()
+        self._starter = Starter()
 
     def spawn(
         self,
@@ -207,46 +207,21 @@ class SystemHost:
         """Starts a process; see `Host.spawn`. Refused from any thread but the main one where it
         dies with its parent.
         """
-        if die_with_parent and threading.current_thread() is not threading.main_thread():
-            # PDEATHSIG fires at the end of the spawning thread, not of the process.
-            raise Refused("a child that dies with us is spawned by the main thread", where=name)
-        options: list[str] = []
-        passed: list[int] = list(pass_fds)
-        if die_with_parent:
-            options += [f"parent={os.getpid()}", f"death={self._death_read}"]
-            passed.append(self._death_read)
-        if nice:
-            options.append(f"nice={nice}")
-        options += [f"rlimit={key}:{value}" for key, value in rlimits.items()]
         environment = {**os.environ, **env}
         environment.pop(CHANNEL_FD, None)
-        ours: socket.socket | None = None
-        theirs: socket.socket | None = None
-        if pipe:
-            ours, theirs = socket.socketpair()
-            ours.setblocking(False)
-            environment[CHANNEL_FD] = str(theirs.fileno())
-            passed.append(theirs.fileno())
-        output = None
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            popen = subprocess.Popen(
-                [sys.executable, "-m", "common.process.child", *options, "--", *_program(argv)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=passed,
-                start_new_session=own_session,
-            )
-        finally:
-            if output is not None:
-                os.close(output)
-            if theirs is not None:
-                theirs.close()
-        return SystemChild(name, popen.pid, popen=popen, channel=ours, leads_session=own_session)
+        start = Start(
+            name,
+            argv,
+            environment,
+            log,
+            own_session,
+            die_with_parent,
+            nice,
+            rlimits,
+            pipe,
+            pass_fds,
+        )
+        return self._starter.start(start)
 
     def adopt(self, pid: int, start_time: int, *, name: str) -> SystemChild | None:
         """The running process of this number and start time; None if it has ended."""
@@ -291,12 +266,6 @@ class SystemHost:
     def usage(self) -> dict[str, float]:
         """Memory and CPU time of this process."""
         return usage()
-
-
-def _program(argv: list[str]) -> list[str]:
-    if argv[:2] == [sys.executable, "-m"]:
-        return [f"module:{argv[2]}", *argv[3:]]
-    return [f"exec:{argv[0]}", *argv[1:]]
 
 
 def own_start_time() -> int:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import psutil
 
+NURSERY = "nursery"
+
 
 class Meter:
     """CPU time of the launcher and all that descends from it, by kind of process."""
@@ -21,7 +23,9 @@ class Meter:
                 with process.oneshot():
                     times = process.cpu_times()
                     key = (process.pid, process.create_time())
-                    kind = self._known[key][0] if key in self._known else kind_of(process)
+                    kind = self._known[key][0] if key in self._known else NURSERY
+                    if kind == NURSERY:  # or what it has just forked
+                        kind = kind_of(process)
                 self._known[key] = (kind, times.user + times.system)
             except psutil.Error:
                 continue
@@ -48,6 +52,7 @@ def kind_of(process: psutil.Process) -> str:
     """engine, trainer, rollout, environment, sandbox, ... by what it runs."""
     line = " ".join(process.cmdline())
     for mark, kind in (
+        ("common.process.nursery", NURSERY),
         ("services.engine", "engine"),
         ("services.trainer", "trainer"),
         ("services.environment", "environment"),

@@ -20,6 +20,7 @@ from typing import Any
 from common.state import gangs, jobs, registry
 from common.state.client import State
 from loadtests.measuring.metered import LOOK_S, run_job, started, steps_of
+from loadtests.starting.nursed import cpu_s
 from loadtests.training import digits
 from loadtests.training.digits import Task
 
@@ -139,18 +140,22 @@ def checkpoint(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 
 def recovery(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     """`recovery_s`: from a trainer's SIGKILL in mid-step to its successor's first commit, steps
-    since the last checkpoint included; `recovery_replayed` says how many.
+    since the last checkpoint included; `recovery_replayed` says how many. `recovery_cpu_s` is what
+    the successor used by then, `recovery_steps_s` what the same steps took when they were trained.
     """
     task = digits.write(folder / "task", (LENGTH,))
     found = [asyncio.run(recovered(task, folder / f"run-{i}")) for i in range(chosen.repeats)]
+    took, used, steps = zip(*found, strict=True)
     return {
-        "recovery_s": median(found),
-        "recoveries_s": [round(seconds, 2) for seconds in found],
+        "recovery_s": median(took),
+        "recoveries_s": [round(seconds, 2) for seconds in took],
+        "recovery_cpu_s": median(used),
+        "recovery_steps_s": median(steps),
         "recovery_replayed": KILL_AT,
     }
 
 
-async def recovered(task: Task, out: Path) -> float:
+async def recovered(task: Task, out: Path) -> tuple[float, float, float]:
     job = task.job_file(out, steps=KILL_AT + 4, staleness=0)
     async with started(job, out, *SETTINGS) as (state, _), asyncio.timeout(DEADLINE_S):
         await committed(state, KILL_AT)
@@ -159,7 +164,11 @@ async def recovered(task: Task, out: Path) -> float:
         os.kill(pid, signal.SIGKILL)
         killed = time.perf_counter()
         await committed(state, KILL_AT + 1)
-        return time.perf_counter() - killed
+        took = time.perf_counter() - killed
+        trainers = await registry.entries(state, "trainer")
+        used = cpu_s(next(e.pid for e in trainers if e.alive))
+        rows = await steps_of(state)
+        return took, used, sum(row["train_s"] for row in rows[: KILL_AT + 1])
 
 
 async def committed(state: State, version: int) -> None:

@@ -26,6 +26,7 @@ from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import embedded, events, registry
 from common.state.client import State
 from meshrl.launch import leftovers, plan, redis_guard
+from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.places import MeshPlace, read_json, write_json
 
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
@@ -62,6 +63,8 @@ class Launcher(Hooks):
         self._lock: IO[str] | None = None
         self._supervisor: Supervisor | None = None
         self._redis: Supervisor | None = None
+        environment = self._environment
+        self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET)
         self._redis_children: list[Child] = []
         self._watch: LeaseWatch | None = None
         self._tasks: list[asyncio.Task[Any]] = []
@@ -71,10 +74,12 @@ class Launcher(Hooks):
         self._take_lock()
         try:
             await leftovers.end_all(self.place.settings.resolve(), GRACE_S)
+            await self._nursery.start()
             url = await self._start_redis()
             self.state = await State.open(url)
             await self._refuse_a_second_mesh()
             self._write_settings(url)
+            await self._nursery.listens()
             await self._start_services()
             await self._all_registered()
             self._write_marker(ready=True)
@@ -105,11 +110,13 @@ class Launcher(Hooks):
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             await supervisor.stop(GRACE_S)
+        await self._nursery.stop(GRACE_S)
+        if supervisor is not None:
             await self._end_leftovers()
 
     def kill(self) -> None:
         """Ends everything at once, for the second Ctrl-C."""
-        for supervisor in (self._supervisor, self._redis):
+        for supervisor in (self._supervisor, self._nursery.supervisor, self._redis):
             for child in supervisor.children.values() if supervisor else ():
                 child.kill()
         for pid in leftovers.belonging_to(self.place.settings.resolve()):
@@ -120,7 +127,7 @@ class Launcher(Hooks):
     def pids(self) -> dict[int, str]:
         """The launcher, Redis and the services that run now, by pid."""
         found = {os.getpid(): "meshrl"}
-        for supervisor in (self._redis, self._supervisor):
+        for supervisor in (self._redis, self._nursery.supervisor, self._supervisor):
             if supervisor is not None:
                 found |= {child.pid: name for name, child in supervisor.children.items()}
         return found
@@ -207,16 +214,17 @@ class Launcher(Hooks):
         self.settings.to_file(self.place.settings)
         write_json(self.place.directory / "shape.json", asdict(shape))
 
+    @property
+    def _environment(self) -> dict[str, str]:
+        """Of every process; those that a mesh left behind are found by its settings in it."""
+        return {SETTINGS_ENV: str(self.place.settings.resolve()), "OMP_NUM_THREADS": "1"}
+
     async def _start_services(self) -> None:
-        environment = {
-            SETTINGS_ENV: str(self.place.settings.resolve()),
-            "OMP_NUM_THREADS": "1",
-        }
         specs = [
             ChildSpec(
                 service.name,
                 list(service.argv),
-                env=environment,
+                env=self._environment | self._nursery.environment,
                 log=self.place.log(service.name),
                 budget=BUDGET,
                 critical=True,

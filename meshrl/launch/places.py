@@ -43,6 +43,11 @@ class MeshPlace:
         return self.directory / "logs"
 
     @property
+    def nursery(self) -> Path:
+        """The socket of the nursery."""
+        return self.directory / "nursery"
+
+    @property
     def lock(self) -> Path:
         return self.directory / "lock"
 

@@ -4,11 +4,34 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.job.config import JobConfig
 from common.state.gangs import Role
 
 PLANNERS = 2  # the second takes over when the first one's lease ends
+# What the nursery has imported: all that services, role processes and environment processes have in
+# common, and what they would import later: to look a host up, to restore a trainer's state, for its
+# first step and its figures. Nothing that starts a thread or touches a GPU on import, and no code
+# of a job's author.
+NURSERY = (
+    "services.planner.planner",
+    "services.weights.store",
+    "services.sandbox.actor",
+    "services.node.agent",
+    "services.node.worker",
+    "services.rollout.shard",
+    "services.environment.environments",
+    "services.scoring.running",
+    "services.engine.running",
+    "services.trainer.running",
+    "services.trainer.ranks.running",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "numpy.ctypeslib",
+    "numpy.ma",
+    "encodings.idna",
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +41,11 @@ class Service:
     name: str
     argv: tuple[str, ...]
     purpose: str
+
+
+def nursery(socket: Path) -> list[str]:
+    """The command line of a nursery at `socket`."""
+    return [sys.executable, "-m", "common.process.nursery", str(socket), *NURSERY]
 
 
 def services(
@@ -88,7 +116,10 @@ def described(config: JobConfig) -> list[tuple[str, str]]:
     """(process, what it does) of everything that `meshrl run` would start."""
     ranks = config.training.ranks
     training = config.planner.training
-    rows = [("redis", "state; every write is on disk before it is acknowledged")]
+    rows = [
+        ("redis", "state; every write is on disk before it is acknowledged"),
+        ("nursery", "has imported what the others need; forks them in milliseconds"),
+    ]
     rows += [(s.name, s.purpose) for s in _services_of(config)]
     for rank in range(1, ranks):
         rows.append((f"worker/g0.{rank}", f"{config.mesh.device} slot; rank {rank} of the core"))

@@ -114,7 +114,7 @@ class Recorder:
         for entry in entries:
             if tokens := entry.stats.get("tokens"):
                 self.tally.see_tokens(entry.name, entry.incarnation, float(tokens))
-        self._names = {e.pid: e.name for e in entries if e.alive}
+        self._names = names_of(entries)
         self._count_cpu()
         self._note_warm_start()
         reading = Reading(
@@ -169,6 +169,13 @@ class Recorder:
         names = {**self._names, **self.launcher.pids}
         self.tally.see_processes(names, list(names))
         self.tally.write(self.run_dir / "usage.json", self.session_s)
+
+
+def names_of(entries: list[registry.Entry]) -> dict[int, str]:
+    """By pid: processes of the mesh, and environment processes as the shard that they are of."""
+    alive = [entry for entry in entries if entry.alive]
+    served = {pid: e.name for e in alive for pid in e.stats.get("environments", {}).values()}
+    return served | {entry.pid: entry.name for entry in alive}
 
 
 def evaluated(known: list[events.Event], job: str) -> list[events.Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,13 @@ TRY_AGAIN_S = 30.0  # after the budget was spent, or the process ended by itself
 
 
 class RoleProcess(Hooks):
-    """At most one process. `report(state, detail)` is told `starting`, `ready` and `failed`."""
+    """At most one process. `changed` is set when its supervisor has news of it."""
 
     def __init__(self, mesh: Mesh, gang: str, commands: dict[str, list[str]], logs: Path) -> None:
         self.assignment: Assignment | None = None
         self.state = "idle"
         self.restarts = 0
+        self.changed = asyncio.Event()
         self._mesh, self._gang, self._commands, self._logs = mesh, gang, commands, logs
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
         self.leases = LeaseWatch(
@@ -141,9 +143,11 @@ class RoleProcess(Hooks):
         if self.state in ("starting", "ready"):
             self.restarts += 1
             self._enter("starting", f"{child.name} ended: {why}")
+            self.changed.set()
 
     def lease_expired(self, child: Child) -> bool:
         return self.leases.expired(child)
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
         self._enter("failed", f"{spec.name}: {why}; its log: {spec.log}")
+        self.changed.set()

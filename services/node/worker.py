@@ -23,7 +23,7 @@ from common.state.gangs import Gang, Role, gang, join_gang, report_actual
 from services.node.roleprocess import RoleProcess
 from services.node.roles import Assignment, with_overrides
 
-LOOK_S = 0.5  # between two looks at the record; a hint comes earlier
+LOOK_S = 0.5  # between two looks at the record; a hint, or the end of its process, comes earlier
 STARTING_LOOK_S = 0.1  # while a role process starts: its readiness is news
 AGENT_LOOK_S = 2.0
 ORPHAN_S = 60.0
@@ -45,7 +45,7 @@ class GangWorker(Actor):
     ) -> None:
         self._mesh, self._gang, self._accelerator, self._role = mesh, gang_id, accelerator, role
         self._rank, self._ranks = rank, ranks
-        self._hint = asyncio.Event()
+        self._news = role.changed
         self._reported: tuple[Any, ...] = ()
 
     def stats(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class GangWorker(Actor):
 
     @cast(Worker.look)
     def look(self, m: Look) -> None:
-        self._hint.set()
+        self._news.set()
 
     async def reconcile(self) -> None:
         """Looks at the record for ever. A look that Redis does not answer changes nothing."""
@@ -74,8 +74,8 @@ class GangWorker(Actor):
             pause_s = STARTING_LOOK_S if self._role.state == "starting" else LOOK_S
             with contextlib.suppress(DeadlineExceeded):
                 async with self._mesh.clock.timeout(pause_s, "a hint"):
-                    await self._hint.wait()
-            self._hint.clear()
+                    await self._news.wait()
+            self._news.clear()
 
     async def _look_once(self) -> None:
         record = await self._record()

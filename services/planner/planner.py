@@ -113,17 +113,27 @@ class Planner(Actor):
         await self._finish_moves(known, entries)
         if job is None:
             term.short = None
-            decision = next_decision(known, "", PlannerConfig().training)
         elif not await self._feasible(known, job):
             return
-        else:
-            training = job.config.training
-            decision = next_decision(known, job.id, training, job.scoring, job.ranks)
-        if decision is not None:
-            await self._decide(decision, job)
-        elif job is not None:
+        if not await self._place(known, job) and job is not None:
             await self._moves_asked_for(known, job)
             await self._balance(known, entries, job)
+
+    async def _place(self, known: list[gangs.Gang], job: PlannedJob | None) -> bool:
+        """Puts right what must be before anything is improved, a decision for each gang at most;
+        whether there was any.
+        """
+        for made in range(len(known)):
+            if job is None:
+                decision = next_decision(known, "", PlannerConfig().training)
+            else:
+                training = job.config.training
+                decision = next_decision(known, job.id, training, job.scoring, job.ranks)
+            if decision is None:
+                return made > 0
+            await self._decide(decision, job)
+            known = await gangs.gangs(self.mesh.state)
+        return bool(known)
 
     async def _present(self, entries: list[registry.Entry]) -> list[gangs.Gang]:
         """All gangs, after those that were lost since the last look are marked."""

@@ -29,7 +29,7 @@ from common.wire.blob import pack
 from common.wire.bulk import BulkClient
 from common.wire.weight_store import put
 from meshrl.job import bundle, jobfile
-from tests.mesh.forking import Forks
+from tests.nursery import TestNursery
 
 ROOT = Path(__file__).parents[2]
 JOB_FILE = Path(__file__).parent / "jobs/digits.toml"
@@ -51,7 +51,7 @@ class ElasticMesh:
         self.directory = directory
         self.host = SystemHost()
         self.children: dict[str, SystemChild] = {}
-        self.forks: Forks
+        self._nursery = TestNursery()
         self.state: State
         self.mesh: Mesh
         self.token = 0
@@ -59,9 +59,7 @@ class ElasticMesh:
     async def open(self) -> None:
         server = embedded.command(self.directory / "r")
         self._spawn("redis", server.argv)
-        self.forks = Forks(
-            self.host, ["services.trainer.ranks.running", "torch._dynamo"], self._log("forks")
-        )
+        self._nursery.start()
         settings = MeshSettings(server.url, str(self.directory), host="here")
         settings.to_file(self.directory / "settings.json")
         for _ in range(200):
@@ -70,7 +68,7 @@ class ElasticMesh:
                 break
             except StateUnavailable:
                 await asyncio.sleep(0.05)
-        self._spawn("weights", [sys.executable, "-m", "services.weights"])
+        self.run("weights", "services.weights", [])
         self.mesh = await Mesh.open("test", "test", settings)
         self.mesh.start()
         self.bulk = BulkClient(self.mesh)
@@ -82,7 +80,7 @@ class ElasticMesh:
             child.kill()
         for child in self.children.values():
             await child.wait(5.0)
-        await self.forks.close()
+        self._nursery.close()
         await self.mesh.leave()
         await self.state.close()
 
@@ -93,11 +91,9 @@ class ElasticMesh:
             argv, name=name, env=self._environment, log=self._log(name)
         )
 
-    async def fork(self, name: str, module: str, arguments: list[str]) -> None:
-        """Starts a module that needs PyTorch."""
-        self.children[name] = await self.forks.start(
-            name, module, arguments, self._environment, self._log(name)
-        )
+    def run(self, name: str, module: str, arguments: list[str]) -> None:
+        """Starts a module as a process."""
+        self._spawn(name, [sys.executable, "-m", module, *arguments])
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -203,7 +199,7 @@ class Training:
         self, name: str, *more: str, gang: str = "g0", module: str = RANK_MAIN
     ) -> None:
         place = ["--gang", gang, "--job", self.job, "--epoch", "1"]
-        await self.elastic.fork(name, module, [*place, *more])
+        self.elastic.run(name, module, [*place, *more])
 
     async def _begun(self) -> bool:
         row = await jobs.job(self.elastic.state, self.job)

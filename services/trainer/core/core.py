@@ -151,6 +151,7 @@ class TrainerCore(Actor):
         if row.phase in (jobs.Phase.QUEUED, jobs.Phase.WARM_START):
             await self._phase(jobs.Phase.BASELINE)
         self.ready = True
+        await self.mesh.publish()  # its worker waits for this, and the next renewal is late
 
     async def _recover(self, row: jobs.JobRow) -> None:
         recovery = Recovery(

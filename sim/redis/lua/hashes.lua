@@ -1,15 +1,20 @@
--- Commands on hashes. HGETALL answers in Lua's own order, which the writes before it decide alone.
+-- Commands on hashes: `fields`, and `flat` once HGETALL has been asked for, until the next write.
+-- Its order is Lua's own, which the writes before it decide alone.
 local parts = ...
 
 local command, counted, fail = parts.command, parts.counted, parts.fail
-local next, value, whole = next, parts.value, parts.whole
+local next, unpack, value, whole = next, unpack, parts.value, parts.whole
 
+local UNPACKED = 1000 -- fields and values that Lua's stack takes at once, with room to spare
+
+-- The hash under a key, a new one if there is none, for writing.
 local function made(space, key)
   local hash = value(space, key, 'hash')
   if not hash then
     hash = {kind = 'hash', fields = {}}
     space.keys[key] = hash
   end
+  hash.flat = nil
   return hash
 end
 
@@ -50,19 +55,24 @@ end)
 
 command('HGETALL', 2, '', function(space, args)
   local hash = value(space, args[2], 'hash')
-  local flat, n = {}, 0
-  if not hash then return flat end
-  for field, text in next, hash.fields do
-    flat[n + 1], flat[n + 2] = field, text
-    n = n + 2
+  if not hash then return {} end
+  local flat, n = hash.flat, 0
+  if not flat then
+    flat = {}
+    for field, text in next, hash.fields do
+      flat[n + 1], flat[n + 2] = field, text
+      n = n + 2
+    end
+    hash.flat = n <= UNPACKED and flat or nil
   end
-  return flat
+  return hash.flat and {unpack(flat)} or flat
 end)
 
 command('HDEL', -3, 'w', function(space, args, n)
   local hash = value(space, args[2], 'hash')
   if not hash then return 0 end
   local fields, gone = hash.fields, 0
+  hash.flat = nil
   for i = 3, n do
     if fields[args[i]] then
       fields[args[i]] = nil

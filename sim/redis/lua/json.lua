@@ -2,37 +2,34 @@
 local parts = ...
 
 local byte, char, find, format = string.byte, string.char, string.find, string.format
-local gsub, match, rep, sub = string.gsub, string.match, string.rep, string.sub
+local gsub, match, sub = string.gsub, string.match, string.sub
 local concat, floor, huge, next, type = table.concat, math.floor, math.huge, next, type
 
 local NULL = newproxy() -- Redis has a light userdata here, which a script cannot make
 local DEPTH_MOST = 1000 -- of tables in tables, both ways
 local SPARSE_RATIO, SPARSE_SAFE = 2, 10 -- an array may have so many times more places than items
-local REMEMBERED = 4096 -- strings whose quoted form is kept, as rows are told again and again
-local REMEMBERED_BYTES = 2048 -- longer strings are not kept
+local REMEMBERED = 2 ^ 22 -- bytes of strings whose quoted form is kept: rows are told many times
+
+local EACH = 100 -- bytes of a short string beside its text
 
 local ESCAPES = {['"'] = '\\"', ['\\'] = '\\\\', ['/'] = '\\/', ['\b'] = '\\b', ['\t'] = '\\t',
   ['\n'] = '\\n', ['\f'] = '\\f', ['\r'] = '\\r', ['\127'] = '\\u007f'}
 for code = 0, 31 do
   ESCAPES[char(code)] = ESCAPES[char(code)] or format('\\u%04x', code)
 end
-local ESCAPED = '[%z\1-\31"\\/\127]'
+local ESCAPED = '[%c"\\/]'
 
 -- The quoted form of strings, and ',"name":' of names; both are emptied when they are full.
 local quoted, labels, kept = {}, {}, 0
 
 local function remember(memory, text, form)
-  if #text <= REMEMBERED_BYTES then
-    if kept >= REMEMBERED then quoted, labels, kept = {}, {}, 0 end
-    memory[text], kept = form, kept + 1
-  end
+  kept = kept + #text + EACH
+  memory[text] = form
+  if kept > REMEMBERED then quoted, labels, kept = {}, {}, 0 end
   return form
 end
 
-local function quote(text)
-  if not find(text, ESCAPED) then return '"' .. text .. '"' end
-  return '"' .. gsub(text, ESCAPED, ESCAPES) .. '"'
-end
+local function quote(text) return '"' .. gsub(text, ESCAPED, ESCAPES) .. '"' end
 
 local function finite(number)
   if number ~= number or number == huge or number == -huge then
@@ -81,7 +78,13 @@ local function put_table(buffer, n, value, depth)
   local first = n + 1
   for key, item in next, value do
     buffer[n + 1] = labels[key] or label(key)
-    n = put(buffer, n + 1, item, depth)
+    local form = quoted[item] -- most items are strings that were told before
+    if form then
+      n = n + 2
+      buffer[n] = form
+    else
+      n = put(buffer, n + 1, item, depth)
+    end
   end
   if n < first then
     buffer[first] = '{}'
@@ -116,8 +119,9 @@ local function encode(...)
   return concat(buffer, '', 1, put(buffer, 0, value, 0))
 end
 
--- Decoding: `text` is what is read, positions are its bytes.
-local text
+-- Decoding: `text` is what is read, positions are its bytes; `next_slash` is that of the first
+-- backslash that has not been passed.
+local text, next_slash
 
 local function unexpected(what, at)
   error('Expected ' .. what .. ' but found invalid token at character ' .. at, 0)
@@ -159,8 +163,9 @@ local function character(raw, at)
   return utf8(0x10000 + (code - 0xD800) * 1024 + low - 0xDC00), at + 12
 end
 
-local PLAIN = setmetatable({['"'] = '"', ['\\'] = '\\', ['/'] = '/', b = '\b', f = '\f', n = '\n',
-  r = '\r', t = '\t'}, {__index = function() error('Expected value but found invalid escape', 0) end})
+local PLAIN = {['"'] = '"', ['\\'] = '\\', ['/'] = '/', b = '\b', f = '\f', n = '\n', r = '\r',
+  t = '\t'}
+setmetatable(PLAIN, {__index = function() unexpected('an escape that JSON has', 1) end})
 
 local function unescape(raw)
   if not find(raw, '\\u', 1, true) then return (gsub(raw, '\\(.)', PLAIN)) end
@@ -180,22 +185,23 @@ end
 
 -- The string whose opening quote is at `at`, and the position after the closing one.
 local function string_at(at)
-  local stop = find(text, '["\\%z]', at + 1)
-  if stop and byte(text, stop) == 34 then return sub(text, at + 1, stop - 1), stop + 1 end
+  local close = find(text, '"', at + 1, true)
+  if next_slash < at then next_slash = find(text, '\\', at, true) or #text + 1 end
+  if close and close < next_slash then return sub(text, at + 1, close - 1), close + 1 end
   -- JSON in JSON has many escaped quotes and hardly an escaped backslash before a quote.
-  local _, close = find(text, '[^\\]"', at + 1)
-  local raw = close and sub(text, at + 1, close - 1)
-  if not raw or find(raw, '\\\\', 1, true) or find(raw, '%z') then
-    close = at
+  local _, first = find(text, '[^\\]"', at + 1)
+  local raw = first and sub(text, at + 1, first - 1)
+  if not raw or find(raw, '\\\\', 1, true) then
+    first = at
     repeat
-      close = find(text, '["\\%z]', close + 1)
-      local code = close and byte(text, close)
-      if not code or code == 0 then unexpected('the end of a string', #text) end
-      if code == 92 then close = close + 1 end
+      first = find(text, '["\\]', first + 1)
+      local code = first and byte(text, first)
+      if not code then unexpected('the end of a string', #text) end
+      if code == 92 then first = first + 1 end
     until code == 34
-    raw = sub(text, at + 1, close - 1)
+    raw = sub(text, at + 1, first - 1)
   end
-  return unescape(raw), close + 1
+  return unescape(raw), first + 1
 end
 
 local decode_value -- (at, depth) -> the value, the position after it
@@ -261,7 +267,8 @@ local function decode(...)
   if type(given) ~= 'string' and type(given) ~= 'number' then
     error("bad argument #1 to 'decode' (string expected, got " .. type(given) .. ')', 0)
   end
-  text = tostring(given)
+  text, next_slash = tostring(given), 0
+  if find(text, '\0', 1, true) then unexpected('the end', find(text, '\0', 1, true)) end
   local value, at = decode_value(1, 0)
   local code, stop = token(at)
   if code then unexpected('the end', stop) end

@@ -5,7 +5,7 @@ local find, format, getinfo = string.find, string.format, debug.getinfo
 local huge, tonumber = math.huge, tonumber
 
 -- Whole numbers are exact up to here; Redis counts in 64 bits, which no script of ours comes near.
-local EXACT = 2 ^ 53
+local EXACT = 2 ^ 53 - 1
 
 -- Ends the command at hand with an error answer. A script that runs is told the line it was at.
 function parts.fail(message)

@@ -10,11 +10,14 @@ local MISCONF = 'MISCONF Errors writing to the AOF file: No space left on device
 
 local running -- the space whose script runs, or nothing
 
--- Whether a full server refuses the command. A script that has written may write on.
-local function refused(space, found)
-  if space.full == '' or running and space.dirty then return nil end
-  if space.full == 'OOM' then return found.grows and OOM end
-  return (found.writes or found == commands.PING) and MISCONF
+-- Fails if a full server refuses the command. A script that has written may write on.
+local function admit(space, found)
+  if running and space.dirty then return end
+  if space.full == 'OOM' then
+    if found.grows then fail(OOM) end
+  elseif found.writes or found == commands.PING then
+    fail(MISCONF)
+  end
 end
 
 -- The reply of one command, in the form that scripts see; fails with what Redis would answer.
@@ -26,8 +29,7 @@ function parts.perform(space, args, n)
     fail(running and 'ERR Wrong number of args calling Redis command from script' or
       "ERR wrong number of arguments for '" .. lower(args[1]) .. "' command")
   end
-  local why = refused(space, found)
-  if why then fail(why) end
+  if space.full ~= '' then admit(space, found) end
   if running then
     if found.outside then missing(args[1] .. ' in a script') end
     space.dirty = space.dirty or found.writes

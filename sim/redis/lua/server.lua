@@ -2,8 +2,9 @@
 local parts = ...
 
 local ended, perform, sweep = parts.ended, parts.perform, parts.sweep
-local ceil, find, floor, pcall, select, type = math.ceil, string.find, math.floor, pcall, select, type
-local match = string.match
+local ceil, floor = math.ceil, math.floor
+local find, match = string.find, string.match
+local pcall, select, type = pcall, select, type
 
 -- What a script returns, as Redis answers it; the text of an error comes second.
 local function answered(reply)
@@ -18,7 +19,8 @@ local function answered(reply)
   for _, item in ipairs(reply) do
     local one, failure = answered(item)
     n = n + 1
-    if failure then list[n] = {err = failure} elseif one == nil then list[n] = false else list[n] = one end
+    if failure then one = {err = failure} end
+    list[n] = one ~= nil and one
   end
   return list
 end

@@ -77,10 +77,11 @@ command('ZCARD', 2, '', function(space, args)
   return set and #set.members or 0
 end)
 
+local function length_of(set) return #set.members end
+
 command('ZRANGE', -4, '', function(space, args, n)
   if n > 4 then missing('ZRANGE with ' .. args[5]) end
-  local set = value(space, args[2], 'zset')
-  local start, stop = places(args[3], args[4], set and #set.members or 0)
+  local set, start, stop = places(space, args, 'zset', length_of)
   local found = {}
   for i = start, stop do found[#found + 1] = set.members[i + 1] end
   return found
@@ -91,31 +92,30 @@ local function bound(text)
   return decimal(open and sub(text, 2) or text, 'ERR min or max is not a float'), open
 end
 
--- The places of the scores between two bounds: the first, and the last.
-local function between(set, from, to)
-  local low, above = bound(from)
-  local high, below = bound(to)
-  if not set then return 1, 0 end
+-- The sorted set, and the first and last place between the two bounds that `args` ends with.
+local function between(space, args)
+  local low, above = bound(args[3])
+  local high, below = bound(args[4])
+  local set = value(space, args[2], 'zset')
+  if not set then return nil, 1, 0 end
   local members, scores = set.members, set.scores
   local first = place(set, low, '')
   while above and members[first] and scores[members[first]] == low do first = first + 1 end
   local last = place(set, high, '') - 1
   while not below and members[last + 1] and scores[members[last + 1]] == high do last = last + 1 end
-  return first, last
+  return set, first, last
 end
 
 command('ZRANGEBYSCORE', -4, '', function(space, args, n)
   if n > 4 then missing('ZRANGEBYSCORE with ' .. args[5]) end
-  local set = value(space, args[2], 'zset')
-  local first, last = between(set, args[3], args[4])
+  local set, first, last = between(space, args)
   local found = {}
   for i = first, last do found[#found + 1] = set.members[i] end
   return found
 end)
 
 command('ZREMRANGEBYSCORE', 4, 'w', function(space, args)
-  local set = value(space, args[2], 'zset')
-  local first, last = between(set, args[3], args[4])
+  local set, first, last = between(space, args)
   for _ = first, last do set.scores[remove(set.members, first)] = nil end
   if set and #set.members == 0 then space.keys[args[2]] = nil end
   return math.max(last - first + 1, 0)

@@ -99,19 +99,21 @@ command('LPOP', -2, 'w', function(space, args, n)
   return item
 end)
 
--- What [start, stop] of `length` places are, counted from 0, or from the end if negative.
-function parts.places(start, stop, length)
-  start, stop = whole(start), whole(stop)
+-- The first and last of the places from `start` to `stop`, counted from 0, or from the end if
+-- negative. `kind` is looked up after the numbers are read, as Redis does.
+function parts.places(space, args, kind, length_of)
+  local start, stop = whole(args[3]), whole(args[4])
+  local found = value(space, args[2], kind)
+  local length = found and length_of(found) or 0
   if start < 0 then start = max(start + length, 0) end
   if stop < 0 then stop = stop + length end
-  return start, min(stop, length - 1)
+  return found, start, min(stop, length - 1)
 end
-local places = parts.places
+
+local function length_of(list) return list.last - list.first + 1 end
 
 command('LRANGE', 4, '', function(space, args)
-  local list = value(space, args[2], 'list')
-  local length = list and list.last - list.first + 1 or 0
-  local start, stop = places(args[3], args[4], length)
+  local list, start, stop = parts.places(space, args, 'list', length_of)
   local found = {}
   for place = start, stop do found[#found + 1] = list.items[list.first + place] end
   return found

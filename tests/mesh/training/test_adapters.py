@@ -55,8 +55,8 @@ def test_adapters_are_trained_published_monitored_and_exported(run: Callable[...
         )
     pid = one.pid("trainer/digits")
     os.kill(pid, signal.SIGKILL)
-    assert export(one.directory, None, False, one.directory / "early") == 0
     one.pid("trainer/digits", other_than=pid)
+    assert export(one.directory, None, False, one.directory / "early") == 0
     assert one.finish() == 0, one.said
 
     rows = [json.loads(line) for line in (one.directory / "metrics.jsonl").open()]

@@ -20,6 +20,9 @@ from common.state.embedded import command
 from common.state.gangs import Gang
 from common.state.keys import PLANNER
 
+LOOK_S = 0.01  # between two looks
+SOON_S = 60.0  # for whatever should happen, on a busy host
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
@@ -39,12 +42,13 @@ class SmallMesh:
         self._decisions = 0
 
     async def open(self) -> None:
-        for _ in range(200):
-            try:
-                self.state = await State.open(self.settings.redis_url, connect_s=1)
-                break
-            except StateUnavailable:
-                await asyncio.sleep(0.02)
+        async with asyncio.timeout(SOON_S):
+            while True:
+                try:
+                    self.state = await State.open(self.settings.redis_url, connect_s=1)
+                    break
+                except StateUnavailable:
+                    await asyncio.sleep(LOOK_S)
         self.leader_token = await leader.campaign(self.state, PLANNER, "test", 120_000)
 
     def start_agent(self, *options: str, workers: int = 1) -> SystemChild:
@@ -70,14 +74,14 @@ class SmallMesh:
         )
 
     async def until(
-        self, what: str, holds: Callable[[Gang], bool], gang: str = "g0", within_s: float = 60.0
+        self, what: str, holds: Callable[[Gang], bool], gang: str = "g0", within_s: float = SOON_S
     ) -> Gang:
         found = None
-        for _ in range(int(within_s / 0.05)):
+        for _ in range(int(within_s / LOOK_S)):
             found = await gangs.gang(self.state, gang)
             if found is not None and holds(found):
                 return found
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_S)
         raise AssertionError(f"not {what} after {within_s:g} s: {found}\n{self.logs()}")
 
     async def until_ready(self, epoch: int, gang: str = "g0") -> Gang:
@@ -85,20 +89,20 @@ class SmallMesh:
 
     async def pid_of(self, name: str, other_than: int = 0) -> int:
         """The pid of the live process with that name."""
-        for _ in range(1200):
+        for _ in range(int(SOON_S / LOOK_S)):
             entry = await registry.lookup(self.state, name)
             if entry is not None and entry.alive and entry.pid != other_than:
                 return entry.pid
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_S)
         raise AssertionError(f"no {name} but {other_than}\n{self.logs()}")
 
     async def told(self, kind: str, count: int) -> list[dict[str, Any]]:
         """The first `count` events of a kind."""
-        for _ in range(1200):
+        for _ in range(int(SOON_S / LOOK_S)):
             found = [e.fields for e in await events.read(self.state) if e.kind == kind]
             if len(found) >= count:
                 return found[:count]
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(LOOK_S)
         raise AssertionError(f"not {count} times {kind}: {found}\n{self.logs()}")
 
     def processes(self) -> list[int]:
@@ -119,9 +123,9 @@ class SmallMesh:
         return "\n".join(f"--- {f.name}\n{f.read_text()[-2000:]}" for f in files if f.exists())
 
 
-async def gone(pid: int, within_s: float = 5.0) -> bool:
-    for _ in range(int(within_s / 0.02)):
+async def gone(pid: int) -> bool:
+    for _ in range(int(SOON_S / LOOK_S)):
         if not start_time(pid):
             return True
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(LOOK_S)
     return False

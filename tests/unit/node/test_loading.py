@@ -1,4 +1,4 @@
-"""A role process that starts has all the time that it needs, while it gets on."""
+"""A role process that starts has all the time that it needs, while it gets on; its end is news."""
 
 from __future__ import annotations
 
@@ -97,5 +97,18 @@ def test_one_that_tells_nothing_is_killed_after_a_while() -> None:
         assert world.starts == 1
         await world.look_for(60.0, lambda now: {})
         assert world.starts == 2
+
+    in_world(story)
+
+
+def test_its_end_is_news_to_the_worker_at_once() -> None:
+    async def story(world: World) -> None:
+        await world.look_for(5.0, lambda now: {"ready": True})
+        assert not world.role.changed.is_set()
+        [child] = world.role._supervisor.children.values()
+        child.kill()
+        async with world.clock.timeout(0.1, "the news"):
+            await world.role.changed.wait()
+        assert world.role.state == "starting"
 
     in_world(story)

@@ -129,9 +129,5 @@ async def test_without_an_agent_nothing_is_left_after_a_while(
     agent.kill()
     if redis_too:
         mesh.redis.kill()
-    import time
-
-    t = time.monotonic()
-    assert await gone(worker, within_s=25) and await gone(engine)
-    print("GONE AFTER", time.monotonic() - t, redis_too)
+    assert await gone(worker) and await gone(engine)
     assert mesh.processes() == []

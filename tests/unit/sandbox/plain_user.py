@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.sandbox.jail import kernel
 
-USER = 64_100
+FIRST_USER, WORKERS, RUNS = 62_000, 16, 100  # a user for each worker of each of several runs
 ROOT = Path(__file__).parents[3]
 
 
@@ -22,6 +22,12 @@ def barred(path: Path) -> Path | None:
         if not parent.stat().st_mode & 0o001:
             return parent
     return None
+
+
+def user() -> int:
+    """Workers of one run have users of their own, as a limit of processes counts a user's."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
+    return FIRST_USER + RUNS * worker + os.getpid() % RUNS
 
 
 def main() -> None:
@@ -43,8 +49,9 @@ def main() -> None:
             inside = kept / place.relative_to(bar)
             kernel.mount(str(inside), str(place), "", kernel.MS_BIND | kernel.MS_REC)
     os.setgroups([])
-    os.setresgid(USER, USER, USER)
-    os.setresuid(USER, USER, USER)
+    plain = user()
+    os.setresgid(plain, plain, plain)
+    os.setresuid(plain, plain, plain)
     os.execv(sys.argv[1], sys.argv[1:])
 
 

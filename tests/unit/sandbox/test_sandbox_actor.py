@@ -29,6 +29,7 @@ from common.process.handle import start_time
 from common.state import registry
 from services.rollout.rewards.sandboxes import SandboxClient
 from tests.unit.sandbox.place import Place
+from tests.unit.sandbox.seen import programs_below
 
 
 @pytest.fixture
@@ -174,6 +175,42 @@ async def test_a_host_that_contains_too_little_refuses_the_job_with_the_fix(plac
         assert (await other.call(Sandbox.load, trusted)).tier == ""
 
 
+MODULE = """
+import os, time
+from pathlib import Path
+
+def tool(x):
+    return str(eval(x))
+
+def slow(directory):
+    parent = os.getppid()
+    Path(directory, f"begun-{parent}-{os.getpid()}").touch()
+    while not Path(directory, "go").exists():
+        time.sleep(0.005)
+    return parent
+
+def reward(row, turns):
+    return len(turns)
+"""
+
+
+SLEEPS = "import subprocess; subprocess.run(['sleep', '9'])"
+
+
+async def sleeping(sandbox: int) -> None:
+    """Waits until a cell of `SLEEPS` runs in the sandbox with that pid."""
+    async with asyncio.timeout(60):
+        while "sleep" not in programs_below(sandbox):
+            await asyncio.sleep(0.01)
+
+
+async def begun(place: Place, sandbox: int) -> None:
+    """Waits until a call of `slow` runs in the sandbox with that pid."""
+    async with asyncio.timeout(60):
+        while not list(place.directory.glob(f"begun-{sandbox}-*")):
+            await asyncio.sleep(0.01)
+
+
 def data(place: Place, **environment: Any) -> JobData:
     tools = {"slow": "calc:slow", "calculate": "calc:tool", "notebook": "python_session"}
     config = JobConfig.from_document(
@@ -184,10 +221,7 @@ def data(place: Place, **environment: Any) -> JobData:
     )
     bundle = place.directory / "bundle"
     (bundle / "modules").mkdir(parents=True, exist_ok=True)
-    source = "import os, time\ndef tool(x):\n    return str(eval(x))\n"
-    source += "def slow(x):\n    time.sleep(x)\n    return os.getppid()\n"
-    source += "def reward(row, turns):\n    return len(turns)\n"
-    (bundle / "modules" / "calc.py").write_text(source)
+    (bundle / "modules" / "calc.py").write_text(MODULE)
     return JobData("j", config, bundle, place.directory)
 
 
@@ -207,14 +241,16 @@ async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_anot
     await client.load()
     calls = []
     for _ in range(4):  # each in a batch of its own, as they do not come together
-        calls.append(asyncio.create_task(client.tool("slow", 1.0)))
+        calls.append(asyncio.create_task(client.tool("slow", str(place.directory))))
         await asyncio.sleep(0.1)
-    await asyncio.sleep(0.2)
+    await begun(place, place.sandbox.pid)
+    await begun(place, second.pid)
     entry = await registry.lookup(place.caller.state, "sandbox/1")
     assert entry is not None
     second.kill()
     await second.wait(5)
     await registry.evict(place.caller.state, "sandbox/1", entry.incarnation)  # its supervisor does
+    (place.directory / "go").touch()
     pids = await asyncio.gather(*calls)
     assert set(pids) == {place.sandbox.pid}
     assert await client.tool("calculate", "6*7") == "42"
@@ -228,9 +264,10 @@ async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> No
     client = SandboxClient(place.caller, data(place, once=["slow"]))
     await client.load()
     assert await client.tool("notebook", "x = 4\nx", "t1") == {"status": "ok", "output": "4\n"}
-    once = asyncio.create_task(client.tool("slow", 30.0))
-    cell = asyncio.create_task(client.tool("notebook", "import time; time.sleep(8)", "t1"))
-    await asyncio.sleep(1.0)
+    once = asyncio.create_task(client.tool("slow", str(place.directory)))
+    cell = asyncio.create_task(client.tool("notebook", SLEEPS, "t1"))
+    await begun(place, place.sandbox.pid)
+    await sleeping(place.sandbox.pid)
     place.sandbox.kill()
     await place.sandbox.wait(5)
     entry = await registry.lookup(place.caller.state, "sandbox/0")

@@ -28,7 +28,7 @@ def test_it_computes_what_the_model_says(target: str, storage: str, tmp_path: Pa
     compiler = next(filter(None, map(shutil.which, COMPILERS)))
     path = tmp_path / "decoder.so"
     flags = [flag for flag in FLAGS if not flag.startswith(("-O", "-march"))]
-    more = ["-O1", f"-march={target}", f"-DMESHRL_STORAGE={storage}"]
+    more = ["-Og", f"-march={target}", f"-DMESHRL_STORAGE={storage}"]
     command = [compiler, *flags, *more, str(SOURCES / "decoder.cpp"), "-o", str(path)]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     slots = Slots(4, 256)

@@ -66,7 +66,7 @@ def test_sampling_keeps_what_the_filters_keep_and_nothing_else(
 ) -> None:
     engine = make(slots=64)
     heard = Listener(engine).run(
-        *(request(i, CONTEXT, max_new=1, unmodified=True, **how) for i in range(1500))
+        *(request(i, CONTEXT, max_new=1, unmodified=True, **how) for i in range(600))
     )
     probability = model_probabilities(CONTEXT, how.get("temperature", 1.0))
     kept = kept_by(how, probability)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import renderers.base
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from common.errors import ConfigError
 from common.model.chat import Chat, format_of
 from common.model.tokenizer import Tokenizer
 from tests.unit.common.model.chatting import qwen3_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
 
 # ChatML with Hermes tools as a Jinja template, of what Qwen3's does with turns that do not reason.
 TEMPLATE = r"""
@@ -72,6 +75,8 @@ def chat(tokenizer: Tokenizer) -> Chat:
 
 @pytest.fixture(scope="module")
 def template(directory: Path) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     reference = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
     reference.chat_template = TEMPLATE
     return reference
@@ -200,6 +205,8 @@ def test_a_format_that_does_not_fit_is_refused_with_what_would(
 
 
 def test_the_format_of_a_published_model_is_known_by_its_name(tmp_path: Path) -> None:
+    import renderers.base
+
     published = renderers.base.MODEL_RENDERER_MAP
     for name in ("Qwen/Qwen3-8B", "zai-org/GLM-4.5-Air"):
         assert format_of(tmp_path / name) == published[name]

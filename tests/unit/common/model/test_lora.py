@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.func import functional_call
 
@@ -156,9 +155,12 @@ def test_an_engine_scores_merged_weights_as_the_trainer_does(path: str) -> None:
     assert np.abs(engine.score(TOKENS[0].numpy()) - chosen).max() < 1e-4
 
 
+@pytest.mark.xdist_group("transformers")  # which one worker imports for all
 @pytest.mark.parametrize("targets", TARGETS, ids="+".join)
 def test_peft_computes_the_same_from_what_was_exported(tmp_path: Path, targets: list[str]) -> None:
     peft = pytest.importorskip("peft")
+    import transformers
+
     model = adapted(targets)
     save_model(tmp_path / "base", SHAPE, state(plain()))
     save_adapter(tmp_path / "adapter", SHAPE, state(model), alpha=12.0, base=str(tmp_path / "base"))

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
@@ -32,6 +31,12 @@ MOE = ModelConfig(
     dense_layers=(1,),
     max_positions=64,
 )
+
+
+@pytest.fixture(autouse=True)
+def drawn() -> None:
+    """The same numbers, whatever ran before."""
+    torch.manual_seed(0)
 
 
 def built(config: ModelConfig = MOE, dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
@@ -142,8 +147,11 @@ def test_a_router_learns_from_tokens_whose_experts_are_given() -> None:
     assert gradient[[0, 3]].abs().min() > 1e-4 and gradient[[1, 2, 4, 5]].abs().max() < 1e-6
 
 
+@pytest.mark.xdist_group("transformers")  # which one worker imports for all
 @pytest.mark.parametrize("counted", [None, [True] * 30 + [False] * 20])
 def test_the_balance_is_that_of_transformers_times_the_tokens(counted: list[bool] | None) -> None:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
     block = built().layers[0].experts
     x = torch.randn(50, 32)
     logits = x @ block.router.T

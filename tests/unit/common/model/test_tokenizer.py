@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -77,8 +76,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.xdist_group("transformers")  # which one worker imports for all
 def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
     import torch
+    import transformers
 
     from common.model.hf import save_model
     from tests.unit.common.model.test_attention import TINY, tiny_decoder

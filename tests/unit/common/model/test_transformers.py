@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError
@@ -18,6 +17,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model, state_from_hf, state_to_hf
 
+pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -38,19 +38,19 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": (
-        transformers.LlamaConfig,
+        "LlamaConfig",
         {"rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5, "head_dim": 8},
     ),
-    "llama with biases": (transformers.LlamaConfig, {"attention_bias": True}),
+    "llama with biases": ("LlamaConfig", {"attention_bias": True}),
     "qwen2": (
-        transformers.Qwen2Config,
+        "Qwen2Config",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
-    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "num_key_value_heads": 3}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "num_key_value_heads": 3}),
     "qwen3 moe": (
-        transformers.Qwen3MoeConfig,
+        "Qwen3MoeConfig",
         {
             "head_dim": 16,
             "num_experts": 8,
@@ -60,11 +60,11 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
     "qwen3 moe with dense layers": (
-        transformers.Qwen3MoeConfig,
+        "Qwen3MoeConfig",
         {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
         | {"num_experts_per_tok": 2},
     ),
-    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
 }
 
 both_ways = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -72,9 +72,11 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def theirs_at(path: Path, family: str, tied: bool, shard_size: str = "1GB") -> Any:
+    import transformers
+
     config_class, extra = FAMILIES[family]
     torch.manual_seed(0)
-    config = config_class(**SHAPE | extra, tie_word_embeddings=tied)
+    config = getattr(transformers, config_class)(**SHAPE | extra, tie_word_embeddings=tied)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too, so that each one matters
@@ -113,6 +115,8 @@ def test_we_read_what_transformers_wrote(family: str, tied: bool, tmp_path: Path
 @families
 @both_ways
 def test_transformers_reads_what_we_wrote(family: str, tied: bool, tmp_path: Path) -> None:
+    import transformers
+
     theirs_at(tmp_path / "theirs", family, tied)
     config, _ = load_model(tmp_path / "theirs")
     decoder = Decoder(config)
@@ -147,6 +151,8 @@ def test_shards_with_an_index_are_read_as_one(tmp_path: Path) -> None:
 def test_what_exceeds_a_shard_is_written_as_several_that_transformers_reads(
     family: str, tmp_path: Path
 ) -> None:
+    import transformers
+
     theirs_at(tmp_path / "theirs", family, tied=False)
     config, decoder = load_model(tmp_path / "theirs")
     save_model(tmp_path, config, decoder.state_dict())

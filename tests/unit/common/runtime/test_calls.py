@@ -71,7 +71,7 @@ async def test_a_deadline_ends_both_sides(join: Join) -> None:
     await join("a", actor)
     ref = (await join("b")).ref("a")
     with pytest.raises(DeadlineExceeded, match=r"Talk\.sleep.*at a"):
-        await ref.call(Talk.sleep, Number(30), deadline_s=0.5)
+        await ref.call(Talk.sleep, Number(30), deadline_s=1.5)
     await until(actor.cancelled.is_set)
 
 
@@ -94,7 +94,7 @@ async def test_a_nested_call_inherits_deadline_and_trace(join: Join) -> None:
     outer_trace, inner_trace = (await ref.call(Talk.relay, Text("trace"))).text.split()
     assert outer_trace == inner_trace and len(outer_trace) == 32
     with pytest.raises(DeadlineExceeded):
-        await ref.call(Talk.relay, Text("sleep"), deadline_s=0.5)
+        await ref.call(Talk.relay, Text("sleep"), deadline_s=1.5)
     await until(inner.cancelled.is_set)
 
 

@@ -252,7 +252,7 @@ async def test_a_process_that_cannot_open_its_mesh_closes_its_connections(tmp_pa
         with pytest.raises(ConfigError) as why:
             await Mesh.open("a", "test", settings)
         kept.append(why)  # what the error's frames hold is not closed by being collected
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(20.0):
         while len((await watching.command("CLIENT", "LIST")).splitlines()) > 1:
             await asyncio.sleep(0.02)
     await watching.close()

@@ -1,4 +1,6 @@
-"""A service of a mesh of its own, for tests: SIGUSR1 holds its loop up, SIGUSR2 makes it ready."""
+"""A service of a mesh of its own, for tests: SIGUSR1 holds its loop up until a line comes in,
+SIGUSR2 makes it ready.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ import asyncio
 import json
 import signal
 import sys
-import time
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
@@ -16,7 +17,7 @@ from common.state import registry
 from common.transport.zmq import ZmqTransport
 from sim.state import simulated_state
 
-HELD_S = 4.0
+LONGEST_S = 600.0  # that it lives, should nobody end it
 
 
 async def main() -> None:
@@ -47,11 +48,11 @@ async def main() -> None:
     await mesh.join(None, stats=lambda: stats)
     entry = await registry.lookup(state, "monitored/0")
     assert entry is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, time.sleep, HELD_S)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, sys.stdin.readline)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, setattr, mesh, "ready", True)
     print(json.dumps({"address": entry.metrics}), flush=True)
     try:
-        await asyncio.sleep(60.0)
+        await asyncio.sleep(LONGEST_S)
     finally:
         await mesh.leave()
 

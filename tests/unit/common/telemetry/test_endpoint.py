@@ -25,13 +25,16 @@ from common.telemetry.endpoint import MetricsEndpoint, health
 from common.transport.zmq import ZmqTransport
 
 ROOT = Path(__file__).parents[4]
+SOON_S = 30.0  # for an answer, on a busy host
 LABELS = {"service": "monitored/0", "kind": "monitored", "job": "j"}
+one_service = pytest.mark.xdist_group("monitored")
 
 
 class Monitored:
     def __init__(self, where: str) -> None:
         self.program = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("monitored.py")), where],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
@@ -41,17 +44,23 @@ class Monitored:
 
     def get(self, path: str) -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(self.address + path, timeout=2.0) as answer:
+            with urllib.request.urlopen(self.address + path, timeout=SOON_S) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
     def until(self, path: str, status: int) -> str:
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + SOON_S
         while (answer := self.get(path))[0] != status:
             assert time.monotonic() < end, answer
-            time.sleep(0.05)
+            time.sleep(0.01)
         return answer[1]
+
+    def let_go(self) -> None:
+        """Ends what SIGUSR1 began."""
+        assert self.program.stdin is not None
+        self.program.stdin.write(b"\n")
+        self.program.stdin.flush()
 
     def metrics(self) -> dict[str, float]:
         """By name, and `name of` for tables."""
@@ -68,9 +77,10 @@ def monitored() -> Iterator[Monitored]:
     service = Monitored("127.0.0.1:*")
     yield service
     service.program.terminate()
-    assert service.program.wait(15.0) == 0
+    assert service.program.wait(SOON_S) == 0
 
 
+@one_service
 def test_metrics_are_the_kernels_the_services_and_the_runtimes(monitored: Monitored) -> None:
     found = monitored.metrics()
     assert found["process_cpu_seconds_total"] > 0.1
@@ -80,19 +90,23 @@ def test_metrics_are_the_kernels_the_services_and_the_runtimes(monitored: Monito
     assert found["meshrl_requests rollout/0"] == 4.0
     assert found["meshrl_answers_total"] == 3.0
     assert "meshrl_path" not in found and "meshrl_answers" not in found
-    assert found["meshrl_loop_lag_seconds"] < 1.0
+    while monitored.metrics()["meshrl_loop_lag_seconds"] > 0.4:  # a busy host may hold it up
+        time.sleep(0.01)
 
 
+@one_service
 def test_it_answers_while_the_loop_stands_still_and_says_so(monitored: Monitored) -> None:
-    assert monitored.get("/livez") == (200, "ok\n")
+    assert monitored.until("/livez", 200) == "ok\n"
     monitored.program.send_signal(signal.SIGUSR1)
     reason = monitored.until("/livez", 503)
     assert "the event loop has not run for" in reason
     assert monitored.metrics()["meshrl_loop_lag_seconds"] > 0.4
     assert monitored.metrics()["meshrl_live"] == 0.0
+    monitored.let_go()
     assert monitored.until("/livez", 200) == "ok\n"  # it runs again
 
 
+@one_service
 def test_ready_is_what_the_service_says(monitored: Monitored) -> None:
     monitored.until("/livez", 200)
     assert monitored.until("/readyz", 503) == "the service is not ready for work\n"
@@ -100,14 +114,16 @@ def test_ready_is_what_the_service_says(monitored: Monitored) -> None:
     assert monitored.until("/readyz", 200) == "ok\n"
 
 
+@one_service
 def test_an_unknown_path_says_which_there_are(monitored: Monitored) -> None:
     assert monitored.get("/health") == (404, "there is /metrics /livez /readyz\n")
 
 
+@one_service
 def test_a_client_that_says_nothing_holds_nobody_up(monitored: Monitored) -> None:
     host, _, port = monitored.address.removeprefix("http://").partition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(8)]
-    assert monitored.get("/livez")[0] == 200
+    assert monitored.until("/livez", 200) == "ok\n"
     for connection in silent:
         connection.close()
 

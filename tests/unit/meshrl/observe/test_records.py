@@ -18,6 +18,7 @@ from common.state import events, jobs
 from common.state.registry import Entry, register
 from meshrl.launch.launcher import Launcher, Shape
 from meshrl.launch.places import MeshPlace, read_json, write_json
+from meshrl.observe import records
 from meshrl.observe.recorder import read_events
 from meshrl.observe.records import record_all
 from sim.state import simulated_state
@@ -54,7 +55,7 @@ class Recorded:
         async with asyncio.timeout(PATIENCE_S):
             while not look():
                 assert not self.recording.done(), self.recording.exception()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.01)
 
     async def noted(self, run_dir: Path, text: str) -> None:
         """Waits until the event is in the record of the run."""
@@ -71,7 +72,7 @@ class Recorded:
                 for e in await events.read_all(self.launcher.state)
             ):
                 assert not self.recording.done(), self.recording.exception()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.01)
 
     async def end(self) -> None:
         self.stop.set()
@@ -80,7 +81,8 @@ class Recorded:
 
 
 @pytest.fixture
-async def recorded(tmp_path: Path) -> AsyncIterator[Recorded]:
+async def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Recorded]:
+    monkeypatch.setattr(records, "RETRY_S", 0.3)
     made = Recorded(tmp_path)
     yield made
     if not made.recording.done():
@@ -105,7 +107,8 @@ async def test_a_run_directory_that_is_deleted_costs_the_other_jobs_nothing(
     await recorded.noted(one, "first")
     await recorded.end()
     assert read_json(one / "summary.json") and read_json(other / "summary.json")
-    assert capsys.readouterr().err.count("one is not recorded") == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if "one is not recorded" in line]
+    assert said and len(said) == len(set(said)), "each trouble once, however often it was tried"
 
 
 @pytest.mark.parametrize("damage", ["{}", "no JSON", '{"job": "one"}'])

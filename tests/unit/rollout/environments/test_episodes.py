@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from common.clock import SystemClock
 from common.errors import ToolFailed
 from common.process.host import SystemHost
 from common.random import Random
+from services.rollout.environments import episodes
 from services.rollout.environments.episodes import EpisodeProcess
 from services.rollout.environments.process import EnvironmentHung, EnvironmentLost
 from tests.meshes import alone
@@ -45,16 +46,39 @@ open(sys.argv[2], "w").write("ended")
 """
 
 
+Make = Callable[[float], EpisodeProcess]
+
+
 @pytest.fixture
-async def process(tmp_path: Path) -> AsyncIterator[EpisodeProcess]:
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    """`make(deadline_s)` -> a process whose answers have that long."""
     (tmp_path / "program.py").write_text(PROGRAM)
     clock = SystemClock()
     mesh = alone("rollout/0", clock, Random(1), SystemHost())
     argv = [sys.executable, str(tmp_path / "program.py"), str(ROOT), str(tmp_path / "mark")]
-    process = EpisodeProcess(mesh, argv, "episodes", tmp_path / "log", deadline_s=2.0)
+    made: list[EpisodeProcess] = []
+
+    def process(deadline_s: float) -> EpisodeProcess:
+        made.append(EpisodeProcess(mesh, argv, "episodes", tmp_path / "log", deadline_s))
+        return made[-1]
+
     yield process
-    await process.close()
+    for one in made:
+        await one.close()
     await mesh.leave()
+
+
+@pytest.fixture
+def process(make: Make) -> EpisodeProcess:
+    """For what is answered at once, however busy the host is."""
+    return make(60.0)
+
+
+@pytest.fixture
+def hasty(make: Make, monkeypatch: pytest.MonkeyPatch) -> EpisodeProcess:
+    """For what is not answered at all."""
+    monkeypatch.setattr(episodes, "PROBE_S", 1.0)
+    return make(0.5)
 
 
 async def test_answers_come_in_any_order(process: EpisodeProcess) -> None:
@@ -64,7 +88,8 @@ async def test_answers_come_in_any_order(process: EpisodeProcess) -> None:
     assert await later == "b"
 
 
-async def test_what_is_late_fails_alone(process: EpisodeProcess) -> None:
+async def test_what_is_late_fails_alone(make: Make) -> None:
+    process = make(2.0)
     await process.put((1, "text", ""))
     pid = process.pid
     late = process.put((2, "never", ""))
@@ -73,21 +98,21 @@ async def test_what_is_late_fails_alone(process: EpisodeProcess) -> None:
     assert await process.put((1, "text", "a")) == "a" and process.pid == pid
 
 
-async def test_a_blocked_process_is_replaced(process: EpisodeProcess) -> None:
-    await process.put((1, "text", ""))
-    pid = process.pid
+async def test_a_blocked_process_is_replaced(hasty: EpisodeProcess) -> None:
+    await hasty.put((1, "text", ""))
+    pid = hasty.pid
     with pytest.raises(EnvironmentHung):
-        await process.put((2, "block", ""))
-    assert await process.put((1, "text", "a")) == "a" and process.pid != pid
+        await hasty.put((2, "block", ""))
+    assert await hasty.put((1, "text", "a")) == "a" and hasty.pid != pid
 
 
-async def test_a_stopped_process_is_lost_and_nobody_is_to_blame(process: EpisodeProcess) -> None:
-    await process.put((1, "text", ""))
-    os.kill(process.pid, signal.SIGSTOP)
+async def test_a_stopped_process_is_lost_and_nobody_is_to_blame(hasty: EpisodeProcess) -> None:
+    await hasty.put((1, "text", ""))
+    os.kill(hasty.pid, signal.SIGSTOP)
     with pytest.raises(EnvironmentLost) as lost:
-        await process.put((2, "text", ""))
+        await hasty.put((2, "text", ""))
     assert lost.type is EnvironmentLost
-    assert await process.put((1, "text", "a")) == "a"
+    assert await hasty.put((1, "text", "a")) == "a"
 
 
 async def test_closing_what_was_never_opened_starts_no_process(process: EpisodeProcess) -> None:
@@ -106,7 +131,7 @@ async def test_a_process_that_does_not_start_fails_what_waits_and_is_tried_again
         futures = [process.put((key, "text", "a")) for key in (1, 2)]
         for future in futures:
             with pytest.raises(EnvironmentLost, match="no process left"):
-                await asyncio.wait_for(future, 5.0)
+                await asyncio.wait_for(future, 30.0)
     assert await process.put((1, "text", "a")) == "a"
 
 
@@ -118,8 +143,9 @@ async def test_an_answer_that_is_none_costs_the_process_and_hangs_nobody(
     pid = process.pid
     garbage = process.put((2, "garbage", ""))
     for future in (open_before, garbage):
-        with pytest.raises(EnvironmentLost):
-            await asyncio.wait_for(future, 1.5)
+        with pytest.raises(EnvironmentLost) as lost:
+            await asyncio.wait_for(future, 30.0)
+        assert lost.type is EnvironmentLost, "well before its deadline"
     assert await process.put((1, "text", "a")) == "a" and process.pid != pid
 
 
@@ -140,13 +166,13 @@ async def test_frames_past_the_limit_go_as_several(process: EpisodeProcess) -> N
     assert not any(future.done() for future in futures)
 
 
-async def test_a_process_that_takes_no_frame_is_replaced(process: EpisodeProcess) -> None:
-    await process.put((1, "text", ""))
-    pid = process.pid
+async def test_a_process_that_takes_no_frame_is_replaced(hasty: EpisodeProcess) -> None:
+    await hasty.put((1, "text", ""))
+    pid = hasty.pid
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EnvironmentLost):
-        await asyncio.wait_for(process.put((2, "text", bytes(8 << 20))), 20.0)
-    assert await process.put((1, "text", "a")) == "a" and process.pid != pid
+        await asyncio.wait_for(hasty.put((2, "text", bytes(8 << 20))), 20.0)
+    assert await hasty.put((1, "text", "a")) == "a" and hasty.pid != pid
 
 
 async def test_the_end_lets_the_process_end_by_itself(

@@ -17,6 +17,7 @@ from common.job.config import JudgeConfig
 from common.process.host import SystemHost
 from common.random import Random
 from common.runtime.mesh import Mesh
+from services.rollout.rewards import judge_server
 from services.rollout.rewards.judge import JudgeFailed, parsed, question
 from services.rollout.rewards.judge_server import ServerJudge
 from tests.meshes import alone
@@ -129,9 +130,16 @@ async def test_an_answer_without_a_verdict_is_a_failure_and_no_number(answer: An
     assert len(server.heard) == 1, "what will not change is not asked again"
 
 
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries come at once, well within what a test waits for."""
+    monkeypatch.setattr(judge_server, "FIRST_RETRY_S", 0.05)
+
+
+@pytest.mark.usefixtures("soon")
 async def test_a_server_that_is_overloaded_or_slow_is_asked_again() -> None:
-    server = Server(web.Response(status=503), 1.0, completion("yes"))
-    async with judged_by(server, deadline_s=0.2) as judge:
+    server = Server(web.Response(status=503), 1.5, completion("yes"))
+    async with judged_by(server, deadline_s=1.0) as judge:
         assert await judge.verdict(ROW, TURNS) == 1.0
     assert len(server.heard) == 3
 
@@ -159,6 +167,7 @@ async def test_no_more_requests_than_allowed_are_under_way() -> None:
     assert found == [1.0] * 12 and server.most == 3
 
 
+@pytest.mark.usefixtures("soon")
 async def test_time_in_the_queue_is_not_the_servers() -> None:
     server = Server(*[0.25] * 10, web.Response(status=503), completion("no"))
     async with judged_by(server, in_flight=1, patience_s=2.0) as judge:

@@ -17,6 +17,7 @@ from common.job.job_data import JobData
 from common.model.tokenizer import Tokenizer, character_tokenizer
 from common.random import Random
 from common.runtime.mesh import Mesh
+from services.rollout.rewards import scoring
 from services.rollout.rewards.scoring import Scorer, ScoringFailed, beside
 from services.rollout.trajectory import Trajectory
 from services.scoring.frozen import COMPUTE_S, FrozenModel, FrozenModels
@@ -290,7 +291,11 @@ def test_a_verdict_that_is_no_number_fails_by_type(on_bench: Run) -> None:
     on_bench(story)
 
 
-def test_models_that_never_come_fail_the_trajectory_by_type(on_bench: Run) -> None:
+def test_models_that_never_come_fail_the_trajectory_by_type(
+    on_bench: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "PATIENCE_S", 600.0)
+
     async def story(bench: Bench) -> None:
         with pytest.raises(ScoringFailed, match="scoring/calc"):
             await bench.scorer.score(tokens(1, 2, 3))

@@ -153,16 +153,18 @@ def add(a, b): return None
 """,
     "reads the tests from files": """
 import os
-text = ""
-for folder, _, names in os.walk("/"):
+found = False
+for folder, folders, names in os.walk("/"):
     if folder.startswith(("/proc", "/usr", "/sys", "/root", "/lib")):
+        folders.clear()  # a look at all of it takes longer than a case may
         continue
     for name in names:
         try:
-            text += open(os.path.join(folder, name), errors="replace").read(1 << 16)
+            with open(os.path.join(folder, name), "rb") as file:
+                found = found or b"SECRET = 40" + b"961" in file.read(1 << 16)
         except OSError:
             pass
-def add(a, b): return 40961 if "SECRET = 40" + "961" in text else None
+def add(a, b): return 40961 if found else None
 """,
     "reads the tests from proc": """
 import glob
@@ -206,3 +208,4 @@ def add(a, b):
     "hangs": "def add(a, b):\n    while True:\n        pass",
     "hangs at once": "while True:\n    pass",
 }
+HANGING = ("hangs", "hangs at once")  # as contained after a little as after long

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ LIMITS = JailLimits(
     files=500,
     output_bytes=64 * 1024,
 )
+BRIEFLY = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for what can but run out of time
+UNHURRIED = replace(LIMITS, wall_s=8.0)  # nothing of a poison takes time, but the host may
+CASE_S, HANGING_CASE_S = 1.0, 0.2
 GOOD = {"mode": "program", "source": "print(6 * 7)"}
 WORD = "ESCAPED"
 
@@ -52,8 +56,9 @@ class Runner:
 
     async def escape(self, escape: Escape) -> dict[str, Any]:
         source = escape.source.replace(CANARY, str(self.canary))
+        limits = BRIEFLY if escape.ends == ("timeout",) else LIMITS
         async with self.slots.of("model"):
-            ran = await self.launcher.run({"mode": escape.mode, "source": source}, LIMITS)
+            ran = await self.launcher.run({"mode": escape.mode, "source": source}, limits)
         said = ran.stdout + ran.stderr
         # A traceback shows lines of the program: only what is printed counts.
         escaped = any(
@@ -69,7 +74,8 @@ class Runner:
         }
 
     async def forge(self, name: str, tests: Any, kind: str) -> dict[str, Any]:
-        grading = Grading(self.launcher, self.slots, "model", LIMITS, {"case_s": 1.0})
+        case_s = HANGING_CASE_S if name in forgeries.HANGING else CASE_S
+        grading = Grading(self.launcher, self.slots, "model", LIMITS, {"case_s": case_s})
         turns = [{"role": "model", "text": forgeries.FORGERIES[name]}]
         answer = await grading.reward({"tests": tests}, turns)
         return {
@@ -80,22 +86,23 @@ class Runner:
             "said": str(answer.value),
         }
 
-    async def poison(self, case: poison.Poison) -> dict[str, Any]:
-        sessions = Sessions(self.launcher, self.clock, LIMITS, 8, 600.0)
-        try:
-            said = []
-            for session, source in case.cells:
-                ran = await sessions.run(session, source)
-                said.append((session, ran.status, (ran.stdout + ran.stderr).decode()))
-            return {
-                "name": case.name,
-                "contained": case.holds([(status, text) for _, status, text in said]),
-                "status": "",
-                "error": "",
-                "said": str(said)[-600:],
-            }
-        finally:
-            sessions.close()
+    async def poison(self, case: poison.Poison, at_once: asyncio.Semaphore) -> dict[str, Any]:
+        said = []
+        async with at_once:
+            sessions = Sessions(self.launcher, self.clock, UNHURRIED, 8, 600.0)
+            try:
+                for session, source in case.cells:
+                    ran = await sessions.run(session, source)
+                    said.append((session, ran.status, (ran.stdout + ran.stderr).decode()))
+            finally:
+                sessions.close()
+        return {
+            "name": case.name,
+            "contained": case.holds([(status, text) for _, status, text in said]),
+            "status": "",
+            "error": "",
+            "said": str(said)[-600:],
+        }
 
     async def unharmed(self) -> list[str]:
         """What is not as it was outside."""
@@ -106,11 +113,11 @@ class Runner:
         if self.canary.read_text() != self.before:
             wrong.append("the canary has changed")
         await self.launcher.stop()
-        for _ in range(100):
+        for _ in range(1000):
             left = psutil.Process().children(recursive=True)
             if not left:
                 break
-            await self.clock.sleep(0.05)
+            await self.clock.sleep(0.01)
         wrong += [f"a process is left: {process}" for process in left]
         return wrong
 
@@ -130,7 +137,9 @@ async def main(family: str, tier: str, canary: Path) -> None:
             for kind, tests in styles
         ]
     elif family == "session poisoning":
-        work = [runner.poison(case) for case in poison.CASES]
+        # Without namespaces the limit of processes counts all that the user has: one by one there.
+        at_once = asyncio.Semaphore(1 if tier == "landlock" else runner.slots.count)
+        work = [runner.poison(case, at_once) for case in poison.CASES]
     else:
         work = [runner.escape(escape) for escape in PROGRAMS if escape.family == family]
     results = await asyncio.gather(*work)

@@ -14,7 +14,6 @@ import pytest
 
 from common.clock import SystemClock
 from services.sandbox.grading.code import Grading, same
-from services.sandbox.grading.maths import equal
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
@@ -30,8 +29,11 @@ MATHS = rows("maths.jsonl")
 CODING = rows("coding.jsonl")
 
 
+@pytest.mark.xdist_group("maths")  # sympy is imported by one worker
 @pytest.mark.parametrize("family", sorted({row["family"] for row in MATHS}))
 def test_maths_pairs_are_graded_right(family: str) -> None:
+    from services.sandbox.grading.maths import equal
+
     pairs = [row for row in MATHS if row["family"] == family]
     assert len(pairs) >= 15
     wrong = [row for row in pairs if equal(row["gold"], row["answer"]) != row["right"]]
@@ -43,36 +45,55 @@ def test_there_are_pairs_of_both_kinds() -> None:
     assert 0.3 < sum(row["right"] for row in MATHS) / len(MATHS) < 0.7
 
 
-@pytest.mark.parametrize(
-    "answer",
-    ENDLESS := [
-        r"\boxed{1000000!}",
-        r"\boxed{10^{10^9}}",
-        r"\boxed{\binom{10^9}{10^8}}",
-        r"\boxed{\prod_{k=1}^{10^8} k}",
-        r"\boxed{" + "(" * 400 + "7" + ")" * 400 + "}",
-        r"\boxed{" + "{" * 5000 + "}" * 5000 + "}",
-        r"\boxed{__import__('os').system('echo gone')}",
-        r"\boxed{" * 4000,
-        "9" * 200_000,
-        "7 " * 40_000,
-        r"\boxed{\int_0^{\infty} \frac{x^{99}}{e^x-1} \sin(x^x) dx}",
-    ],
-    ids=[answer[:20] for answer in ENDLESS],
-)
-def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(answer: str) -> None:
-    source = "import sys; from services.sandbox.grading.maths import equal; "
-    source += "print(equal('8', sys.stdin.read()))"
-    root = Path(__file__).parents[4]
+ENDLESS = [
+    r"\boxed{1000000!}",
+    r"\boxed{10^{10^9}}",
+    r"\boxed{\binom{10^9}{10^8}}",
+    r"\boxed{\prod_{k=1}^{10^8} k}",
+    r"\boxed{" + "(" * 400 + "7" + ")" * 400 + "}",
+    r"\boxed{" + "{" * 5000 + "}" * 5000 + "}",
+    r"\boxed{__import__('os').system('echo gone')}",
+    r"\boxed{" * 4000,
+    "9" * 200_000,
+    "7 " * 40_000,
+    r"\boxed{\int_0^{\infty} \frac{x^{99}}{e^x-1} \sin(x^x) dx}",
+]
+# A process for each, as an answer may end it; they share the imports.
+TELLS = """
+import json, os, sys
+from services.sandbox.grading import maths
+maths.CPU_S = 0.5
+for answer in json.load(sys.stdin):
+    if os.fork() == 0:
+        print(maths.equal("8", answer), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        print("ended", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def told() -> list[str]:
+    """What each endless answer came to, once all have ended by themselves."""
     done = subprocess.run(
-        [sys.executable, "-c", source],
-        input=answer,
-        cwd=root,
+        [sys.executable, "-c", TELLS],
+        input=json.dumps(ENDLESS),
+        cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
+    found = done.stdout.splitlines()
+    assert len(found) == len(ENDLESS), done.stderr
+    return found
+
+
+@pytest.mark.xdist_group("endless answers")
+@pytest.mark.parametrize("place", range(len(ENDLESS)), ids=[answer[:20] for answer in ENDLESS])
+def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(
+    told: list[str], place: int
+) -> None:
+    assert told[place] == "False"
 
 
 @pytest.mark.needs("bwrap")

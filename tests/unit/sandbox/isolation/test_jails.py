@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from common.clock import SystemClock
@@ -21,6 +20,7 @@ from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import JailSlots
+from tests.unit.sandbox.seen import SOON_S, ZYGOTE, guests_run, pythons
 
 pytestmark = pytest.mark.needs("bwrap")
 LIMITS = JailLimits(wall_s=4.0, cpu_s=2.0, memory_bytes=128 * MIB, output_bytes=4096)
@@ -142,17 +142,13 @@ async def test_when_the_zygote_is_killed_another_takes_its_place(launcher: JailL
 
 async def test_a_call_that_is_given_up_leaves_no_process(launcher: JailLauncher) -> None:
     call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
-    await asyncio.sleep(0.5)
+    await guests_run(launcher)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    outer = psutil.Process(launcher.pid)
-    for _ in range(200):
-        inner = [p for p in outer.children(recursive=True) if p.name().startswith("python")]
-        if len(inner) <= 1:  # the zygote
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"left: {inner}")
+    async with asyncio.timeout(SOON_S):
+        while len(pythons(launcher)) > ZYGOTE:
+            await asyncio.sleep(0.005)
 
 
 async def test_a_guest_that_cannot_be_set_up_is_ours_to_answer_for(launcher: JailLauncher) -> None:
@@ -218,7 +214,7 @@ async def test_a_program_is_handed_nothing_but_its_three_streams(launcher: JailL
 
 async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: JailLauncher) -> None:
     call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
-    await asyncio.sleep(0.5)
+    await guests_run(launcher)
     os.kill(launcher.pid, signal.SIGKILL)
     with pytest.raises(JailFailed, match="without a report"):
         await call
@@ -238,11 +234,15 @@ async def test_a_killed_zygote_makes_no_right_answer_wrong(
 ) -> None:
     limits = JailLimits(wall_s=20.0, cpu_s=20.0, memory_bytes=128 * MIB)
     grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", limits, {"case_s": 20.0})
-    source = "import time\ntime.sleep(2)\nprint(1)\ndef f(x): return x"
-    row, turns = {"tests": tests}, [{"role": "model", "text": source}]
-    graded = asyncio.create_task(grading.reward(row, turns))
-    await asyncio.sleep(1.0)
+    source = "import time\ntime.sleep({})\nprint(1)\ndef f(x): return x"
+    row = {"tests": tests}
+
+    def answered(after_s: int) -> list[dict[str, str]]:
+        return [{"role": "model", "text": source.format(after_s)}]
+
+    graded = asyncio.create_task(grading.reward(row, answered(15)))
+    await guests_run(launcher)
     os.kill(launcher.pid, signal.SIGKILL)
     answer = await graded
     assert (answer.status, answer.value) == ("crashed", None)
-    assert (await grading.reward(row, turns)).value == 1.0
+    assert (await grading.reward(row, answered(0))).value == 1.0

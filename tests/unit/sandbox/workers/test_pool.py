@@ -55,6 +55,11 @@ BEHAVIOURS = """
     def sleeps(row):
         time.sleep(600)
 
+    def waits(row):
+        while not os.path.exists(FLAG):
+            time.sleep(0.01)
+        return 1.0
+
     def prints(row):
         print("\\x00\\xff garbage " * 1000)
         print("and more", file=sys.stderr)
@@ -284,7 +289,7 @@ async def test_killing_idle_workers_loses_nothing(make: Make) -> None:
 
 async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: Path) -> None:
     pool = await make(warm=1, most=1)
-    assert (await pool.run([score("starts_a_daemon")]))[0].status == "timeout"
+    assert (await pool.run([use(2.0, "starts_a_daemon")]))[0].status == "timeout"
     daemon = int((tmp_path / "flag").read_text())
     for _ in range(200):
         if not start_time(daemon):
@@ -293,14 +298,16 @@ async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: 
     raise AssertionError("the daemon runs on")
 
 
-async def test_long_calls_run_beside_each_other_as_the_pool_grows(make: Make) -> None:
+async def test_long_calls_run_beside_each_other_as_the_pool_grows(
+    make: Make, tmp_path: Path
+) -> None:
     pool = await make(warm=1, most=4)
-    slow = use(3.0, "sleeps")  # far longer than a busy host takes to start another worker
-    first = asyncio.create_task(pool.run([slow]))
+    first = asyncio.create_task(pool.run([use(60.0, "waits")]))
     await asyncio.sleep(0.1)
     assert await pool.run([score("good")] * 3) == [GOOD] * 3
     assert not first.done() and pool.size == 2
-    assert (await first)[0].status == "timeout"
+    (tmp_path / "flag").touch()
+    assert await first == [Answer("ok", 1.0, "")]
 
 
 async def test_a_caller_that_leaves_takes_its_waiting_calls_along(make: Make) -> None:

@@ -1,0 +1,1 @@
+"""Parts of the load test of starts. Open `roles.py` first."""

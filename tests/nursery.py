@@ -1,0 +1,61 @@
+"""A nursery for tests: what they start is forked from it, as on a user's host.
+
+A run of several workers has one (`conftest.py`); a test that runs alone starts its own where it
+starts many processes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from common.process.birth import NURSERY_ENV, OFF
+from common.process.handle import SystemChild
+from common.process.host import SystemHost
+from meshrl.launch import plan
+
+LISTENS_S = 120.0
+
+
+class TestNursery:
+    """A nursery, from `start` to `close`, which every process below this one finds by its
+    environment; nothing where one is there already.
+    """
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="meshrl-nursery-")
+        self._child: SystemChild | None = None
+
+    def start(self) -> None:
+        """Returns at once: until it listens, processes are executed."""
+        if NURSERY_ENV in os.environ:
+            return
+        socket = Path(self._scratch.name) / "nursery"
+        self._child = SystemHost().spawn(
+            plan.nursery(socket),
+            name="nursery",
+            env={NURSERY_ENV: OFF, "OMP_NUM_THREADS": "1"},
+            own_session=True,
+        )
+        os.environ[NURSERY_ENV] = str(socket)
+
+    def close(self) -> None:
+        """Ends it; what it has forked lives on."""
+        if self._child is not None:
+            self._child.kill()
+            while self._child.poll() is None:
+                time.sleep(0.01)
+            del os.environ[NURSERY_ENV]
+        self._scratch.cleanup()
+
+
+def wait_until_listening(socket: Path) -> None:
+    """AssertionError when it does not."""
+    until = time.monotonic() + LISTENS_S
+    while not socket.exists():
+        assert time.monotonic() < until, f"no nursery listens at {socket}"
+        time.sleep(0.02)

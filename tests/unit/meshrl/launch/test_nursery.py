@@ -1,0 +1,151 @@
+"""The nursery of a mesh: what it has imported, and what its end means to the mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.process.birth import NURSERY_ENV
+from common.process.handle import start_time
+from common.process.host import SystemHost
+from meshrl.launch import plan
+from meshrl.launch.nursery import MeshNursery
+from meshrl.launch.places import MeshPlace
+
+ROOT = Path(__file__).parents[4]
+
+SHOWS = """
+    import asyncio, json, sys
+    import torch, zmq
+    print(json.dumps({
+        "imported": sorted(sys.modules),
+        "zmq": zmq.Context._instance is not None,
+        "loop": asyncio.get_event_loop_policy()._local._loop is not None,
+        "group": torch.distributed.is_initialized(),
+        "cuda": torch.cuda.is_initialized(),
+    }))
+"""
+
+
+def nursery(directory: Path, budget: tuple[int, float] = (5, 60.0)) -> MeshNursery:
+    return MeshNursery(SystemHost(), SystemClock(), MeshPlace(directory), {}, budget)
+
+
+async def until(holds: Callable[[], object], within_s: float = 60.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def test_the_list_of_its_imports_is_documented() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert "\n```\n" + "\n".join(plan.NURSERY) + "\n```\n" in text
+
+
+async def test_it_forks_what_every_process_needs_and_has_begun_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(NURSERY_ENV, raising=False)
+    mine = nursery(tmp_path)
+    await mine.start()
+    try:
+        await mine.listens()
+        pid = mine.supervisor.children["nursery"].pid
+        assert len(os.listdir(f"/proc/{pid}/task")) == 1
+        opened = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        assert not [place for place in opened if place.startswith("/dev/nvidia")]
+        kinds = sorted(place.partition(":")[0] for place in opened)
+        log = str(tmp_path / "mesh/logs/nursery.log")
+        # Its owner's death, what wakes it (both ends), its socket, its selector.
+        assert kinds == sorted(
+            ["anon_inode", "pipe", "pipe", "pipe", "socket", "/dev/null", log, log]
+        )
+
+        (tmp_path / "shows.py").write_text("\n".join(row[4:] for row in SHOWS.split("\n")))
+        seen = tmp_path / "seen"
+        child = SystemHost().spawn(
+            [sys.executable, "-m", "shows"],
+            name="shows",
+            env={**mine.environment, "PYTHONPATH": str(tmp_path)},
+            log=seen,
+        )
+        assert await child.wait(30) == 0, seen.read_text()
+        told = json.loads(seen.read_text())
+        assert set(plan.NURSERY) <= set(told.pop("imported"))
+        assert set(told.values()) == {False}, told
+    finally:
+        await mine.stop(5.0)
+
+
+async def test_it_is_started_again_and_what_it_forked_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(NURSERY_ENV, raising=False)
+    monkeypatch.setattr(plan, "NURSERY", ())
+    mine = nursery(tmp_path)
+    await mine.start()
+    await mine.listens()
+    first = mine.supervisor.children["nursery"].pid
+    (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")
+    env = {**mine.environment, "PYTHONPATH": str(tmp_path)}
+    host = SystemHost()
+
+    def parent_of_a_new_child() -> tuple[int, int]:
+        child = host.spawn([sys.executable, "-m", "sleeps"], name="sleeps", env=env)
+        line = Path(f"/proc/{child.pid}/stat").read_text()
+        return child.pid, int(line[line.rindex(")") + 4 :].split()[0])
+
+    pid, parent = parent_of_a_new_child()
+    assert parent == first
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: not start_time(first))
+    assert start_time(pid)
+    host = SystemHost()
+    await until(lambda: mine.supervisor.children.get("nursery") is not None)
+    second = mine.supervisor.children["nursery"].pid
+    host = SystemHost()
+    for _ in range(200):
+        other, parent = parent_of_a_new_child()
+        os.kill(other, signal.SIGKILL)
+        if parent == second:
+            break
+        host = SystemHost()
+        await asyncio.sleep(0.02)
+    assert parent == second
+    await mine.stop(5.0)
+    assert start_time(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+async def test_one_that_does_not_stay_up_is_done_without_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(NURSERY_ENV, raising=False)
+    monkeypatch.setattr(plan, "NURSERY", ("no.such.module",))
+    mine = nursery(tmp_path, budget=(1, 60.0))
+    await mine.start()
+    await mine.listens()
+    said = capsys.readouterr().err
+    assert "no nursery" in said and "nursery.log" in said
+    assert "ModuleNotFoundError" in (tmp_path / "mesh/logs/nursery.log").read_text()
+    await mine.stop(5.0)
+
+
+@pytest.mark.parametrize("given", ["off", "/another/one"])
+async def test_the_users_choice_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv(NURSERY_ENV, given)
+    mine = nursery(tmp_path)
+    await mine.start()
+    assert mine.environment == {NURSERY_ENV: given} and not mine.supervisor.children
+    await mine.listens()
+    await mine.stop(1.0)

@@ -1,0 +1,262 @@
+"""A simulated Redis that is away, late, full or empty again, and what State makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from redis.exceptions import DataError
+
+from common.errors import StateUnavailable
+from common.random import Random
+from common.state import events, leader
+from common.state.client import RENEWAL_TIMEOUT_S, RETRIES, SOCKET_TIMEOUT_S, State
+from sim.loop import VirtualClock, run_virtual
+from sim.redis.faults import Full
+from sim.redis.server import NotSimulated, RedisServer
+from sim.state import simulated_state, state_on
+from tests.contract.state.state_bench import HandClock
+
+TTL_MS = 600_000
+ORDERS = """
+from sim.redis.server import RedisServer
+class Still:
+    def wall(self): return 1.0
+    monotonic = wall
+server = RedisServer(Still())
+server.run(("HSET", "h", *[word for n in range(40) for word in (f"field{n * n}", str(n))]))
+print(server.run(("HGETALL", "h")))
+print(server.run(("EVAL", "return cjson.encode(cjson.decode(ARGV[1]))", "0",
+    "{" + ",".join(f'"name{n * n}":{n}' for n in range(40)) + "}")))
+"""
+
+
+class Scene:
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.server = RedisServer(clock)
+        self.faults = self.server.faults
+        self.state = state_on(self.server, State, clock)
+        self.token = 0
+
+    async def begin(self) -> None:
+        self.token = await leader.campaign(self.state, "planner", "me", TTL_MS)
+
+    def keeps(self) -> bool:
+        """A command of the thread that renews leases."""
+        return leader.keep(self.state, "planner", self.token, TTL_MS)
+
+    async def kinds(self) -> list[str]:
+        return [event.kind for event in await events.read_all(self.state)]
+
+    async def after_s(self, seconds: float, change: Callable[[], None]) -> None:
+        await self.clock.sleep(seconds)
+        change()
+
+
+def in_scene(play: Callable[[Scene], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        scene = Scene(clock)
+        await scene.begin()
+        await play(scene)
+
+    run_virtual(main)
+
+
+def test_a_server_that_is_away_is_unavailable_until_it_is_back_with_all_it_had() -> None:
+    async def play(scene: Scene) -> None:
+        scene.faults.away = True
+        began = scene.clock.monotonic()
+        with pytest.raises(StateUnavailable, match="does not answer"):
+            await events.append(scene.state, "refused", {})
+        assert 1 < scene.clock.monotonic() - began < 3  # it asked again, as redis-py does
+        with pytest.raises(StateUnavailable):
+            scene.keeps()
+        await scene.clock.sleep(4)
+        assert scene.state.away_ms() >= 4000
+        scene.faults.away = False
+        assert scene.keeps()
+        assert scene.state.away_ms() == 0
+        assert await scene.kinds() == ["leader"]
+
+    in_scene(play)
+
+
+def test_an_outage_that_is_shorter_than_the_clients_patience_is_not_seen() -> None:
+    async def play(scene: Scene) -> None:
+        scene.faults.away = True
+
+        def back() -> None:
+            scene.faults.away = False
+
+        waiting = asyncio.create_task(scene.after_s(0.7, back))
+        await events.append(scene.state, "late", {})
+        await waiting
+        assert await scene.kinds() == ["leader", "late"]
+
+    in_scene(play)
+
+
+def test_a_command_whose_reply_is_lost_has_run_and_is_sent_again() -> None:
+    async def play(scene: Scene) -> None:
+        scene.faults.lost_replies = 1
+        await scene.state.command("INCR", "count")
+        assert await scene.state.command("GET", "count") == "2"
+        began = scene.clock.monotonic()
+        scene.faults.lost_replies = 2
+        await events.append(
+            scene.state, "once", {}
+        )  # under one operation, however often it is sent
+        assert scene.clock.monotonic() - began > 2 * SOCKET_TIMEOUT_S
+        assert await scene.kinds() == ["leader", "once"]
+        scene.faults.lost_replies = 1
+        assert scene.keeps()
+
+    in_scene(play)
+
+
+def test_replies_that_are_lost_for_good_are_an_error_of_the_caller() -> None:
+    async def play(scene: Scene) -> None:
+        scene.faults.lost_replies = RETRIES + 1
+        with pytest.raises(StateUnavailable):
+            await events.append(scene.state, "unheard", {})
+        scene.faults.lost_replies = 0
+        assert await scene.kinds() == ["leader", "unheard"]
+
+    in_scene(play)
+
+
+def test_a_slow_server_answers_late_and_one_that_is_too_slow_not_at_all() -> None:
+    async def play(scene: Scene) -> None:
+        began = scene.clock.monotonic()
+        scene.faults.delay_s = 0.25
+        await events.append(scene.state, "late", {})
+        assert scene.clock.monotonic() - began == pytest.approx(0.25)
+        scene.faults.delay_s = RENEWAL_TIMEOUT_S + 1
+        await scene.kinds()  # the loop's client has more patience than the thread's
+        with pytest.raises(StateUnavailable):
+            scene.keeps()
+        scene.faults.delay_s = SOCKET_TIMEOUT_S + 1
+        with pytest.raises(StateUnavailable):
+            await scene.kinds()
+
+    in_scene(play)
+
+
+@pytest.mark.parametrize("full", [Full.MEMORY, Full.DISK])
+def test_a_full_server_refuses_writes_and_still_reads(full: Full) -> None:
+    async def play(scene: Scene) -> None:
+        scene.faults.full = full
+        with pytest.raises(StateUnavailable, match="refuses writes"):
+            await events.append(scene.state, "refused", {})
+        with pytest.raises(StateUnavailable, match="refuses writes"):
+            scene.keeps()
+        assert await leader.leader(scene.state, "planner") == ("me", scene.token)
+        scene.faults.full = Full.NO
+        await events.append(scene.state, "after", {})
+        assert await scene.kinds() == ["leader", "after"]
+
+    in_scene(play)
+
+
+def test_a_server_that_lost_all_it_had_goes_on_empty() -> None:
+    async def play(scene: Scene) -> None:
+        await scene.clock.sleep(1)
+        scene.server.lose()
+        assert await scene.kinds() == []
+        assert not scene.keeps()
+        assert await leader.campaign(scene.state, "planner", "you", TTL_MS) > scene.token
+
+    in_scene(play)
+
+
+def test_others_run_between_a_command_and_its_reply() -> None:
+    async def play(scene: Scene) -> None:
+        order: list[str] = []
+
+        async def counts(name: str) -> None:
+            order.append(f"{name} {await scene.state.command('INCR', 'count')}")
+            order.append(f"{name} {await scene.state.command('GET', 'count')}")
+
+        await asyncio.gather(counts("a"), counts("b"))
+        assert order == ["a 1", "b 2", "a 2", "b 2"]
+
+    in_scene(play)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("KEYS", "*"), "KEYS"),
+        (("ZADD", "z", "GT", "1", "a"), "ZADD with GT"),
+        (("SET", "k", "v", "EX", "1"), "SET with EX"),
+        (("XADD", "s", "5-1", "f", "x"), "XADD with 5-1"),
+        (("SCRIPT", "KILL"), "SCRIPT KILL"),
+        (("EVAL", "return redis.call('SADD', 's', 'x')", 0), "SADD"),
+        (("EVAL", "return redis.sha1hex('x')", 0), "redis.sha1hex"),
+        (("EVAL", "return redis.call('XRANGE', 's', '-', '+')", 0), "XRANGE in a script"),
+        (("INCR", "great"), "2\\^53"),
+    ],
+)
+async def test_what_it_does_not_have_it_names(words: tuple[Any, ...], named: str) -> None:
+    state = simulated_state(HandClock())
+    await state.command("SET", "great", str(2**53 - 1))
+    with pytest.raises(NotSimulated, match=named):
+        await state.command(*words)
+
+
+async def test_arguments_are_words_as_redis_py_takes_them() -> None:
+    state = simulated_state(HandClock())
+    await state.command("SET", "k", 0.1)
+    assert await state.command("GET", b"k") == "0.1"
+    for word in (True, None, ["x"]):
+        with pytest.raises(DataError, match=type(word).__name__):
+            await state.command("SET", "k", word)
+
+
+async def test_an_hour_of_operations_leaves_no_expired_ones() -> None:
+    clock = HandClock()
+    server = RedisServer(clock)
+    for n in range(100):
+        server.run(("SET", f"op{n}", "x", "PX", "60000"))
+        clock.now += 1
+    # 60 s and less are there: those that were written at 40 s to 99 s.
+    assert server.run(("EXISTS", *(f"op{n}" for n in range(100)))) == 60
+    server.run(("SET", "op99", "kept"))
+    clock.now += 3600
+    assert server.run(("EXISTS", *(f"op{n}" for n in range(100)))) == 1
+
+
+def test_threads_share_a_server_and_lose_no_count() -> None:
+    server = RedisServer(HandClock())
+    script = ("EVAL", "return redis.call('SET', 'n', redis.call('GET', 'n') + 1)", "0")
+    server.run(("SET", "n", "0"))
+
+    def count() -> None:
+        for _ in range(500):
+            server.run(script)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert server.run(("GET", "n")) == "2000"
+
+
+def test_orders_are_the_same_under_any_hash_seed() -> None:
+    def printed(seed: str) -> bytes:
+        return subprocess.run(
+            [sys.executable, "-c", ORDERS],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+
+    assert printed("1") == printed("2") != b""
