@@ -7,12 +7,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.job.job_data import JobData
 from common.runtime.lease import LOST
 from common.runtime.mesh import Mesh, MeshSettings
+from common.state.client import State
 from common.wire.weight_store import STORE
 from services.engine import __main__ as engine
 from services.engine import running as engine_running
@@ -48,6 +50,7 @@ class Surroundings:
     ) -> None:
         self.machine, self.network, self.redis, self.root = machine, network, redis, root
         self.meshes: dict[str, Mesh] = {}  # the newest of each name
+        self.state_of: Callable[[VirtualProcess], State] = partial(state_of, redis)
 
     def mesh(self, process: VirtualProcess, name: str, kind: str) -> Mesh:
         """A membership for the process, as `Mesh.open` makes it for a real one."""
@@ -56,7 +59,7 @@ class Surroundings:
         mesh = Mesh(
             name=name,
             kind=kind,
-            state=state_of(self.redis, process),
+            state=self.state_of(process),
             transport=transport,
             clock=machine.clock,
             random=machine.random.child(f"mesh {process.label}"),

@@ -8,15 +8,14 @@ from typing import Any
 
 from common.errors import StateUnavailable
 from common.job.config import JobConfig
-from common.random import Random
 from common.state import events, gangs, leader
 from common.state.client import State
 from common.state.keys import MESH, PLANNER
 from services.planner.planner import LEASE_MS
-from sim.loop import VirtualClock, run_virtual
 from sim.mesh.job import JOB
-from sim.state import simulated_as
+from sim.state import state_on
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh
+from tests.mesh.simulated.worlds import BareWorld, on_bare_world
 
 TERM_S = LEASE_MS / 1000
 
@@ -48,10 +47,11 @@ class WatchedState(State):
 class Led(PlannedMesh):
     """A mesh of three workers with a job, whose planner leads."""
 
-    def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
-        super().__init__(clock, random, root)
-        self.state = simulated_as(WatchedState, clock)
-        self.world.state = self.state
+    def __init__(self, world: BareWorld) -> None:
+        super().__init__(world)
+        self.state = state_on(world.redis.server, WatchedState, world.clock)
+        world.state = self.state
+        world.around.state_of = lambda process: self.state
 
     async def open(self) -> None:
         await self.start(JobConfig())
@@ -74,13 +74,13 @@ class Led(PlannedMesh):
 
 
 def tell(story: Callable[[Led], Awaitable[None]], root: Path) -> None:
-    async def main(clock: VirtualClock, random: Random) -> None:
-        mesh = Led(clock, random, root)
+    async def main(world: BareWorld) -> None:
+        mesh = Led(world)
         await mesh.open()
         await story(mesh)
         await mesh.job()  # raises what a process raised
 
-    run_virtual(main, seed=3, limit_s=3600.0)
+    on_bare_world(root, main)
 
 
 def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(tmp_path: Path) -> None:

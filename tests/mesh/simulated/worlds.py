@@ -72,6 +72,10 @@ class Bare:
         self.tasks.append(task)
         return task
 
+    @property
+    def name(self) -> str:
+        return self.mesh.name
+
     async def join(self, actor: Actor, stats: Callable[[], dict[str, Any]]) -> None:
         await self.run(self.mesh.join(actor, stats=stats))
 
