@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        return max(4, round(self.hours * 3600 / STEP_S))
+        return max(3, round(self.hours * 3600 / STEP_S))
 
     @property
     def size(self) -> Size:

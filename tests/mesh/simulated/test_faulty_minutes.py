@@ -7,7 +7,7 @@ import pytest
 from sim.mesh.running import Plan, play
 
 SEEDS = 5  # of each test
-HOURS = 45 / 3600  # of faults; with what follows a minute or two
+HOURS = 30 / 3600  # of faults; a run takes a minute or two in all
 
 
 @pytest.mark.timeout(300)
