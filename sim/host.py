@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from common.clock import Clock
 from common.errors import DeadlineExceeded, NotFound, PeerLost
 from common.process.handle import Child, Usage
-from common.process.host import replace_file
+from common.process.host import own_start_time, replace_file
 from common.random import Random
 from common.records.append_file import AppendFile
 
@@ -184,3 +185,10 @@ class SimulatedHost:
 
     def exit(self, code: int, why: str) -> NoReturn:
         raise SimulatedExit(code, why)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return os.getpid(), own_start_time()
+
+    def usage(self) -> dict[str, float]:
+        return {}

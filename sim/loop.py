@@ -1,14 +1,21 @@
 """Virtual time: an asyncio loop whose clock jumps to the next timer when nothing is ready, so that
 an hour takes seconds.
+
+What runs belongs to a virtual process, if its context says so: the loop keeps what a stopped one
+would run, and drops what a dead one would.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from contextvars import Context, ContextVar
+from itertools import count
+from typing import Any, Protocol, TypeVar
 
 from common.clock import loop_timeout
 from common.errors import DeadlineExceeded
@@ -18,49 +25,138 @@ T = TypeVar("T")
 EPOCH_S = 1_700_000_000.0  # where virtual wall time starts: any fixed, plausible date
 
 
-class _JumpingSelector(selectors.DefaultSelector):
-    """Waits for no one: what it was asked to wait is added to the clock."""
+class Owner(Protocol):
+    """A virtual process, as the loop knows it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.limit = float("inf")
+    running: bool
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)
-        if ready or (timeout is not None and timeout <= 0):
-            return ready
-        if timeout is None:
-            raise DeadlineExceeded(
-                f"at {self.now:.3f} s of virtual time every task waits and no timer is set",
-                fix="Some await has no deadline, or waits for a thread",
-            )
-        self.now += timeout
-        if self.now > self.limit:
-            raise DeadlineExceeded(f"more than {self.limit:g} s of virtual time")
-        return ready
+    def park(self, handle: asyncio.Handle) -> None:
+        """Takes what it would have run while it is not running."""
+
+    def adopt(self, task: asyncio.Task[Any]) -> None:
+        """Hears of a task that began in it."""
+
+
+OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
+
+
+def _run_owned(handle: Any) -> None:
+    owner = handle._context.get(OWNER)
+    if owner is not None and not owner.running:
+        owner.park(handle)
+        return
+    try:
+        handle._context.run(handle._callback, *handle._args)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        told = {"message": f"Exception in {handle._callback!r}", "exception": error}
+        handle._loop.call_exception_handler(told)
+
+
+class _Handle(asyncio.Handle):
+    __slots__ = ()
+    _run = _run_owned
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    __slots__ = ()
+    _run = _run_owned
+
+
+class VirtualTask(asyncio.Task[Any]):
+    """A task whose place in a set does not depend on its address: a seed gives one order."""
+
+    def __init__(self, work: Any, *, loop: VirtualLoop, context: Context | None) -> None:
+        self._number = next(loop.numbers)
+        super().__init__(work, loop=loop, context=context)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _task(loop: VirtualLoop, work: Any, context: Context | None = None) -> asyncio.Task[Any]:
+    owner = OWNER.get() if context is None else context.get(OWNER)
+    task = VirtualTask(work, loop=loop, context=context)
+    if owner is not None:
+        owner.adopt(task)
+    return task
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
+    """Nothing outside of this thread ends a wait: timers alone do."""
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[tuple[float, int, asyncio.TimerHandle]]
+
     def __init__(self) -> None:
-        self.jumping = _JumpingSelector()
-        super().__init__(self.jumping)
+        super().__init__(selectors.SelectSelector())
+        self.now = 0.0
+        self.limit = float("inf")
+        self.numbers = count()
+        self.set_task_factory(_task)  # type: ignore[arg-type]
 
     def time(self) -> float:
-        return self.jumping.now
+        return self.now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = _TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, (when, next(self.numbers), timer))
+        return timer
+
+    def again(self, handle: asyncio.Handle) -> None:
+        """Runs what was parked."""
+        if not handle.cancelled():
+            self._ready.append(handle)
+
+    def _run_once(self) -> None:
+        """One turn: what is ready, or else what the next timer brings."""
+        ready, scheduled = self._ready, self._scheduled
+        while scheduled and scheduled[0][2].cancelled():
+            heapq.heappop(scheduled)
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            if not scheduled:
+                raise DeadlineExceeded(
+                    f"at {self.now:.3f} s of virtual time every task waits and no timer is set",
+                    fix="Some await has no deadline, or waits for a thread",
+                )
+            self.now = max(self.now, scheduled[0][0])
+            if self.now > self.limit:
+                raise DeadlineExceeded(f"more than {self.limit:g} s of virtual time")
+        while scheduled and scheduled[0][0] <= self.now:
+            ready.append(heapq.heappop(scheduled)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Cancelled timers go when their time has come."""
 
 
 class VirtualClock:
     """The clock of a VirtualLoop."""
 
     def __init__(self, loop: VirtualLoop) -> None:
-        self._time = loop.jumping
+        self._loop = loop
 
     def monotonic(self) -> float:
-        return self._time.now
+        return self._loop.now
 
     def wall(self) -> float:
-        return EPOCH_S + self._time.now
+        return EPOCH_S + self._loop.now
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -82,9 +178,9 @@ def run_virtual(
     something that no timer ends.
     """
     loop = VirtualLoop()
-    loop.jumping.limit = limit_s
+    loop.limit = limit_s
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         try:
             return runner.run(main(VirtualClock(loop), Random(seed)))
         finally:
-            loop.jumping.limit = float("inf")
+            loop.limit = float("inf")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 
 from common.clock import Clock
@@ -36,8 +38,10 @@ class MemoryNetwork:
     def __init__(self, clock: Clock, random: Random, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
         self.lost = self.duplicated = 0
+        self.delivered: Callable[[str, str, list[Frame]], None] | None = None  # told of each
         self._clock = clock
         self._random = random
+        self._context = Context()
         self._ends: dict[str, MemoryTransport] = {}
         self._cut: set[frozenset[str]] = set()
         self._paused: dict[str, deque[tuple[str, Peer, list[Frame]]]] = {}
@@ -52,6 +56,15 @@ class MemoryNetwork:
 
     def heal(self, a: str, b: str) -> None:
         self._cut.discard(frozenset((a, b)))
+
+    def mend(self) -> None:
+        """Ends all partitions."""
+        self._cut.clear()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Whoever listens now."""
+        return list(self._ends)
 
     def pause(self, address: str) -> None:
         """A process under SIGSTOP: what it is sent waits, what it sends waits."""
@@ -109,8 +122,11 @@ class MemoryNetwork:
             at += draw() * faults.reorder_s
         else:
             at = self._last[source, target] = max(at, self._last.get((source, target), 0.0))
-        loop = asyncio.get_running_loop()
-        loop.call_later(at - now, self._arrive, source, target, peer, list[Frame](frames))
+        loop, content = asyncio.get_running_loop(), list[Frame](frames)
+        # In nobody's context: what arrives is nothing that its sender does.
+        loop.call_later(
+            at - now, self._arrive, source, target, peer, content, context=self._context
+        )
 
     def _arrive(self, source: str, target: str, peer: Peer, frames: list[Frame]) -> None:
         waiting = self._paused.get(target)
@@ -120,7 +136,9 @@ class MemoryNetwork:
             return
         end = self._ends.get(target)
         if end is not None:
-            end.take(peer, frames)
+            if self.delivered is not None:
+                self.delivered(source, target, frames)
+            end.context.run(end.take, peer, frames)
 
 
 class MemoryTransport:
@@ -128,6 +146,7 @@ class MemoryTransport:
 
     def __init__(self, network: MemoryNetwork, address: str) -> None:
         self.address = address
+        self.context = copy_context()  # of the process that it belongs to
         self._network = network
         self._known: set[str] = set()  # whom we have sent requests to
         self._peers: set[str] = set()  # who has sent us requests
@@ -156,7 +175,8 @@ class MemoryTransport:
             self._deliver(peer, frames)
 
     def hear_end(self, address: str, after_s: float) -> None:
-        asyncio.get_running_loop().call_later(after_s, self._ended, address)
+        loop = asyncio.get_running_loop()
+        loop.call_later(after_s, self._ended, address, context=self.context)
 
     def _ended(self, address: str) -> None:
         if self._closed or self._deliver is None:

@@ -22,6 +22,7 @@ from common.process.handle import Child, SystemChild, start_time
 from common.process.starting import Start, Starter
 from common.records.append_file import AppendFile
 from common.records.durable import sync
+from common.telemetry.watchdog import usage
 
 T = TypeVar("T")
 BLOCKING_THREADS = 32  # enough for every file of a process; a stuck one holds its thread
@@ -86,6 +87,13 @@ class Host(Protocol):
 
     def exit(self, code: int, why: str) -> NoReturn:
         """Ends this process at once with `code`, and prints why."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The pid and the start time of this process, which name it for ever."""
+
+    def usage(self) -> dict[str, float]:
+        """What this process uses, by name; see `common.telemetry.watchdog.usage`."""
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -249,6 +257,15 @@ class SystemHost:
         """Ends this process at once with `code`, without clean-up, and prints why to stderr."""
         print(f"exit {code}: {why}", file=sys.stderr, flush=True)
         os._exit(code)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The pid and the start time of this process."""
+        return os.getpid(), own_start_time()
+
+    def usage(self) -> dict[str, float]:
+        """Memory and CPU time of this process."""
+        return usage()
 
 
 def own_start_time() -> int:

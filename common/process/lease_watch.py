@@ -47,7 +47,7 @@ class LeaseWatch:
             async with self._clock.timeout(ANSWER_S, "a look at the leases"):
                 for name, pid in list(self._dead.items()):
                     await self._evict(name, pid)
-                expired = [child for child in self._children() if await self._has_expired(child)]
+                expired = await self._expired()
         except (StateUnavailable, DeadlineExceeded):
             return
         now = self._clock.monotonic()
@@ -80,7 +80,13 @@ class LeaseWatch:
         if self._dead.get(name) == pid:
             del self._dead[name]
 
-    async def _has_expired(self, child: Child) -> bool:
-        entry = await registry.lookup(self._state, child.name)
+    async def _expired(self) -> list[Child]:
+        """The children whose leases have ended."""
+        children = list(self._children())
+        names = [child.name for child in children]
+        known = await registry.lookup_all(self._state, names) if names else {}
+        return [child for child in children if self._has_expired(child, known.get(child.name))]
+
+    def _has_expired(self, child: Child, entry: registry.Entry | None) -> bool:
         ours = entry is not None and (entry.host, entry.pid) == (self._host, child.pid)
         return ours and entry is not None and not entry.alive

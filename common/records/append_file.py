@@ -61,6 +61,11 @@ class AppendFile:
         """Returns once all that was written is on the disk."""
         os.fdatasync(self._fd)
 
+    @property
+    def open(self) -> bool:
+        """Whether it can be written to."""
+        return self._fd >= 0
+
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
         if self._fd >= 0:

@@ -38,6 +38,8 @@ _ANSWERS = (REPLY, ERROR)
 # calls outstanding towards one peer: a quarter of the high-water mark, so that no reply is parked
 # for long
 CREDITS = 256
+# a producer asks after its consumer every 5 s: without a sign for so long there is none
+SILENCE_S = 30.0
 
 
 class _Link:
@@ -277,7 +279,7 @@ class Caller:
         """Notes that the reader waits from now on, and returns the time at which it gives up."""
         incoming.since = self._clock.monotonic()
         deadline = incoming.since + incoming.method.idle_s
-        self._sweep.by(deadline)
+        self._sweep.by(min(deadline, incoming.since + SILENCE_S))
         return deadline
 
     # ------------------------------------------------------------ what arrives
@@ -309,6 +311,7 @@ class Caller:
         row.fail(_reported(frames, row.route.actor))
 
     def _feed(self, incoming: Incoming[Any], kind: int, place: int, frames: list[Frame]) -> None:
+        incoming.heard = self._clock.monotonic()
         if kind == ITEM:
             incoming.put(place, frames)
         elif kind == END:
@@ -318,11 +321,19 @@ class Caller:
             incoming.ran = place == 0
             incoming.fail(_reported(frames, incoming.route.actor))
         elif kind == CREDIT:  # the producer asks whether anybody is still there
-            self.grant(incoming, incoming.taken)
+            if incoming.lacks(place):
+                self._break(incoming, "an item was lost on its way")
+            else:
+                self.grant(incoming, incoming.taken)
         else:
             self._telemetry.count("late_frames")
         if incoming.complete:
             self._streams.pop(incoming.call_id, None)
+
+    def _break(self, incoming: Incoming[Any], why: str) -> None:
+        """Ends a stream that will bring no more; its reader may open another."""
+        self.abandon(incoming)
+        incoming.fail(PeerLost(f"{incoming.method.label}: {why}", where=incoming.route.actor))
 
     def lost(self, address: str, reached: bool) -> None:
         """Fails all calls and streams that wait for the process at `address`."""
@@ -350,8 +361,16 @@ class Caller:
                 )
             )
         for incoming in list(self._streams.values()):
+            silent_at = max(incoming.since, incoming.heard) + SILENCE_S
+            if incoming.waited_for and silent_at <= now < incoming.deadline:
+                self._break(
+                    incoming, f"nobody produces it any more, {SILENCE_S:g} s without a sign"
+                )
+                continue
             if incoming.deadline > now:
                 soonest = min(soonest, incoming.deadline)
+                if incoming.waited_for:
+                    soonest = min(soonest, silent_at)
                 continue
             self.abandon(incoming)
             incoming.fail(

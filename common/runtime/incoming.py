@@ -47,18 +47,32 @@ class Incoming(AsyncIterator[R], Generic[R]):
         self.call_id = call_id
         self.route = route
         self.method = method
-        self.since = now
+        self.since = self.heard = now  # when the wait began, and when a frame last came
         self.deadline = NEVER  # finite while somebody waits
         self._flow = flow
         self._loop = asyncio.get_running_loop()
         self.ran = True  # False once it is known that the method did not run
         self._items: dict[int, list[Frame]] = {}
+        self._missing = -1  # the item that a probe found missing
         self.taken = 0
         self._granted = 0
         self._length = -1
         self._error: MeshError | None = None
         self._closed = False
         self._wake: asyncio.Future[None] | None = None
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether somebody waits for the next item."""
+        return self._wake is not None
+
+    def lacks(self, sent: int) -> bool:
+        """Whether one of the `sent` items is lost: a frame may be slow, but not by two probes."""
+        place = self.taken
+        while place in self._items:
+            place += 1
+        before, self._missing = self._missing, place if place < sent else -1
+        return self._missing >= 0 and self._missing == before
 
     @property
     def complete(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from common.errors import (
     StaleIncarnation,
     StateUnavailable,
 )
-from common.process.host import Host, SystemHost, own_start_time
+from common.process.host import Host, SystemHost
 from common.process.running import run
 from common.random import Random
 from common.runtime.actor import Actor, bind
@@ -35,7 +34,7 @@ from common.telemetry.endpoint import MetricsEndpoint
 from common.telemetry.logs import Telemetry, log_to_stderr
 from common.telemetry.monitor import Monitor
 from common.telemetry.tracing import Tracer, scope
-from common.telemetry.watchdog import Watchdog, usage
+from common.telemetry.watchdog import Watchdog
 from common.transport.base import Peer, Transport
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import Frame, decode, encode, unpack_header
@@ -193,6 +192,7 @@ class Mesh:
         self._server.offer(methods)
 
     def _entry(self, bulk_address: str) -> registry.Entry:
+        pid, start_time = self.host.identity
         return registry.Entry(
             name=self.name,
             kind=self.kind,
@@ -200,8 +200,8 @@ class Mesh:
             bulk=bulk_address,
             metrics=self._endpoint.address if self._endpoint is not None else "",
             host=self.settings.host,
-            pid=os.getpid(),
-            start_time=own_start_time(),
+            pid=pid,
+            start_time=start_time,
             incarnation=self.incarnation,
             run_root=self.settings.run_root,
         )
@@ -318,7 +318,7 @@ class Mesh:
     def _snapshot(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         stats = {
             "loop_lag_ms": round(self._watchdog.lag_s * 1000, 1),
-            **usage(),
+            **self.host.usage(),
             "serving": self._server.running,
             **self.telemetry.snapshot(),
             **self._own_stats(),

@@ -319,7 +319,7 @@ class Server:
             running.end(None)
             return
         try:
-            probe = self._header(CREDIT, running.key[1], running.sender)
+            probe = self._header(CREDIT, running.key[1], running.sender, running.sent)
             self._transport.reply(running.key[0], (probe, b"\xc0"))
         except MeshError:
             self._telemetry.count("control_dropped")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from common.errors import NotFound
@@ -201,6 +202,13 @@ async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
     )
 
 
+@lru_cache(maxsize=16)  # rows are read several times a second, documents never change
+def _document(text: str) -> dict[str, Any]:
+    """For reading: all rows of a job share it."""
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
 def _job(row: dict[str, str]) -> JobRow:
     whole = (
         "lineage",
@@ -213,7 +221,7 @@ def _job(row: dict[str, str]) -> JobRow:
     return JobRow(
         id=row["id"],
         phase=Phase(row["phase"]),
-        document=json.loads(row["document"]),
+        document=_document(row["document"]),
         run_dir=row["run_dir"],
         manifest=row["manifest"],
         checkpoint=row["checkpoint"],

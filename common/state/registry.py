@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,18 +107,23 @@ async def lookup(state: State, name: str) -> Entry | None:
     """The entry of that name, dead or alive; None when it was never there or has been dead for ten
     minutes.
     """
-    found = (await state.run("entries", [MESH], {"name": name}))["entries"]
-    return _entry(found[0]) if found else None
+    return (await lookup_all(state, [name])).get(name)
+
+
+async def lookup_all(state: State, names: Sequence[str]) -> dict[str, Entry]:
+    """What `lookup` finds of each of these, by name."""
+    found = (await state.run("entries", [MESH], {"names": list(names)}))["entries"]
+    return {row["name"]: _entry(row, json.loads(row["about"])) for row in found or []}
 
 
 async def entries(state: State, kind: str = "") -> list[Entry]:
     """All entries, of one kind if asked, the dead of the last ten minutes among them."""
     rows = (await state.run("entries", [MESH], {}))["entries"]
-    found = [_entry(row) for row in rows or []]
-    return [entry for entry in found if not kind or entry.kind == kind]
+    told = [(row, json.loads(row["about"])) for row in rows or []]
+    return [_entry(row, about) for row, about in told if not kind or about["kind"] == kind]
 
 
-def _entry(row: dict[str, Any]) -> Entry:
+def _entry(row: dict[str, Any], about: dict[str, Any]) -> Entry:
     return Entry(
         name=row["name"],
         incarnation=row["incarnation"],
@@ -127,5 +133,5 @@ def _entry(row: dict[str, Any]) -> Entry:
         renewed_ms=int(row["renewed_ms"]),
         expires_ms=int(row["expires_ms"]),
         alive=row["alive"],
-        **json.loads(row["about"]),
+        **about,
     )

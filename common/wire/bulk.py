@@ -58,7 +58,9 @@ _Steps = Generator[int, None, None]  # yields the selectors.EVENT_* that it wait
 
 
 class BulkServer:
-    """Serves a ChunkStore. `bind` and `advertise` as for the transport."""
+    """Serves a ChunkStore. `bind` and `advertise` as for the transport; without `bind` there is no
+    port, and only clients of this host find the chunks.
+    """
 
     def __init__(
         self,
@@ -71,6 +73,10 @@ class BulkServer:
     ) -> None:
         self._chunks, self._largest_bytes = chunks, largest_bytes
         chunks.directory.mkdir(parents=True, exist_ok=True)
+        self._closing = False
+        if not bind:
+            self.address = chunks.local_address
+            return
         interface, _, port = bind.removeprefix("tcp://").rpartition(":")
         self._listener = socket.create_server(
             (interface.replace("*", ""), 0 if port == "*" else int(port)), backlog=CONNECTIONS
@@ -82,7 +88,6 @@ class BulkServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._connections: dict[socket.socket, _Connection] = {}
-        self._closing = False
         self._thread = host.every(0.0, self._turn, "bulk")
 
     def close(self) -> None:
@@ -195,7 +200,7 @@ class _Connection:
         hashed, left = xxhash.xxh3_128(), length
         try:
             try:
-                scratch = Scratch(self._chunks.path(digest))
+                scratch = self._chunks.scratch(digest)
             except MeshError as error:
                 trouble = error
             while left:
@@ -289,7 +294,9 @@ class BulkClient:
     def _local(self, entry: Entry) -> ChunkStore | None:
         directory = Path(entry.bulk.partition("#")[2])
         near = entry.host == self._mesh.settings.host and directory.is_absolute()
-        return ChunkStore(directory) if near and os.access(directory, os.W_OK) else None
+        if near and os.access(directory, os.W_OK):
+            return ChunkStore(directory, self._mesh.clock.wall)
+        return None
 
     async def _off_loop(self, work: Callable[[], T], deadline_s: float) -> T:
         return await self._mesh.host.run_blocking(work, deadline_s=deadline_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,8 +42,8 @@ def failure(error: OSError, path: Path) -> MeshError:
 class Scratch:
     """A chunk in the making: `commit` makes it durable and visible, `discard` forgets it."""
 
-    def __init__(self, target: Path) -> None:
-        self._target = target
+    def __init__(self, target: Path, stamp: Callable[[Path], None]) -> None:
+        self._target, self._stamp = target, stamp
         self._path = _beside(target)
         try:
             if not target.parent.is_dir():
@@ -68,6 +68,7 @@ class Scratch:
         """Makes the chunk durable under its name. StorageFull: the disk is full."""
         try:
             os.fsync(self._fd)
+            self._stamp(self._path)
             os.rename(self._path, self._target)
             sync(self._target.parent)
         except OSError as error:
@@ -80,10 +81,13 @@ class Scratch:
 
 
 class ChunkStore:
-    """The chunks below one directory."""
+    """The chunks below one directory. Its files are dated by `wall`, in seconds of the epoch, or by
+    the disk's clock.
+    """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, wall: Callable[[], float] | None = None) -> None:
         self.directory = directory.resolve()
+        self._wall = wall
 
     @property
     def local_address(self) -> str:
@@ -105,10 +109,22 @@ class ChunkStore:
         delete it.
         """
         try:
-            os.utime(self.path(digest))
+            self._stamp(self.path(digest))
         except FileNotFoundError:
             return False
         return True
+
+    def _stamp(self, path: Path) -> None:
+        """Dates a file now."""
+        if self._wall is None:
+            os.utime(path)
+        else:
+            now_ns = int(self._wall() * 1e9)
+            os.utime(path, ns=(now_ns, now_ns))
+
+    def scratch(self, digest: str) -> Scratch:
+        """Room for a chunk whose bytes are still to come."""
+        return Scratch(self.path(digest), self._stamp)
 
     def read(self, digest: str) -> bytes:
         """The chunk's bytes, checked; NotFound, or BadMessage when the disk has changed them."""
@@ -126,7 +142,7 @@ class ChunkStore:
         digest = digest_of(content)
         if self.touch(digest):
             return digest
-        scratch = Scratch(self.path(digest))
+        scratch = self.scratch(digest)
         try:
             scratch.write(content)
             scratch.commit()

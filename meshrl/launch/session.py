@@ -14,6 +14,7 @@ from common.errors import NotFound, Refused
 from common.job.config import JobConfig
 from common.records.checkpoints import best, committed, is_first, last_lineage
 from common.state import embedded, jobs, steps
+from common.state.client import State
 from meshrl.job import bundle, isolation
 from meshrl.launch import places
 from meshrl.launch.launcher import Launcher, Shape, interruptible, shape_of
@@ -90,9 +91,17 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
         if row.ended:
             await jobs.reopen(launcher.state, job, uuid.uuid4().hex)
         return
-    checkpoint = newest_checkpoint(run_dir)
+    checkpoint = await put_back(launcher.state, run_dir, job, document)
     if checkpoint is not None:
         print(f"redis has no job {job}; it starts again from {checkpoint.name}", flush=True)
+
+
+async def put_back(state: State, run_dir: Path, job: str, document: dict[str, Any]) -> Path | None:
+    """Submits a job that Redis does not have: as its newest checkpoint, which is returned, has it,
+    or else as a new one.
+    """
+    checkpoint = newest_checkpoint(run_dir)
+    if checkpoint is not None:
         held = read_json(checkpoint)
         account = held["account"] | {"manifest": held["weights"], "checkpoint": checkpoint.stem}
         if (found := best(run_dir)) is not None:  # perhaps after the checkpoint
@@ -103,14 +112,15 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
             }
             account["kept"] = account.get("kept", {}) | kept
         last = last_lineage(run_dir)
-        await steps.restore_job(launcher.state, job, document, str(run_dir), account, last)
-        return
+        await steps.restore_job(state, job, document, str(run_dir), account, last)
+        return checkpoint
     if (run_dir / "metrics.jsonl").is_file():
         raise NotFound(
             f"{run_dir} has neither Redis data nor a checkpoint",
             fix="Start over with `meshrl run JOB`",
         )
-    await jobs.submit(launcher.state, job, document, str(run_dir), uuid.uuid4().hex)
+    await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
+    return None
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:

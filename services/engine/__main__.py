@@ -7,10 +7,15 @@ import argparse
 from common.runtime.mesh import run
 from services.engine.running import main
 
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--gang", required=True)
+    found.add_argument("--job", required=True)
+    found.add_argument("--epoch", type=int, required=True)
+    return found
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gang", required=True)
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--epoch", type=int, required=True)
-    arguments = parser.parse_args()
-    run(lambda: main(arguments.gang, arguments.job, arguments.epoch))
+    arguments = parser().parse_args()
+    run(lambda: main(arguments))

@@ -4,16 +4,18 @@ version.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from common.errors import ConfigError, MeshError
+from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.lora import merged
@@ -26,9 +28,22 @@ from services.engine.build import opened
 from services.engine.service import EngineService
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
-LOOK_S = 0.3  # how often the job's version is looked at without a hint
+LOOK_S = 1.0  # how often the job's version is looked at without a hint, which rarely gets lost
 MERGE_S = 300.0  # for adapters to become part of the model
 SWITCH_S = 0.0005  # the compute thread leaves the interpreter to the loop this often
+
+
+OpenEngine = Callable[[Mesh, JobData, str], Awaitable[TokenEngine]]
+
+
+class EngineDriver(Protocol):
+    """What takes an engine service's turns."""
+
+    def deliver(self, action: Callable[[], None]) -> None:
+        """Runs `action` on the loop."""
+
+    def start(self, service: EngineService) -> None: ...
+    def stop(self) -> None: ...
 
 
 class Driver:
@@ -41,7 +56,7 @@ class Driver:
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
         self.error: BaseException | None = None
 
-    def deliver(self, action: Any) -> None:
+    def deliver(self, action: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(action)
 
     def start(self, service: EngineService) -> None:
@@ -67,20 +82,26 @@ class Driver:
         self._stopped = True
 
 
-async def main(gang: str, job_id: str, epoch: int) -> None:
-    settings = MeshSettings.from_env()
-    mesh = await Mesh.open(f"engine/{gang}", "engine", settings)
+async def main(a: argparse.Namespace) -> None:
+    mesh = await Mesh.open(f"engine/{a.gang}", "engine", MeshSettings.from_env())
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
+    driver = Driver(asyncio.get_running_loop())
+    await serve(mesh, a.gang, a.job, a.epoch, opened, driver)
+
+
+async def serve(
+    mesh: Mesh, gang: str, job_id: str, epoch: int, open_engine: OpenEngine, driver: EngineDriver
+) -> None:
+    """The life of an engine process, until it is cancelled."""
     row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, job_id))
     if row is None:
         raise ConfigError(f"no job is called {job_id}", where=mesh.name)
     data = JobData.of(job_id, row.document, row.run_dir)
     with mesh.loading():
-        engine = await opened(mesh, data, gang)
+        engine = await open_engine(mesh, data, gang)
     limits = data.config.rollout
     mesh.telemetry.log.info("engine", path=engine.path)
-    driver = Driver(asyncio.get_running_loop())
     service = EngineService(mesh, engine, limits.slots, driver.deliver)
 
     def stats() -> dict[str, Any]:

@@ -165,35 +165,50 @@ def resolve(reference: str, directory: str) -> Callable[..., Any]:
     return found
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--use", default="", help="module:function, the environment's factory")
+    found.add_argument("--modules", default=".", help="directory of the job's modules")
+    found.add_argument("--tokenizer", required=True)
+    found.add_argument("--prompt", default="prompt", help="the row's key that holds the prompt")
+    found.add_argument("--chat", default="", help="chat format; empty: text as it is")
+    found.add_argument("--chat-options", type=json.loads, default={})
+    found.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
+    found.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--use", default="", help="module:function, the environment's factory")
-    parser.add_argument("--modules", default=".", help="directory of the job's modules")
-    parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--prompt", default="prompt", help="the row's key that holds the prompt")
-    parser.add_argument("--chat", default="", help="chat format; empty: text as it is")
-    parser.add_argument("--chat-options", type=json.loads, default={})
-    parser.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
-    parser.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     channel = Channel.from_env()
+    served = made(arguments)
+    serve(channel, served)
+    served.close()
+
+
+def made(arguments: argparse.Namespace) -> Environments:
+    """What a command line asks for."""
     tokenizer = Tokenizer.load(arguments.tokenizer)
     chat, tools = None, {}
     if arguments.chat:
         chat = Chat.load(arguments.chat, arguments.chat_options, tokenizer)
         tools = offered(arguments.tools, arguments.mcp, arguments.modules)
     factory = resolve(arguments.use, arguments.modules) if arguments.use else None
-    served = Environments(factory, tokenizer, arguments.prompt, chat, tools)
-    serve(channel, served)
-    served.close()
+    return Environments(factory, tokenizer, arguments.prompt, chat, tools)
 
 
 def serve(channel: Channel, served: Environments) -> None:
     """Answers the shard until it closes the channel, perhaps in the middle of an operation."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while (block := channel.recv()) is not None:
-            answers = [
-                [key, *served.perform(key, operation, argument)]
-                for key, operation, argument in msgpack.unpackb(block, raw=False)
-            ]
-            channel.send(msgpack.packb(answers, use_bin_type=True))
+            channel.send(answered(served, block))
+
+
+def answered(served: Environments, block: bytes) -> bytes:
+    """The frame that answers a frame of operations."""
+    answers = [
+        [key, *served.perform(key, operation, argument)]
+        for key, operation, argument in msgpack.unpackb(block, raw=False)
+    ]
+    packed: bytes = msgpack.packb(answers, use_bin_type=True)
+    return packed

@@ -17,8 +17,12 @@ from services.node.worker import ORPHAN_S
 async def main(a: argparse.Namespace) -> None:
     settings = MeshSettings.from_env()
     with_overrides(a.role_command)  # a mistake in them is said here, not by every worker
-    mesh = await Mesh.open(f"node/{settings.host}", "node", settings)
-    scratch = Path(settings.run_root) / "mesh"
+    await serve(await Mesh.open(f"node/{settings.host}", "node", settings), a)
+
+
+async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
+    """The life of an agent, until it is cancelled."""
+    scratch = Path(mesh.settings.run_root) / "mesh"
     accelerators = await discover(mesh.host, a.device, a.workers, scratch)
     options = ["--orphan-s", str(a.orphan_s)]
     for command in a.role_command:
@@ -32,13 +36,13 @@ async def main(a: argparse.Namespace) -> None:
         await mesh.leave()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=0, help="slots; 0 with cuda: one a GPU")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--ranks", type=int, default=1, help="workers of the first gang")
-    parser.add_argument("--gang-prefix", default="g", help="unique to this host in the mesh")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--workers", type=int, default=0, help="slots; 0 with cuda: one a GPU")
+    found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    found.add_argument("--ranks", type=int, default=1, help="workers of the first gang")
+    found.add_argument("--gang-prefix", default="g", help="unique to this host in the mesh")
+    found.add_argument(
         "--role-command",
         action="append",
         default=os.environ.get("MESHRL_ROLE_COMMANDS", "").splitlines(),
@@ -46,8 +50,12 @@ if __name__ == "__main__":
         help="what workers start for a role, in place of ours; gets --gang --job --epoch [--core]; "
         "also a line each in $MESHRL_ROLE_COMMANDS",
     )
-    parser.add_argument(
+    found.add_argument(
         "--orphan-s", type=float, default=ORPHAN_S, help="workers without an agent end after"
     )
-    arguments = parser.parse_args()
+    return found
+
+
+if __name__ == "__main__":
+    arguments = parser().parse_args()
     run(lambda: main(arguments))

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from common.process.lease_watch import LeaseWatch
 from common.process.supervisor import ChildSpec, Hooks, Supervisor
 from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
-from common.state import events
+from common.runtime.patience import patiently
+from common.state import events, registry
 from services.node.accelerators import Accelerator
 from services.node.worker import worker_name
 
@@ -79,12 +80,13 @@ class NodeAgent(Actor, Hooks):
         return {"workers": len(self._supervisor.children), "adopted": len(self._adopted)}
 
     async def start(self) -> None:
-        notes = self._read_notes()
-        for seat, accelerator in zip(self._seats, self._accelerators, strict=True):
-            spec = self._spec(seat, accelerator)
-            adopted = None
-            if spec.name in notes:
-                adopted = self._mesh.host.adopt(*notes[spec.name], name=spec.name)
+        specs = [
+            self._spec(seat, accelerator)
+            for seat, accelerator in zip(self._seats, self._accelerators, strict=True)
+        ]
+        known = [self._read_notes(), await self._registered([spec.name for spec in specs])]
+        for spec in specs:
+            adopted = self._running(spec.name, known)
             if adopted is not None:
                 self._adopted.add(spec.name)
             await self._supervisor.add(spec, adopted=adopted)
@@ -110,6 +112,22 @@ class NodeAgent(Actor, Hooks):
             own_session=True,
             die_with_parent=False,
         )
+
+    def _running(self, name: str, known: Iterable[Mapping[str, tuple[int, int]]]) -> Child | None:
+        """The worker that an earlier incarnation started, if it still runs."""
+        for processes in known:
+            if name in processes:
+                child = self._mesh.host.adopt(*processes[name], name=name)
+                if child is not None:
+                    return child
+        return None
+
+    async def _registered(self, names: list[str]) -> dict[str, tuple[int, int]]:
+        """Workers by what they say themselves: a full disk takes no notes."""
+        mesh = self._mesh
+        found = await patiently(mesh.clock, lambda: registry.lookup_all(mesh.state, names))
+        here = mesh.settings.host
+        return {e.name: (e.pid, int(e.start_time)) for e in found.values() if e.host == here}
 
     def _read_notes(self) -> Mapping[str, tuple[int, int]]:
         try:
@@ -144,7 +162,19 @@ class NodeAgent(Actor, Hooks):
     async def ended(self, child: Child, code: int, why: str) -> None:
         self._adopted.discard(child.name)
         await self.leases.evict(child)
+        await self._end_unwatched(child.name)
         await self._note("process_ended", {"name": child.name, "code": code, "why": why})
+
+    async def _end_unwatched(self, name: str) -> None:
+        """Ends the worker that holds this name and is nobody's: it was started when no note could
+        be taken, and had not registered when its agent was followed by this one.
+        """
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            async with self._mesh.clock.timeout(EVENT_S, "a look for a worker"):
+                child = self._running(name, [await self._registered([name])])
+            if child is not None:
+                child.kill()
+                await self.leases.evict(child)
 
     def lease_expired(self, child: Child) -> bool:
         return self.leases.expired(child)

@@ -157,17 +157,19 @@ def worker_name(gang: str, rank: int) -> str:
 
 
 async def main(a: argparse.Namespace) -> None:
-    gang_id, orphan_s = a.gang, a.orphan_s
-    settings = MeshSettings.from_env()
-    mesh = await Mesh.open(worker_name(gang_id, a.rank), "worker", settings)
-    logs = Path(settings.run_root) / "mesh" / "logs"
-    role = RoleProcess(mesh, gang_id, with_overrides(a.role_command), logs)
-    worker = GangWorker(mesh, gang_id, a.accelerator, role, a.rank, a.ranks)
+    await serve(await Mesh.open(worker_name(a.gang, a.rank), "worker", MeshSettings.from_env()), a)
+
+
+async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
+    """The life of a worker, until it is an orphan or cancelled."""
+    logs = Path(mesh.settings.run_root) / "mesh" / "logs"
+    role = RoleProcess(mesh, a.gang, with_overrides(a.role_command), logs)
+    worker = GangWorker(mesh, a.gang, a.accelerator, role, a.rank, a.ranks)
     try:
         await mesh.join(worker, stats=worker.stats)
         await worker.join()
         mesh.ready = True
-        orphaned = asyncio.create_task(worker.until_orphaned(orphan_s))
+        orphaned = asyncio.create_task(worker.until_orphaned(a.orphan_s))
         tasks = [
             orphaned,
             asyncio.create_task(worker.reconcile()),
@@ -189,13 +191,17 @@ async def main(a: argparse.Namespace) -> None:
                 await mesh.leave()
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--gang", required=True)
+    found.add_argument("--accelerator", default="cpu:0")
+    found.add_argument("--rank", type=int, default=0, help="of the worker in its gang")
+    found.add_argument("--ranks", type=int, default=1, help="workers of the gang")
+    found.add_argument("--role-command", action="append", default=[], metavar="ROLE=COMMAND")
+    found.add_argument("--orphan-s", type=float, default=ORPHAN_S)
+    return found
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gang", required=True)
-    parser.add_argument("--accelerator", default="cpu:0")
-    parser.add_argument("--rank", type=int, default=0, help="of the worker in its gang")
-    parser.add_argument("--ranks", type=int, default=1, help="workers of the gang")
-    parser.add_argument("--role-command", action="append", default=[], metavar="ROLE=COMMAND")
-    parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     run(lambda: main(arguments))

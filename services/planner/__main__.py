@@ -8,8 +8,12 @@ from common.runtime.mesh import Mesh, MeshSettings, run
 from services.planner.planner import Planner
 
 
-async def main(name: str) -> None:
-    mesh = await Mesh.open(name, "planner", MeshSettings.from_env())
+async def main(a: argparse.Namespace) -> None:
+    await serve(await Mesh.open(a.name, "planner", MeshSettings.from_env()))
+
+
+async def serve(mesh: Mesh) -> None:
+    """The life of a planner, until it is cancelled."""
     planner = Planner(mesh)
     await mesh.join(planner, stats=planner.stats)
     try:
@@ -18,8 +22,12 @@ async def main(name: str) -> None:
         await mesh.leave()
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--name", default="planner/0")
+    return found
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--name", default="planner/0")
-    arguments = parser.parse_args()
-    run(lambda: main(arguments.name))
+    arguments = parser().parse_args()
+    run(lambda: main(arguments))

@@ -9,10 +9,13 @@ from common.runtime.mesh import Mesh, MeshSettings, run
 from services.rollout.shard import RolloutShard
 
 
-async def main(shard: int) -> None:
-    settings = MeshSettings.from_env()
-    mesh = await Mesh.open(f"rollout/{shard}", "rollout", settings)
-    actor = RolloutShard(mesh, Path(settings.run_root) / "mesh" / "logs")
+async def main(a: argparse.Namespace) -> None:
+    await serve(await Mesh.open(f"rollout/{a.shard}", "rollout", MeshSettings.from_env()))
+
+
+async def serve(mesh: Mesh) -> None:
+    """The life of a shard, until it is cancelled."""
+    actor = RolloutShard(mesh, Path(mesh.settings.run_root) / "mesh" / "logs")
     await mesh.join(actor, stats=actor.stats)
     try:
         await actor.serve()
@@ -20,8 +23,12 @@ async def main(shard: int) -> None:
         await mesh.leave()
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--shard", type=int, default=0)
+    return found
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shard", type=int, default=0)
-    arguments = parser.parse_args()
-    run(lambda: main(arguments.shard))
+    arguments = parser().parse_args()
+    run(lambda: main(arguments))

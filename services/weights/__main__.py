@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from common.runtime.mesh import Mesh, MeshSettings, run
@@ -12,16 +11,18 @@ from services.weights.store import WeightStore
 
 
 async def main() -> None:
-    settings = MeshSettings.from_env()
-    mesh = await Mesh.open(STORE, "weights", settings)
-    chunks = ChunkStore(Path(settings.run_root) / "store")
+    await serve(await Mesh.open(STORE, "weights", MeshSettings.from_env()))
+
+
+async def serve(mesh: Mesh) -> None:
+    """The life of the store, until it is cancelled."""
+    settings = mesh.settings
+    chunks = ChunkStore(Path(settings.run_root) / "store", mesh.clock.wall)
     bulk = BulkServer(chunks, mesh.host, settings.bind, settings.advertise)
     actor = WeightStore(mesh, chunks)
     await mesh.join(actor, stats=actor.stats, bulk_address=bulk.address)
     try:
         await actor.sweep_forever()
-    except asyncio.CancelledError:
-        raise
     finally:
         bulk.close()
         await mesh.leave()

@@ -14,7 +14,7 @@ from common.state.client import State
 from common.state.keys import MESH, PLANNER
 from services.planner.planner import LEASE_MS
 from sim.loop import VirtualClock, run_virtual
-from sim.mesh import JOB
+from sim.mesh.job import JOB
 from sim.state import simulated_as
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh
 

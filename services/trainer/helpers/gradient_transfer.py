@@ -39,7 +39,7 @@ class Outbox:
         directory = Path(settings.run_root) / "mesh" / "lent" / gang
         shutil.rmtree(directory, ignore_errors=True)  # left by an earlier process of the gang
         self._run = mesh.host.run_blocking
-        self._chunks = ChunkStore(directory)
+        self._chunks = ChunkStore(directory, mesh.clock.wall)
         self._server = BulkServer(self._chunks, mesh.host, settings.bind, settings.advertise)
         self._pieces: list[str] = []
 

@@ -25,16 +25,16 @@ def make_rank(data: JobData, rank: int, size: int) -> Rank:
     return Rank(make, rank, size, data.config.mesh.device)
 
 
-def compute_of(mesh: Mesh, data: JobData, size: int) -> GangCompute:
-    """The arithmetic of a core of `size` ranks, of which this process is the first."""
+def compute_of(mesh: Mesh, data: JobData, rank: Rank) -> GangCompute:
+    """The arithmetic of a core of several ranks, of which this process is the first."""
     meetings = Path(mesh.settings.run_root) / "mesh" / "gangs"
     within_s = data.config.training.rank_deadline_s
-    return GangCompute(mesh, data.id, make_rank(data, 0, size), meetings, within_s)
+    return GangCompute(mesh, data.id, rank, meetings, within_s)
 
 
-async def obey(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: int, size: int) -> None:
+async def obey(mesh: Mesh, data: JobData, gang: str, epoch: int, rank: Rank) -> None:
     """The life of a rank beside the first."""
     within_s = data.config.training.rank_deadline_s
-    actor = RankActor(mesh, data.id, gang, epoch, make_rank(data, rank, size), within_s)
+    actor = RankActor(mesh, data.id, gang, epoch, rank, within_s)
     await mesh.join(actor, stats=actor.stats)
     await actor.until_drained()

@@ -9,7 +9,7 @@ import pytest
 from common.errors import Fenced, Refused
 from common.state import epoch, events, leader, registry
 from common.state.client import State
-from common.state.registry import Entry
+from common.state.registry import LEASE_MS, Entry
 from sim.state import simulated_state
 from tests.contract.state.state_bench import Bench, HandClock
 
@@ -91,6 +91,23 @@ async def test_an_expired_lease_is_lost_and_its_name_is_free(bench: Bench) -> No
     assert second > first
     assert not registry.renew(state, "rollout/0", first, LONG_MS, {}, [])
     assert registry.renew(state, "rollout/0", second, LONG_MS, {}, [])
+
+
+async def test_a_server_whose_clock_is_set_back_keeps_no_dead_names(simulated: Bench) -> None:
+    """Their leases would last until its clock is where it was; the living renew theirs."""
+    state, clock = simulated.state, simulated.clock
+    assert isinstance(clock, HandClock)
+    dead, living = Entry("trainer/j", "trainer"), Entry("engine/g0", "engine")
+    dead.incarnation, living.incarnation = "one", "one"
+    await registry.register(state, dead, LEASE_MS)
+    token = await registry.register(state, living, LEASE_MS)
+    await leader.campaign(state, "planner", "dead", LEASE_MS)
+    clock.now -= 3600.0
+    assert registry.renew(state, "engine/g0", token, LEASE_MS, {}, [])
+    dead.incarnation = "two"
+    assert await registry.register(state, dead, LEASE_MS)
+    assert await leader.campaign(state, "planner", "standby", LEASE_MS)
+    assert all(entry.alive for entry in await registry.entries(state))
 
 
 async def test_the_dead_are_listed_so_that_a_culprit_can_be_named(bench: Bench) -> None:

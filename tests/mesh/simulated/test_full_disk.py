@@ -1,33 +1,31 @@
-"""A disk that is full under the ledger for a while: trajectories wait, go on, and none is lost."""
+"""A disk that is full for a while: trajectories wait, go on, and none is lost."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from common.random import Random
 from common.records import ledger
-from common.state import events, groups, registry
+from common.state import events, groups, jobs, registry
 from common.state.accounting import account
 from services.rollout.shard import RolloutShard
 from services.rollout.trajectory import Restored
-from sim.loop import VirtualClock, run_virtual
-from sim.mesh import JOB, World
+from sim.mesh.job import JOB
+from sim.mesh.world import Size, World
+from tests.mesh.simulated.worlds import on_world, until_over
 
-FULL_AT_S = 100.0
+FULL_AT_S = 60.0
 FULL_S = 60.0
-END_S = 400.0
 
 
 def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
-    async def story(clock: VirtualClock, random: Random) -> dict[str, Any]:
-        world = World(clock, random, tmp_path)
-        await world.start(workers=3)
+    async def story(world: World) -> dict[str, Any]:
+        clock = world.clock
         await clock.sleep(FULL_AT_S)
-        rollout = next(p for p in world.processes if p.name == "rollout/0")
-        shard = rollout.actor
+        mesh = world.around.meshes["rollout/0"]
+        shard = mesh._actor
         assert isinstance(shard, RolloutShard) and shard.serving is not None
-        rollout.host.disk_bytes = 0
+        world.machine.disk.full = True
         await clock.sleep(FULL_S / 2)
         halfway = {t.id: t.tokens.tolist() for t in shard.serving.active}
         await clock.sleep(FULL_S / 2)
@@ -35,10 +33,11 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
         for record in ledger.read(shard.serving.ledger.directory):
             restored.apply(record, shard.serving.seed_of)
         waiting = {t.id: t.tokens.tolist() for t in shard.serving.active}
-        entry = await registry.lookup(world.state, "rollout/0")
-        assert entry is not None
+        entry = await registry.lookup(mesh.state, "rollout/0")
+        row = await jobs.job(mesh.state, JOB)
+        assert entry is not None and row is not None
         seen = {
-            "steps_when_full": world.steps,
+            "version_when_full": row.version,
             "halfway": halfway,
             "waiting": waiting,
             "sampled": {
@@ -47,22 +46,19 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
             "written": {t.id: t.tokens.tolist() for t in restored.trajectories.values()},
             "waits": [wait["what"] for wait in entry.waits],
         }
-        rollout.host.disk_bytes = -1
-        await clock.sleep(END_S - clock.monotonic())
-        for process in world.processes:
-            process.check()
+        world.machine.disk.full = False
+        await until_over(world)
         return seen | {
-            "steps": world.steps,
-            "events": await events.read_all(world.state),
-            "in_flight": (await groups.in_flight(world.state, JOB)).samples,
+            "events": await events.read_all(mesh.state),
+            "in_flight": (await groups.in_flight(mesh.state, JOB)).samples,
         }
 
-    seen = run_virtual(story, seed=1, limit_s=2 * END_S)
+    seen = on_world(tmp_path, Size(steps=14), story)
+    assert seen["version_when_full"] < 13
     assert seen["waiting"] and seen["waiting"] == seen["halfway"], "nothing counts while it is full"
     for trajectory, tokens in seen["sampled"].items():
         assert seen["written"][trajectory] == tokens, "what counts is what is written"
     assert "room for the ledger" in seen["waits"]
-    assert seen["steps"] > seen["steps_when_full"] + 1
     told = account(seen["events"], seen["in_flight"], JOB)
     assert (told["lost"], told["trained_twice"], told["typed_drops"]) == (0, 0, 0)
     assert told["trained"] + told["filtered"] > 0

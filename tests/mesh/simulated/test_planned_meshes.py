@@ -15,14 +15,13 @@ from common.job.config import (
     PlannerConfig,
     TrainingConfig,
 )
-from common.random import Random
 from common.runtime.actor import Actor
 from common.state import gangs, jobs
 from services.planner.feasibility import SHORT_S
 from services.planner.planner import LOOK_S, Planner
 from services.planner.presence import GONE_S, LOST_S
-from sim.loop import VirtualClock, run_virtual
-from sim.mesh import JOB, Process, World
+from sim.mesh.job import JOB
+from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
 
 FROZEN = ModelsConfig(reference=FrozenModelConfig(path="initial"))
 Story = Callable[["PlannedMesh"], Any]
@@ -31,20 +30,20 @@ Story = Callable[["PlannedMesh"], Any]
 class PlannedMesh:
     """A planner and a job; workers do what they are told at once."""
 
-    def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
-        self.world, self.clock = World(clock, random, root), clock
+    def __init__(self, world: BareWorld) -> None:
+        self.world, self.clock = world, world.clock
 
     async def start(self, config: JobConfig) -> None:
         state, root = self.world.state, str(self.world.root)
         await jobs.submit(state, JOB, config.document(), root, "submit")
-        process = self.world._process("planner/0", "planner")
+        process = self.world.process("planner/0", "planner")
         planner = Planner(process.mesh)
         await process.join(planner, planner.stats)
         process.run(planner.serve())
 
-    async def worker(self, gang: str, rank: int = 0, size: int = 1) -> Process:
+    async def worker(self, gang: str, rank: int = 0, size: int = 1) -> Bare:
         name = f"worker/{gang}.{rank}" if rank else f"worker/{gang}"
-        process = self.world._process(name, "worker")
+        process = self.world.process(name, "worker")
         await process.join(Actor(), dict)
         state, mesh = self.world.state, process.mesh
         await gangs.join_gang(state, gang, name, mesh.token, "simulated", size)
@@ -61,9 +60,9 @@ class PlannedMesh:
         process.run(obey())
         return process
 
-    async def member(self, kind: str, stats: Callable[[], dict[str, Any]]) -> Process:
+    async def member(self, kind: str, stats: Callable[[], dict[str, Any]]) -> Bare:
         """A process that the planner reads counters of."""
-        process = self.world._process(f"{kind}/0", kind)
+        process = self.world.process(f"{kind}/0", kind)
         await process.join(Actor(), lambda: {"job": JOB, **stats()})
         return process
 
@@ -79,10 +78,10 @@ class PlannedMesh:
 
 
 def tell(story: Story, root: Path) -> None:
-    async def main(clock: VirtualClock, random: Random) -> None:
-        await story(PlannedMesh(clock, random, root))
+    async def main(world: BareWorld) -> None:
+        await story(PlannedMesh(world))
 
-    run_virtual(main, seed=3, limit_s=3600.0)
+    on_bare_world(root, main)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
         a_step = config.algorithm.groups_per_step
         await mesh.member("rollout", lambda: {"groups": int(now() * a_step)})
         trainer = await mesh.member("trainer", lambda: {"busy_s": now(), "step": int(now())})
-        lease = (JOB, "training", trainer.mesh.token, trainer.name)
+        lease = (JOB, "training", trainer.mesh.token, trainer.mesh.name)
         await jobs.set_phase(mesh.world.state, *lease)
         await mesh.clock.sleep(interval_s - 10.0)
         assert await mesh.roles() == ["training", "rollout", "rollout"]

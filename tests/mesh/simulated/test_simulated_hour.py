@@ -1,4 +1,4 @@
-"""An hour of a mesh in seconds: planner, rollout and weights work, a leader is stopped."""
+"""An hour of a whole mesh: its leading planner is stopped, and nothing is lost."""
 
 from pathlib import Path
 from typing import Any
@@ -6,55 +6,50 @@ from typing import Any
 import pytest
 
 from common.errors import Fenced
-from common.random import Random
 from common.state import events, gangs, groups, jobs, leader
 from common.state.accounting import account
-from sim.loop import VirtualClock, run_virtual
-from sim.mesh import JOB, World
+from sim.mesh.job import JOB
+from sim.mesh.world import Size, World
+from tests.mesh.simulated.worlds import on_world
 
 HOUR_S = 3600.0
 STOP_AT_S = 1200.0
 LEASE_S = 6.0
+STEPS = 10_000  # more than an hour has
 
 
 @pytest.mark.timeout(600)
 def test_an_hour_with_a_stopped_leader_loses_nothing(tmp_path: Path, record_property: Any) -> None:
-    async def hour(clock: VirtualClock, random: Random) -> dict[str, Any]:
-        world = World(clock, random, tmp_path)
-        await world.start(workers=3)
+    async def hour(world: World) -> dict[str, Any]:
+        clock, state = world.clock, world.state
         await clock.sleep(STOP_AT_S)
-        owner, token = await leader.leader(world.state, "planner")
+        owner, token = await leader.leader(state, "planner")
         name = owner.partition("#")[0]
-        steps_before = world.steps
-        next(p for p in world.processes if p.name == name).stop()
+        before = await jobs.job(state, JOB)
+        next(p for p in world.machine.alive if p.name == name).stop()
         stopped = clock.monotonic()
-        while (await leader.leader(world.state, "planner"))[1] in (0, token):
+        while (await leader.leader(state, "planner"))[1] in (0, token):
             assert clock.monotonic() - stopped < 10 * LEASE_S, "no standby took over"
             await clock.sleep(0.1)
         takeover_s = clock.monotonic() - stopped
         with pytest.raises(Fenced):
-            await gangs.set_desired(
-                world.state, token, "g0", "idle", "", False, "a stopped leader's", "late"
-            )
+            await gangs.set_desired(state, token, "g0", "idle", "", False, "a late one", "late")
         await clock.sleep(HOUR_S - clock.monotonic())
-        for process in world.processes:
-            process.check()
         return {
             "takeover_s": takeover_s,
-            "steps_before": steps_before,
-            "steps": world.steps,
-            "events": await events.read_all(world.state),
-            "in_flight": (await groups.in_flight(world.state, JOB)).samples,
-            "job": await jobs.job(world.state, JOB),
-            "gangs": await gangs.gangs(world.state),
-            "new_leader": (await leader.leader(world.state, "planner"))[0],
+            "before": before,
+            "events": await events.read_all(state),
+            "in_flight": (await groups.in_flight(state, JOB)).samples,
+            "job": await jobs.job(state, JOB),
+            "gangs": await gangs.gangs(state),
+            "new_leader": (await leader.leader(state, "planner"))[0],
             "old_leader": owner,
         }
 
-    seen = run_virtual(hour, seed=1, limit_s=2 * HOUR_S)
+    seen = on_world(tmp_path, Size(workers=3, steps=STEPS), hour)
     record_property("takeover_s", seen["takeover_s"])
     assert seen["new_leader"] != seen["old_leader"]
-    assert seen["steps"] > seen["steps_before"] > 10
+    assert seen["job"].version > seen["before"].version > 10
     assert all(gang.settled for gang in seen["gangs"])
     moved = [e for e in seen["events"] if e.kind == "move"]
     assert moved and moved[0].fields["policy"] == "stage_time"

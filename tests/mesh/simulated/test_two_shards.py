@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from common.random import Random
-from common.state import events, groups, jobs
+from common.state import events, groups
 from common.state.accounting import account
-from sim.loop import VirtualClock, run_virtual
-from sim.mesh import JOB, World
+from sim.mesh.job import JOB
+from sim.mesh.world import Size, World
+from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS = 6
 
@@ -18,21 +18,14 @@ STEPS = 6
 def run(root: Path, shards: int) -> tuple[dict[str, int], Counter[str], list[int]]:
     """(accounting, trained groups by shard, prompts of the groups that were opened)."""
 
-    async def job(clock: VirtualClock, random: Random) -> dict[str, Any]:
-        world = World(clock, random, root)
-        await world.start(workers=3, shards=shards, steps=STEPS)
-        while True:
-            row = await jobs.job(world.state, JOB)
-            if row is not None and row.version == STEPS:
-                break
-            await clock.sleep(1.0)
-        for process in world.processes:
-            process.check()
-        in_flight = (await groups.in_flight(world.state, JOB)).samples
-        return {"events": await events.read_all(world.state), "in_flight": in_flight}
+    async def job(world: World) -> dict[str, Any]:
+        await until_over(world)
+        state = world.state
+        in_flight = (await groups.in_flight(state, JOB)).samples
+        return {"events": await events.read_all(state), "in_flight": in_flight}
 
     root.mkdir()
-    seen = run_virtual(job, seed=2, limit_s=4 * 3600.0)
+    seen = on_world(root, Size(workers=3, shards=shards, steps=STEPS), job, seed=2)
     opened = [e.fields for e in seen["events"] if e.kind == "opened"]
     shard_of = {group: fields["shard"] for fields in opened for group in fields["groups"]}
     trained = [row for e in seen["events"] if e.kind == "step" for row in e.fields["groups"]]

@@ -23,6 +23,11 @@ class World:
         self.network = MemoryNetwork(clock, random.child("network"), faults)
         self.state = simulated_state(clock)
         self.lost: list[str] = []
+        self.mending: asyncio.Task[None] | None = None
+
+    async def well_after(self, seconds: float) -> None:
+        await self.clock.sleep(seconds)
+        self.network.faults.loss = 0.0
 
     async def join(self, name: str, actor: Talker | None = None) -> Mesh:
         mesh = Mesh(
@@ -73,6 +78,30 @@ def test_a_call_runs_at_most_once_whatever_the_network_does(seed: int) -> None:
     assert len(set(answered)) == len(answered) > 150  # each count was given once
     assert set(outcomes) - set(answered) == {"deadline_exceeded"}
     assert (counted, outcomes) == simulate(story, seed=seed, faults=faults)
+
+
+@pytest.mark.parametrize("lost", ["request", "item", "end"])
+def test_a_stream_that_the_network_has_torn_ends_with_an_error(lost: str) -> None:
+    """Its idle time has no bound: nothing else would ever end it."""
+
+    async def story(world: World) -> float:
+        await world.join("a", Talker())
+        mesh = await world.join("b")
+        items = mesh.ref("a").stream(Talk.patient, Number(20 if lost == "item" else 3))
+        if lost == "request":
+            world.network.faults.loss = 1.0
+            world.mending = asyncio.create_task(world.well_after(0.5))
+        else:
+            await anext(items)
+            await world.clock.sleep(2.5 if lost == "end" else 0.5)
+            world.network.faults.loss = 1.0
+            world.mending = asyncio.create_task(world.well_after(1.0))
+        with pytest.raises(PeerLost):
+            async for _ in items:
+                pass
+        return world.clock.monotonic()
+
+    assert simulate(story) < 60.0  # type: ignore[operator]
 
 
 def test_a_stream_is_in_order_over_a_network_that_reorders_and_repeats() -> None:

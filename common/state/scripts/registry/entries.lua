@@ -7,10 +7,10 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', index, '-inf', NOW - REMEMBERE
   redis.call('ZREM', index, name)
 end
 local found = {}
-for _, name in ipairs(a.name and {a.name} or redis.call('ZRANGE', index, 0, -1)) do
+for _, name in ipairs(a.names or redis.call('ZRANGE', index, 0, -1)) do
   local row = hash(MESH .. ':entry:' .. name)
   if row.token then
-    row.name, row.alive = name, tonumber(row.expires_ms) > NOW
+    row.name, row.alive = name, lasts(row.expires_ms, row.renewed_ms)
     found[#found + 1] = row
   end
 end

@@ -1,11 +1,11 @@
 -- A name and its fencing token. The same incarnation keeps its token: its command was sent twice,
 -- or it comes back after an outage and nobody took the name.
 local key = MESH .. ':entry:' .. a.name
-local held = redis.call('HMGET', key, 'incarnation', 'token', 'expires_ms', 'gone')
+local held = redis.call('HMGET', key, 'incarnation', 'token', 'expires_ms', 'gone', 'renewed_ms')
 local token
 if held[1] == a.incarnation and held[4] ~= '1' then
   token = tonumber(held[2])
-elseif held[1] and tonumber(held[3]) > NOW then
+elseif held[1] and lasts(held[3], held[5]) then
   return refuse('refused', a.name .. ' is held by another process until its lease ends')
 else
   token = next_token()

@@ -47,14 +47,23 @@ local function next_token()
   return redis.call('INCR', MESH .. ':token')
 end
 
+-- Whether a lease lasts. One that was renewed in the future, by more than clocks are corrected by,
+-- was so before this server's clock was set back: it would keep a dead process's name until then.
+local SET_BACK_MS = 10000
+
+local function lasts(expires_ms, renewed_ms)
+  return tonumber(expires_ms) > NOW and tonumber(renewed_ms) <= NOW + SET_BACK_MS
+end
+
 local function holds(name, token)
-  local lease = redis.call('HMGET', MESH .. ':entry:' .. name, 'token', 'expires_ms')
-  return lease[1] and tonumber(lease[1]) == token and tonumber(lease[2]) > NOW
+  local lease = redis.call('HMGET', MESH .. ':entry:' .. name, 'token', 'expires_ms', 'renewed_ms')
+  return lease[1] and tonumber(lease[1]) == token and lasts(lease[2], lease[3])
 end
 
 local function leads(election, token)
-  local lease = redis.call('HMGET', MESH .. ':leader:' .. election, 'token', 'expires_ms')
-  return lease[1] and tonumber(lease[1]) == token and tonumber(lease[2]) > NOW
+  local lease = redis.call('HMGET', MESH .. ':leader:' .. election, 'token', 'expires_ms',
+    'renewed_ms')
+  return lease[1] and tonumber(lease[1]) == token and lasts(lease[2], lease[3])
 end
 
 local function fenced(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from common.errors import Refused
@@ -41,6 +42,7 @@ class Talk(Interface):
     relay = Call(Text, Text)
     numbers = Stream(Number, Number, credits=8, idle_s=5.0)
     silent = Stream(Number, Number, idle_s=0.2)
+    patient = Stream(Number, Number, credits=8, idle_s=math.inf)
     tell = Cast(Text)
 
 
@@ -129,6 +131,12 @@ class Talker(Actor):
                 yield Number(value)
         finally:
             self.closed.set()
+
+    @stream(Talk.patient)
+    async def patient(self, m: Number) -> AsyncIterator[Number]:
+        for value in range(m.value):
+            yield Number(value)
+            await asyncio.sleep(1.0)
 
     @stream(Talk.silent)
     async def silent(self, m: Number) -> AsyncIterator[Number]:

@@ -1,0 +1,61 @@
+"""The job of a virtual mesh: short trajectories, small groups, frequent checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.job.config import (
+    AlgorithmConfig,
+    BudgetConfig,
+    DatasetConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    JobConfig,
+    MeshConfig,
+    ModelConfigSection,
+    PlannerConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
+from common.model.tokenizer import character_tokenizer
+from sim.mesh.arithmetic import MODEL
+
+JOB = "simulated"
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
+
+
+def config_of(workers: int, shards: int, ranks: int, steps: int) -> JobConfig:
+    return JobConfig(
+        name=JOB,
+        cache="",
+        mesh=MeshConfig(workers=workers),
+        model=ModelConfigSection(config=MODEL),
+        dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl"),
+        environment=EnvironmentConfig(use="sim.mesh.task:Question", step_deadline_s=10.0),
+        rollout=RolloutConfig(shards=shards, slots=8, max_tokens=64, max_turns=2, stop=["#"]),
+        algorithm=AlgorithmConfig(group_size=3, groups_per_step=3, max_staleness=2, min_group=2),
+        training=TrainingConfig(
+            bin_tokens=160,
+            checkpoint_every=3,
+            keep_checkpoints=2,
+            bin_deadline_s=8.0,
+            ranks=ranks,
+            rank_deadline_s=20.0,
+        ),
+        evaluation=EvaluationConfig(every=5, problems=2, hold_s=60.0),
+        budget=BudgetConfig(steps=steps),
+        planner=PlannerConfig(interval_s=5.0),
+    )
+
+
+def document_of(config: JobConfig, root: Path) -> dict[str, Any]:
+    """The job as it is submitted, with its bundle below `root`."""
+    bundle = root / "bundle"
+    (bundle / "modules").mkdir(parents=True)
+    character_tokenizer(CHARACTERS, str(bundle / "tokenizer.json"))
+    for name, count in (("train", 64), ("held_out", 8)):
+        rows = [json.dumps({"prompt": f"{name} {n}?"}) for n in range(count)]
+        (bundle / f"{name}.jsonl").write_text("\n".join(rows))
+    return config.document() | {"bundle": {"dir": str(bundle), "digest": "0"}}

@@ -1,0 +1,69 @@
+"""The root of a virtual mesh: it keeps the services running, as the product's launcher does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from common.errors import DeadlineExceeded, StateUnavailable
+from common.process.handle import Child
+from common.process.lease_watch import LeaseWatch
+from common.process.supervisor import ChildSpec, Hooks, Supervisor
+from common.state import events
+from common.state.client import State
+from meshrl.launch import plan
+from meshrl.launch.launcher import BUDGET, EVENT_S, GRACE_S
+from sim.loop import VirtualClock
+from sim.mesh.machine import ProcessHost
+from sim.mesh.process import VirtualProcess
+from sim.mesh.programs import HOST
+
+
+class VirtualLauncher(Hooks):
+    """Its process is never killed: with it the mesh would end, as the product's does."""
+
+    def __init__(self, process: VirtualProcess, state: State, services: list[plan.Service]) -> None:
+        self.clock: VirtualClock = process.machine.clock
+        self.state, self.why = state, ""
+        specs = [
+            ChildSpec(
+                service.name,
+                list(service.argv),
+                budget=BUDGET,
+                critical=True,
+                stage=stage,
+                own_session=True,
+            )
+            for stage, service in enumerate(services)
+        ]
+        self._supervisor = Supervisor(ProcessHost(process), self.clock, specs, hooks=self)
+        self._watch = LeaseWatch(
+            state, self.clock, HOST, lambda: self._supervisor.children.values()
+        )
+        self._stopping = False
+
+    async def start(self) -> asyncio.Task[None]:
+        await self._supervisor.start()
+        return asyncio.create_task(self._watch.run(), name="watch leases")
+
+    async def stop(self) -> None:
+        self._stopping = True
+        await self._supervisor.stop(GRACE_S)
+
+    async def ended(self, child: Child, code: int, why: str) -> None:
+        if self._stopping:
+            return
+        await self._watch.evict(child)
+        await self._note("process_ended", {"name": child.name, "code": code, "why": why})
+
+    def lease_expired(self, child: Child) -> bool:
+        return self._watch.expired(child)
+
+    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+        self.why = f"{spec.name} does not stay up ({why})"
+
+    async def _note(self, kind: str, fields: dict[str, Any]) -> None:
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            async with self.clock.timeout(EVENT_S, "a note in the event stream"):
+                await events.append(self.state, kind, fields)

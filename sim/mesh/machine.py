@@ -1,0 +1,297 @@
+"""A virtual machine: its processes, its clock, its disk, and the `Host` that each process sees."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import inspect
+import os
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from common.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
+from common.process.handle import UNKNOWN_EXIT, Usage
+from common.process.host import replace_file
+from common.random import Random
+from common.records.append_file import AppendFile
+from sim.loop import OWNER, VirtualClock, VirtualLoop
+from sim.mesh.process import Exited, Program, VirtualProcess
+from sim.mesh.record import Record
+
+T = TypeVar("T")
+LATENCY_S = 0.0005  # mean of what a piece of blocking work waits when the disk is well
+GRACELESS = {"services.environment"}  # programs that a SIGTERM ends at once
+
+
+def takes(seconds: float) -> Callable[[T], T]:
+    """Declares the virtual time of a function that is run off the loop."""
+
+    def mark(function: T) -> T:
+        function.takes_s = seconds  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+class Disk:
+    """What may be wrong with it."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.slow_s = LATENCY_S
+
+    def room(self) -> int:
+        return 0 if self.full else -1
+
+    def check(self) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class MachineClock(VirtualClock):
+    """Its wall time may be set to anything, and jump."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__(loop)
+        self.offset_s = 0.0
+
+    def wall(self) -> float:
+        return super().wall() + self.offset_s
+
+
+class Machine:
+    def __init__(self, loop: VirtualLoop, random: Random, record: Record) -> None:
+        self.loop, self.random, self.record = loop, random, record
+        self.clock = MachineClock(loop)
+        self.disk = Disk()
+        self.programs: dict[str, Program] = {}
+        self.processes: dict[int, VirtualProcess] = {}
+        self.graveyard: list[asyncio.Task[Any]] = []  # of dead processes: never to be collected
+        self.failures: list[str] = []  # errors that ended a process
+        self.meetings: dict[str, Any] = {}  # process groups of ranks, by where they meet
+        self._files: dict[int, list[AppendFile]] = {}
+
+    @property
+    def alive(self) -> list[VirtualProcess]:
+        return [process for process in self.processes.values() if not process.ended]
+
+    def children_of(self, parent: VirtualProcess) -> list[VirtualProcess]:
+        return [process for process in self.alive if process.parent is parent]
+
+    def spawn(
+        self, module: str, argv: list[str], name: str, parent: VirtualProcess | None, tied: bool
+    ) -> VirtualProcess:
+        program = self.programs.get(module)
+        if program is None:
+            known = f"there are {sorted(self.programs)}"
+            raise NotFound(f"no virtual program {module!r}", fix=known)
+        pid = len(self.processes) + 1
+        process = self.processes[pid] = VirtualProcess(self, pid, name, argv, parent, tied=tied)
+        process.begin(program, graceful=module not in GRACELESS)
+        return process
+
+    def died(self, process: VirtualProcess, error: Exception) -> None:
+        """An error that reached the end of a process."""
+        told = "".join(traceback.format_exception(error))
+        self.record.note(f"{process.label} fails: {told}")
+        if not isinstance(error, MeshError):  # those are typed, and a restart is their cure
+            self.failures.append(f"{process.label}: {type(error).__name__}: {error}")
+
+    def open_files(self) -> list[str]:
+        """Names of append files that nobody has closed, whose process has ended."""
+        return [str(f.path) for files in self._files.values() for f in files if f.open]
+
+    def files_of(self, process: VirtualProcess) -> list[AppendFile]:
+        files = self._files.get(process.pid)
+        if files is None:
+            files = self._files[process.pid] = []
+            process.at_end.append(lambda: _close(files))
+        return files
+
+
+class VirtualChild:
+    """A process as its parent has it, or whoever adopted it."""
+
+    def __init__(self, process: VirtualProcess, clock: VirtualClock, adopted: bool) -> None:
+        self.name, self.pid, self.start_time = process.name, process.pid, process.pid
+        self._process, self._clock, self._adopted = process, clock, adopted
+
+    def poll(self) -> int | None:
+        code = self._process.code
+        return UNKNOWN_EXIT if code is not None and self._adopted else code
+
+    async def wait(self, deadline_s: float) -> int | None:
+        if self._process.code is None and deadline_s > 0:
+            try:
+                async with self._clock.timeout(deadline_s, f"the end of {self.name}"):
+                    await self._process.over.wait()
+            except DeadlineExceeded:
+                return self.poll()
+        return self.poll()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def send(self, frame: bytes, deadline_s: float = 10.0) -> None:
+        if self._process.ended:
+            raise PeerLost("the process has ended", where=self.name)
+        self._process.channel.to_child.put_nowait(frame)
+
+    async def recv(self, deadline_s: float) -> bytes:
+        frames = self._process.channel.to_parent
+        async with self._clock.timeout(deadline_s, f"a frame of {self.name}"):
+            frame = await frames.get()
+        if frame is None:
+            frames.put_nowait(None)
+            raise PeerLost("the process has ended", where=self.name)
+        return frame
+
+    def close(self) -> None:
+        self._process.channel.to_child.put_nowait(None)
+
+    def usage(self) -> Usage | None:
+        if self._process.ended:
+            return None
+        return Usage(0.0, 0.0, "S" if self._process.running else "T")
+
+
+class Ticker:
+    """Calls a function at intervals, as a thread of the process would."""
+
+    def __init__(
+        self, loop: VirtualLoop, interval_s: float, fn: Callable[[], bool | None], record: Record
+    ) -> None:
+        self._loop, self._interval_s, self._fn, self._record = loop, interval_s, fn, record
+        self._timer = loop.call_later(interval_s, self._fire)
+
+    def _fire(self) -> None:
+        try:
+            again = self._fn() is not False
+        except Exception:  # as a thread prints it, and goes on
+            self._record.note(traceback.format_exc())
+            again = True
+        if again:
+            self._timer = self._loop.call_later(self._interval_s, self._fire)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+
+class ProcessHost:
+    """The `Host` of one process."""
+
+    def __init__(self, process: VirtualProcess) -> None:
+        self._process, self._machine = process, process.machine
+        self._random = self._machine.random.child(f"host {process.label}")
+
+    def _alive(self) -> None:
+        """What is unwound after the end of its process has no effect."""
+        if self._process.ended:
+            raise Exited
+
+    def spawn(
+        self,
+        argv: list[str],
+        *,
+        name: str,
+        env: Mapping[str, str] = {},
+        log: Path | None = None,
+        own_session: bool = False,
+        die_with_parent: bool = True,
+        nice: int = 0,
+        rlimits: Mapping[str, int] = {},
+        pipe: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> VirtualChild:
+        self._alive()
+        module, arguments = (argv[2], argv[3:]) if argv[1:2] == ["-m"] else (argv[0], argv[1:])
+        child = self._machine.spawn(module, arguments, name, self._process, die_with_parent)
+        return VirtualChild(child, self._machine.clock, adopted=False)
+
+    def adopt(self, pid: int, start_time: int, *, name: str) -> VirtualChild | None:
+        process = self._machine.processes.get(pid)
+        if process is None or process.ended:
+            return None
+        return VirtualChild(process, self._machine.clock, adopted=True)
+
+    def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Ticker:
+        return Ticker(self._machine.loop, interval_s, fn, self._machine.record)
+
+    async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        """What declares how long it takes is run after that time; anything else at once, and the
+        disk makes its caller wait. Who is cancelled leaves it running, as a thread is left.
+        """
+        self._alive()
+        wait_s = self._random.expovariate(1 / self._machine.disk.slow_s)
+        declared_s: float | None = getattr(fn, "takes_s", None)
+        if declared_s is None:
+            try:
+                found = fn(*args)
+            finally:
+                if not self._process.ended:
+                    await self._machine.clock.sleep(wait_s)
+            if not inspect.isawaitable(found):
+                return found
+            rest: Coroutine[Any, Any, Any] = _awaited(found)
+        else:
+            rest = self._work(fn, args, wait_s + declared_s * self._random.uniform(0.7, 1.3))
+        work = asyncio.get_running_loop().create_task(rest)
+        work.add_done_callback(_looked_at)
+        async with self._machine.clock.timeout(deadline_s, getattr(fn, "__qualname__", "work")):
+            return await asyncio.shield(work)
+
+    async def _work(self, fn: Callable[..., Any], args: tuple[Any, ...], wait_s: float) -> Any:
+        await self._machine.clock.sleep(wait_s)
+        found = fn(*args)
+        return await found if inspect.isawaitable(found) else found
+
+    def open_append(self, path: Path) -> AppendFile:
+        self._alive()
+        if self._machine.disk.full:
+            raise StorageFull("no room for a new file", where=str(path))
+        file = AppendFile(path, self._machine.disk.room)
+        self._machine.files_of(self._process).append(file)
+        return file
+
+    def replace_file(self, path: Path, content: bytes) -> None:
+        self._alive()
+        self._machine.disk.check()
+        replace_file(path, content)
+
+    def exit(self, code: int, why: str) -> NoReturn:
+        self._machine.record.note(f"{self._process.label} exits {code}: {why}")
+        self._process.end(code)
+        raise Exited
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return self._process.pid, self._process.pid
+
+    def usage(self) -> dict[str, float]:
+        return {}
+
+
+async def _awaited(found: Awaitable[T]) -> T:
+    return await found
+
+
+def _close(files: list[AppendFile]) -> None:
+    for file in files:
+        file.close()
+
+
+def _looked_at(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+def owner() -> VirtualProcess:
+    """The process that runs now."""
+    found = OWNER.get()
+    assert isinstance(found, VirtualProcess)
+    return found

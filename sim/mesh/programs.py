@@ -1,0 +1,193 @@
+"""What virtual processes run: each program opens a mesh in memory, then lives as the product's
+process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from common.job.job_data import JobData
+from common.runtime.lease import LOST
+from common.runtime.mesh import Mesh, MeshSettings
+from common.wire.weight_store import STORE
+from services.engine import __main__ as engine
+from services.engine import running as engine_running
+from services.engine.service import EngineService
+from services.engine.simulated import SimulatedEngine
+from services.environment import environments
+from services.node import __main__ as node
+from services.node import worker
+from services.planner import __main__ as planner
+from services.rollout import __main__ as rollout
+from services.trainer import __main__ as trainer
+from services.trainer import running as trainer_running
+from services.weights import __main__ as weights
+from sim.mesh.arithmetic import TinyArithmetic
+from sim.mesh.machine import Machine, ProcessHost
+from sim.mesh.process import Program, VirtualProcess
+from sim.mesh.redis import VirtualRedis, state_of
+from sim.network import MemoryNetwork, MemoryTransport
+
+HOST = "one"  # the id of the one host
+START_S = 1.2  # mean of what a process needs for its imports
+TOKENS_PER_S = 8.0
+MEDIAN_TOKENS = 12.0
+FLUSH_S = 0.4  # between two turns of a simulated engine that is busy
+IDLE_S = 2.0
+
+
+class Surroundings:
+    """What processes find: a machine, a network, a Redis, and a directory."""
+
+    def __init__(
+        self, machine: Machine, network: MemoryNetwork, redis: VirtualRedis, root: Path
+    ) -> None:
+        self.machine, self.network, self.redis, self.root = machine, network, redis, root
+        self.meshes: dict[str, Mesh] = {}  # the newest of each name
+
+    def mesh(self, process: VirtualProcess, name: str, kind: str) -> Mesh:
+        """A membership for the process, as `Mesh.open` makes it for a real one."""
+        machine, host = self.machine, ProcessHost(process)
+        transport = MemoryTransport(self.network, f"mem://{process.label}")
+        mesh = Mesh(
+            name=name,
+            kind=kind,
+            state=state_of(self.redis, process),
+            transport=transport,
+            clock=machine.clock,
+            random=machine.random.child(f"mesh {process.label}"),
+            host=host,
+            on_lost=lambda why: host.exit(LOST, why),
+            settings=MeshSettings(
+                redis_url="simulated:", run_root=str(self.root), bind="", host=HOST, metrics="off"
+            ),
+        )
+        mesh.state.renewed = mesh._lease.renewed
+        self.meshes[name] = mesh
+        process.at_end.append(lambda: self.network.detach(transport))
+        process.at_stop.append(lambda stopped: self._freeze(transport.address, stopped))
+        return mesh
+
+    def _freeze(self, address: str, stopped: bool) -> None:
+        if stopped:
+            self.network.pause(address)
+        else:
+            self.network.resume(address)
+
+    def programs(self) -> dict[str, Program]:
+        """By the module that a command line names."""
+        return {
+            "services.planner": self._planner,
+            "services.weights": self._weights,
+            "services.rollout": self._rollout,
+            "services.node": self._node,
+            "services.node.worker": self._worker,
+            "services.engine": self._engine,
+            "services.trainer": self._trainer,
+            "services.environment": self._environment,
+        }
+
+    async def _begun(self, process: VirtualProcess) -> None:
+        pause_s = START_S * self.machine.random.child(f"start {process.label}").uniform(0.5, 1.5)
+        await self.machine.clock.sleep(pause_s)
+
+    async def _planner(self, process: VirtualProcess, argv: list[str]) -> None:
+        a = planner.parser().parse_args(argv)
+        await self._begun(process)
+        await planner.serve(self.mesh(process, a.name, "planner"))
+
+    async def _weights(self, process: VirtualProcess, argv: list[str]) -> None:
+        await self._begun(process)
+        await weights.serve(self.mesh(process, STORE, "weights"))
+
+    async def _rollout(self, process: VirtualProcess, argv: list[str]) -> None:
+        a = rollout.parser().parse_args(argv)
+        await self._begun(process)
+        await rollout.serve(self.mesh(process, f"rollout/{a.shard}", "rollout"))
+
+    async def _node(self, process: VirtualProcess, argv: list[str]) -> None:
+        a = node.parser().parse_args(argv)
+        await self._begun(process)
+        await node.serve(self.mesh(process, f"node/{HOST}", "node"), a)
+
+    async def _worker(self, process: VirtualProcess, argv: list[str]) -> None:
+        a = worker.parser().parse_args(argv)
+        await self._begun(process)
+        await worker.serve(self.mesh(process, worker.worker_name(a.gang, a.rank), "worker"), a)
+
+    async def _engine(self, process: VirtualProcess, argv: list[str]) -> None:
+        a = engine.parser().parse_args(argv)
+        await self._begun(process)
+        mesh = self.mesh(process, f"engine/{a.gang}", "engine")
+        driver = TaskDriver(mesh)
+        await engine_running.serve(mesh, a.gang, a.job, a.epoch, self._open_engine, driver)
+
+    async def _open_engine(self, mesh: Mesh, data: JobData, gang: str) -> SimulatedEngine:
+        limits = data.config.rollout
+        return SimulatedEngine(
+            mesh.clock,
+            limits.slots,
+            TOKENS_PER_S,
+            max_length=limits.max_tokens,
+            median_length=MEDIAN_TOKENS,
+            version=-1,
+        )
+
+    async def _trainer(self, process: VirtualProcess, argv: list[str]) -> None:
+        a = trainer.parser().parse_args(argv)
+        await self._begun(process)
+        kind, name = trainer_running.place(a)
+        await trainer_running.serve(self.mesh(process, name, kind), a, TinyArithmetic())
+
+    async def _environment(self, process: VirtualProcess, argv: list[str]) -> None:
+        await self._begun(process)
+        served = environments.made(environments.parser().parse_args(argv))
+        while (block := await process.channel.to_child.get()) is not None:
+            process.channel.to_parent.put_nowait(environments.answered(served, block))
+        served.close()
+
+
+class _Wake(threading.Event):
+    """Wakes a driver that is a task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.soon = asyncio.Event()
+
+    def set(self) -> None:
+        self.soon.set()
+
+
+class TaskDriver:
+    """Runs an engine service's turns in a task, no more often than tokens are worth it."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._task: asyncio.Task[None] | None = None
+
+    def deliver(self, action: Callable[[], None]) -> None:
+        action()
+
+    def start(self, service: EngineService) -> None:
+        self._task = _begin(self._drive(service))
+
+    async def _drive(self, service: EngineService) -> None:
+        wake = service.wake = _Wake()
+        while True:
+            wait_s = FLUSH_S if service.turn() else IDLE_S
+            timer = asyncio.get_running_loop().call_later(wait_s, wake.soon.set)
+            await wake.soon.wait()
+            timer.cancel()
+            wake.soon.clear()
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def _begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(work)

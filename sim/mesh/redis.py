@@ -1,0 +1,115 @@
+"""A Redis for the virtual mesh that is away, slow, or loses replies, and each process's clients.
+
+A client repeats what was not answered, as redis-py does: for about two seconds, whether or not the
+command was run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from common.random import Random
+from common.state.client import RENEWAL_RETRIES, RETRIES, SCRIPTS, State, script_source
+from sim.loop import VirtualClock
+from sim.mesh.process import VirtualProcess
+from sim.redis.client import SimulatedRedis, SimulatedSyncRedis
+from sim.redis.server import RedisServer
+
+LATENCY_S = 0.0004  # mean from a command to its execution, when all is well
+DELAYED = 0.2  # share of commands that are not executed at once even then
+BACKOFF_S, LONGEST_BACKOFF_S = 0.02, 0.5
+
+
+class VirtualRedis:
+    """The server, and what is wrong with it now."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        self.clock, self.random = clock, random
+        self.server = RedisServer(clock)
+        self.client, self.sync_client = SimulatedRedis(self.server), SimulatedSyncRedis(self.server)
+        self.away = False
+        self.slow_s = LATENCY_S
+        self.lost = 0.0  # share of replies that do not come
+        self.before: Callable[[tuple[Any, ...]], None] | None = None  # told of each command
+
+    async def asked(self, words: tuple[Any, ...]) -> Any:
+        """One try of a command."""
+        if self.slow_s > LATENCY_S or self.random.random() < DELAYED:
+            await self.clock.sleep(self.random.expovariate(1 / self.slow_s))
+        if self.away:
+            raise RedisConnectionError("nobody listens")
+        if self.before is not None:
+            self.before(words)
+        reply: Any = await self.client.execute_command(*words)
+        if self.lost and self.random.random() < self.lost:
+            raise RedisConnectionError("the connection broke")
+        return reply
+
+    def asked_now(self, words: tuple[Any, ...]) -> Any:
+        if self.away:
+            raise RedisConnectionError("nobody listens")
+        reply: Any = self.sync_client.execute_command(*words)
+        if self.lost and self.random.random() < self.lost:
+            raise RedisConnectionError("the connection broke")
+        return reply
+
+
+class _Client:
+    """For the loop of one process."""
+
+    def __init__(self, server: VirtualRedis, process: VirtualProcess) -> None:
+        self._server, self._process = server, process
+
+    async def execute_command(self, *words: Any) -> Any:
+        self._process.machine.record.say(f"redis {self._process.label} {script_of(words)}")
+        for attempt in range(RETRIES + 1):
+            try:
+                return await self._server.asked(words)
+            except RedisConnectionError:
+                if attempt == RETRIES:
+                    raise
+            await self._server.clock.sleep(min(BACKOFF_S * 2**attempt, LONGEST_BACKOFF_S))
+        raise AssertionError
+
+
+class _SyncClient:
+    """For the threads of one process."""
+
+    def __init__(self, server: VirtualRedis) -> None:
+        self._server = server
+
+    def execute_command(self, *words: Any) -> Any:
+        for attempt in range(RENEWAL_RETRIES + 1):
+            try:
+                return self._server.asked_now(words)
+            except RedisConnectionError:
+                if attempt == RENEWAL_RETRIES:
+                    raise
+        raise AssertionError
+
+
+def state_of(server: VirtualRedis, process: VirtualProcess) -> State:
+    """The connection of a process."""
+    clients: tuple[Any, Any] = _Client(server, process), _SyncClient(server)
+    return State("simulated:", *clients, server.clock.monotonic)
+
+
+def script_of(words: tuple[Any, ...]) -> str:
+    """The name of the script that a command runs, or the command's own."""
+    if words[0] == "EVALSHA":
+        return _names().get(words[1], "?")
+    if words[0] == "EVAL":
+        return _names().get(hashlib.sha1(words[1].encode(), usedforsecurity=False).hexdigest(), "?")
+    return str(words[0])
+
+
+@cache
+def _names() -> dict[str, str]:
+    """Scripts by the SHA-1 of their source."""
+    scripts = (path.stem for path in SCRIPTS.glob("*/[!_]*.lua") if path.stem != "prelude")
+    return {script_source(name)[1]: name for name in scripts}

@@ -1,0 +1,223 @@
+"""Runs one seed from an empty directory to the check of what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Coroutine, MutableMapping
+from contextlib import redirect_stderr, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from common.errors import DeadlineExceeded
+from common.random import Random
+from sim.loop import VirtualLoop
+from sim.mesh import invariants
+from sim.mesh.faults import Schedule, kinds_of
+from sim.mesh.job import JOB, config_of
+from sim.mesh.process import Exited
+from sim.mesh.record import Record
+from sim.mesh.witness import Facts, Witness
+from sim.mesh.world import Size, World
+
+T = TypeVar("T")
+MEMORY = Path("/dev/shm")  # files that nobody keeps need no disk
+STEP_S = 12.0  # of faulty time for each step of the budget
+LOOK_S = 2.0
+SETTLED_S = 900.0  # from the last fault until the job must have finished, beside its steps
+LONGEST_STEP_S = 20.0
+IDLE_S = 8.0  # for gangs to come to rest when the job is over
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, all of it: the same plan gives the same run."""
+
+    seed: int
+    faults: str = "all"
+    hours: float = 1 / 6
+    workers: int = 2
+    shards: int = 1
+    ranks: int = 1
+
+    @property
+    def steps(self) -> int:
+        return max(4, round(self.hours * 3600 / STEP_S))
+
+    @property
+    def size(self) -> Size:
+        return Size(self.workers, self.shards, self.ranks, self.steps)
+
+    @property
+    def command(self) -> str:
+        """What runs it again."""
+        words = ["python -m sim.mesh", f"--seed {self.seed}", f"--faults {self.faults}"]
+        words.append(f"--hours {self.hours:g}")
+        words += [f"--{name} {getattr(self, name)}" for name in ("workers", "shards", "ranks")]
+        return " ".join(words)
+
+
+@dataclass
+class Outcome:
+    plan: Plan
+    digest: str = ""
+    violations: list[str] = field(default_factory=list)
+    virtual_s: float = 0.0
+    cpu_s: float = 0.0
+    version: int = -1
+    lineage: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    processes: int = 0
+
+    def document(self) -> dict[str, Any]:
+        ratio = self.virtual_s / max(self.cpu_s, 1e-9)
+        return asdict(self) | {"virtual_s_per_cpu_s": round(ratio, 1), "command": self.plan.command}
+
+
+def play(plan: Plan, log: Path | None = None) -> Outcome:
+    """The outcome of a plan; its files are gone afterwards."""
+    began, path = time.process_time(), list(sys.path)
+    root = Path(tempfile.mkdtemp(prefix="mesh-", dir=MEMORY if MEMORY.is_dir() else None))
+    loop = VirtualLoop()
+    record = Record(lambda: loop.now, root, log)
+    outcome = Outcome(plan)
+    try:
+        run_in(loop, record, _story(loop, record, root, plan, outcome))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+        sys.path[:] = path  # environments put their job's modules on it
+    outcome.virtual_s, outcome.cpu_s = loop.now, time.process_time() - began
+    return outcome
+
+
+def run_in(loop: VirtualLoop, record: Record, story: Coroutine[Any, Any, T]) -> T:
+    """Runs to the end of `story`. Tasks of dead processes are closed only then: what they would
+    clean up happens to nobody.
+    """
+    structlog.configure(processors=[_Notes(record).take], cache_logger_on_first_use=False)
+    gc.freeze()  # what is imported stays: the collection at the end does not walk it
+    gc.disable()  # what a collection finalises would run at another place each time
+    try:
+        with redirect_stderr(_Said(record)):
+            return loop.run_until_complete(story)
+    finally:
+        record.close()
+        _bury(loop)
+        gc.enable()
+
+
+def _bury(loop: VirtualLoop) -> None:
+    """Closes what dead processes left, silently: they do not care."""
+    loop.set_exception_handler(lambda *_: None)
+    before, sys.unraisablehook = sys.unraisablehook, lambda *_: None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for task in asyncio.all_tasks(loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            with suppress(BaseException):
+                task.get_coro().close()
+        loop.close()
+        gc.collect()
+    gc.unfreeze()
+    sys.unraisablehook = before
+
+
+class _Said(io.TextIOBase):
+    """What processes print to stderr."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def write(self, text: str) -> int:
+        self._record.note(text.rstrip("\n"))
+        return len(text)
+
+
+class _Notes:
+    """Puts what processes log into the record."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+
+    def take(self, logger: Any, method: str, told: MutableMapping[str, Any]) -> Any:
+        if self._record.written:
+            self._record.note(f"{method} {told}")
+        raise structlog.DropEvent
+
+
+async def _story(
+    loop: VirtualLoop, record: Record, root: Path, plan: Plan, outcome: Outcome
+) -> None:
+    random = Random(plan.seed)
+    world = World(loop, random, root, record, plan.size)
+    loop.set_exception_handler(lambda _, told: _unhandled(world, told))
+    witness = Witness(world.redis, root, JOB)
+    await world.start()
+    faults = Schedule(world, random.child("faults"), kinds_of(plan.faults))
+    settled_at = plan.hours * 3600
+    await _until_over(world, settled_at)
+    await faults.settle()
+    bound = max(settled_at, loop.now) + SETTLED_S + LONGEST_STEP_S * plan.steps
+    over = await _until_over(world, bound)
+    late_s = 0.0 if over else loop.now - bound + 1.0
+    await world.clock.sleep(IDLE_S)
+    left = await _ended(world)
+    facts = witness.facts()
+    facts.left, facts.finished_late_s, facts.errors = left, late_s, world.machine.failures
+    config = config_of(plan.workers, plan.shards, plan.ranks, plan.steps)
+    terms = invariants.Terms(
+        plan.steps, config.algorithm.max_staleness, config.training.keep_checkpoints
+    )
+    outcome.violations = invariants.check(facts, terms)
+    _sum_up(outcome, world, facts, faults)
+
+
+async def _until_over(world: World, until_s: float) -> bool:
+    """Whether the job has ended by then."""
+    while world.clock.monotonic() < until_s:
+        await world.clock.sleep(LOOK_S)
+        if world.phase in ("finished", "failed"):
+            return True
+    return False
+
+
+async def _ended(world: World) -> list[str]:
+    """Ends the mesh; what is still there."""
+    try:
+        async with world.clock.timeout(180.0, "the end of the mesh"):
+            await world.stop()
+    except DeadlineExceeded as error:
+        return [str(error), *(f"{process.label} runs" for process in world.machine.alive)]
+    left = [f"{process.label} runs" for process in world.machine.alive]
+    left += [f"{address} is on the network" for address in world.network.addresses]
+    left += [f"{path} is open" for path in world.machine.open_files()]
+    dead = {*world.machine.graveyard, asyncio.current_task()}
+    tasks = [task for task in asyncio.all_tasks() if task not in dead]
+    return left + [f"task {task.get_name()} runs" for task in tasks]
+
+
+def _unhandled(world: World, told: dict[str, Any]) -> None:
+    error = told.get("exception")
+    if isinstance(error, Exited):
+        return
+    world.record.note(f"unhandled: {told}")
+    world.machine.failures.append(f"unhandled: {told.get('message')}: {error!r}")
+
+
+def _sum_up(outcome: Outcome, world: World, facts: Facts, faults: Schedule) -> None:
+    for kind, told in facts.events:
+        world.record.say(f"event {kind} {told}")
+    outcome.version = int(facts.job.get("version", -1))
+    outcome.lineage = int(facts.job.get("lineage", 0))
+    outcome.faults = faults.count
+    outcome.processes = len(world.machine.processes)
+    outcome.digest = world.record.digest

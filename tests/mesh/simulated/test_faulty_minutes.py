@@ -1,0 +1,27 @@
+"""Many seeds of a whole mesh under drawn faults: every invariant holds after each of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim.mesh.running import Plan, play
+
+SEEDS = 5  # of each test
+HOURS = 45 / 3600  # of faults; with what follows a minute or two
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", range(0, 50, SEEDS))
+def test_nothing_is_lost_whatever_fails(first: int) -> None:
+    for seed in range(first, first + SEEDS):
+        plan = Plan(seed, "all", HOURS)
+        outcome = play(plan)
+        assert not outcome.violations, f"{outcome.violations}; again: {plan.command}"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("workers", "shards", "ranks"), [(4, 2, 1), (3, 1, 2)])
+def test_nothing_is_lost_in_larger_meshes(workers: int, shards: int, ranks: int) -> None:
+    plan = Plan(7, "all", HOURS, workers, shards, ranks)
+    outcome = play(plan)
+    assert not outcome.violations, f"{outcome.violations}; again: {plan.command}"

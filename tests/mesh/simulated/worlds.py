@@ -1,0 +1,125 @@
+"""Virtual meshes for tests: a whole one that a story is told on, and bare processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.random import Random
+from common.runtime.actor import Actor
+from common.runtime.mesh import Mesh
+from common.state.client import State
+from sim.loop import VirtualLoop
+from sim.mesh.machine import Machine
+from sim.mesh.process import VirtualProcess
+from sim.mesh.programs import Surroundings
+from sim.mesh.record import Record
+from sim.mesh.redis import VirtualRedis, state_of
+from sim.mesh.running import run_in
+from sim.mesh.world import Size, World
+from sim.network import MemoryNetwork
+
+T = TypeVar("T")
+
+
+def on_world(
+    root: Path,
+    size: Size,
+    story: Callable[[World], Coroutine[Any, Any, T]],
+    *,
+    seed: int = 1,
+    limit_s: float = 14_400.0,
+) -> T:
+    """What a story makes of a mesh with a job, which has started when it begins; the mesh is ended
+    after it.
+    """
+    loop = VirtualLoop()
+    loop.limit = limit_s
+    record = Record(lambda: loop.now, root)
+
+    async def told() -> T:
+        world = World(loop, Random(seed), root, record, size)
+        await world.start()
+        answer = await story(world)
+        await world.stop()
+        assert not world.machine.failures
+        assert not world.machine.alive
+        return answer
+
+    return run_in(loop, record, told())
+
+
+async def until_over(world: World) -> None:
+    """Returns when the job has ended."""
+    while world.phase not in ("finished", "failed"):
+        await world.clock.sleep(1.0)
+    assert world.phase == "finished"
+
+
+class Bare:
+    """A process that does what a test says."""
+
+    def __init__(self, around: Surroundings, name: str, kind: str) -> None:
+        self.process = around.machine.spawn("bare", [], name, None, tied=False)
+        self.mesh: Mesh = self.process.context.copy().run(around.mesh, self.process, name, kind)
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(work, context=self.process.context.copy())
+        self.tasks.append(task)
+        return task
+
+    async def join(self, actor: Actor, stats: Callable[[], dict[str, Any]]) -> None:
+        await self.run(self.mesh.join(actor, stats=stats))
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.process.stop()
+
+    def check(self) -> None:
+        """Raises what one of its tasks raised."""
+        for task in self.tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+
+class BareWorld:
+    """A machine, a network and a Redis, without services."""
+
+    def __init__(self, loop: VirtualLoop, root: Path, record: Record, seed: int = 3) -> None:
+        random = Random(seed)
+        self.root = root
+        self.machine = Machine(loop, random.child("machine"), record)
+        self.clock = self.machine.clock
+        self.network = MemoryNetwork(self.clock, random.child("network"))
+        self.redis = VirtualRedis(self.clock, random.child("redis"))
+        self.around = Surroundings(self.machine, self.network, self.redis, root)
+        self.machine.programs = {"bare": _bare}
+        self.processes: list[Bare] = []
+        self.state: State = state_of(
+            self.redis, self.machine.spawn("bare", [], "test", None, False)
+        )
+
+    def process(self, name: str, kind: str) -> Bare:
+        made = Bare(self.around, name, kind)
+        self.processes.append(made)
+        return made
+
+
+async def _bare(process: VirtualProcess, argv: list[str]) -> None:
+    await process.channel.to_child.get()
+
+
+def on_bare_world(root: Path, story: Callable[[BareWorld], Coroutine[Any, Any, T]]) -> T:
+    """What a story makes of such a world."""
+    loop = VirtualLoop()
+    loop.limit = 7200.0
+    record = Record(lambda: loop.now, root)
+
+    async def told() -> T:
+        return await story(BareWorld(loop, root, record))
+
+    return run_in(loop, record, told())

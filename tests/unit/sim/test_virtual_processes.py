@@ -1,0 +1,129 @@
+"""A virtual process that is killed does nothing more; one that is stopped waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from common.errors import PeerLost
+from common.random import Random
+from sim.loop import VirtualLoop
+from sim.mesh.machine import Machine, ProcessHost, VirtualChild
+from sim.mesh.process import VirtualProcess
+from sim.mesh.record import Record
+from sim.mesh.running import run_in
+
+Story = Callable[[Machine], Awaitable[None]]
+
+
+def on_machine(root: Path, story: Story) -> list[str]:
+    """What the processes of a story said."""
+    loop = VirtualLoop()
+    loop.limit = 1000.0
+    record = Record(lambda: loop.now, root)
+    said: list[str] = []
+
+    async def told() -> list[str]:
+        machine = Machine(loop, Random(1), record)
+        machine.programs = {"talker": talker(said), "parent": parent, "echo": echo}
+        await story(machine)
+        return list(said)
+
+    return run_in(loop, record, told())
+
+
+def talker(said: list[str]) -> Callable[[VirtualProcess, list[str]], Awaitable[None]]:
+    async def talk(process: VirtualProcess, argv: list[str]) -> None:
+        host = ProcessHost(process)
+        host.every(1.0, lambda: said.append("tick"), "ticker")
+        try:
+            async with asyncio.timeout(900):
+                while True:
+                    await process.machine.clock.sleep(1.0)
+                    said.append("turn")
+        finally:
+            said.append("cleaned up")
+
+    return talk
+
+
+async def parent(process: VirtualProcess, argv: list[str]) -> None:
+    host = ProcessHost(process)
+    host.spawn(["talker"], name="tied")
+    host.spawn(["talker"], name="free", die_with_parent=False)
+    await process.machine.clock.sleep(900.0)
+
+
+async def echo(process: VirtualProcess, argv: list[str]) -> None:
+    while (frame := await process.channel.to_child.get()) is not None:
+        process.channel.to_parent.put_nowait(frame)
+
+
+def test_a_killed_process_cleans_nothing_up(tmp_path: Path) -> None:
+    async def story(machine: Machine) -> None:
+        process = machine.spawn("talker", [], "talker", None, tied=False)
+        await machine.clock.sleep(2.5)
+        process.kill()
+        await machine.clock.sleep(10.0)
+        assert process.code == -9
+
+    assert sorted(on_machine(tmp_path, story)) == ["tick", "tick", "turn", "turn"]
+
+
+def test_a_terminated_process_cleans_up(tmp_path: Path) -> None:
+    async def story(machine: Machine) -> None:
+        process = machine.spawn("talker", [], "talker", None, tied=False)
+        await machine.clock.sleep(0.5)
+        process.terminate()
+        await machine.clock.sleep(1.0)
+        assert process.code == 0
+
+    assert on_machine(tmp_path, story) == ["cleaned up"]
+
+
+def test_a_stopped_process_goes_on_where_it_was(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    async def story(machine: Machine) -> None:
+        process = machine.spawn("talker", [], "talker", None, tied=False)
+        await machine.clock.sleep(2.5)
+        process.stop()
+        await machine.clock.sleep(50.0)
+        seen.append(machine.clock.monotonic() > 52 and process.stopped)
+        process.resume()
+        await machine.clock.sleep(1.1)
+        process.kill()
+
+    said = on_machine(tmp_path, story)
+    assert seen == [True]
+    assert said.count("turn") == said.count("tick") == 4  # what was due came once, and one more
+
+
+def test_children_die_with_their_parent_unless_they_need_not(tmp_path: Path) -> None:
+    async def story(machine: Machine) -> None:
+        process = machine.spawn("parent", [], "parent", None, tied=False)
+        await machine.clock.sleep(0.5)
+        process.kill()
+        assert [one.name for one in machine.alive] == ["free"]
+
+    on_machine(tmp_path, story)
+
+
+def test_a_channel_ends_with_its_process(tmp_path: Path) -> None:
+    heard: list[object] = []
+
+    async def story(machine: Machine) -> None:
+        process = machine.spawn("echo", [], "echo", None, tied=False)
+        child = VirtualChild(process, machine.clock, adopted=False)
+        await child.send(b"one")
+        heard.append(await child.recv(1.0))
+        process.kill()
+        try:
+            await child.recv(1.0)
+        except PeerLost:
+            heard.append("lost")
+        heard.append(await child.wait(1.0))
+
+    on_machine(tmp_path, story)
+    assert heard == [b"one", "lost", -9]
