@@ -156,9 +156,9 @@ async def report_actual(
 
 
 async def gangs(state: State) -> list[Gang]:
-    """All gangs, in the order in which they joined."""
+    """All gangs by their names, g2 before g10: workers that start together join in any order."""
     rows = (await state.run("rows", [MESH], {"index": GANGS, "prefix": GANG}))["rows"]
-    return [_gang(row) for row in rows or []]
+    return sorted(map(_gang, rows or []), key=lambda gang: (len(gang.id), gang.id))
 
 
 async def gang(state: State, id: str) -> Gang | None:

@@ -15,6 +15,7 @@ from common.api.weights import Group
 from common.records import ledger
 from common.records.ledger import Kind, trajectory_id
 from common.wire.blob import unpack
+from meshrl.launch.leftovers import belonging_to
 from services.rollout.trajectory import Restored, Trajectory
 from tests.mesh.running import Run
 
@@ -77,6 +78,13 @@ def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
         assert told[t.id][: t.length].tolist() == t.tokens.tolist()
 
 
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
 def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
     run: Callable[..., Run],
 ) -> None:
@@ -85,9 +93,9 @@ def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
     for _ in range(3):
 
         def loading() -> int:
-            stats = mesh.entry("worker/g0").get("stats", {})
-            pid = int(stats.get("role_pid", 0)) if stats.get("state") == "starting" else 0
-            return pid if pid not in killed else 0
+            """A trainer's process as the machine shows it: the mesh would tell a second later."""
+            fresh = set(belonging_to(mesh.directory / "mesh/settings.json")) - killed
+            return next((pid for pid in fresh if b"services.trainer" in command_line(pid)), 0)
 
         pid = mesh.until("a role process that loads", loading)
         os.kill(pid, signal.SIGKILL)
