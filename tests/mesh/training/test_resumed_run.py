@@ -30,11 +30,13 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
         rollout__pace="5/64/100000",  # trajectories are under way whenever it is cut off
     )
     mesh.until("three steps in the record", lambda: len(mesh.events("step")) >= 3)
+    first = mesh.pid("trainer/digits")
     crash(mesh)
 
     mesh.resume()
+    second = mesh.pid("trainer/digits", other_than=first)
     mesh.until("six steps", lambda: mesh.version >= 6)
-    os.kill(mesh.pid("trainer/digits"), signal.SIGKILL)  # it is not to finish while the run ends
+    os.kill(second, signal.SIGKILL)  # it is not to finish while the run ends
     mesh.end()
     shutil.rmtree(mesh.directory / "mesh/redis")
     for path in mesh.directory.glob("store/??/*"):  # nothing is kept for being young
