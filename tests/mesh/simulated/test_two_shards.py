@@ -12,9 +12,7 @@ from sim.mesh.job import JOB
 from sim.mesh.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
-STEPS = (
-    12  # whoever finds the gate open takes what it lets through: in fewer, one shard may take all
-)
+STEPS = 12  # who finds the gate open takes what it lets through: in fewer steps, one takes all
 
 
 def run(root: Path, shards: int) -> tuple[dict[str, int], Counter[str], list[int]]:
