@@ -16,7 +16,7 @@ demo: $(READY)
 	$(BIN)/meshrl run $(JOB) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--set mesh.workers=$(WORKERS)) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup $(TESTS)
+	$(BIN)/python -m pytest -n 4 --dist loadgroup $(TESTS)
 
 # A real SGLang server: what every engine promises, what is its own, and a job of three steps.
 test-sglang: export MESHRL_SGLANG_PYTHON := $(CURDIR)/.venvs/sglang/bin/python

@@ -2,8 +2,8 @@
 
 Keys live in Lua, so that a script reaches them without leaving it. All servers of a process share
 one Lua and its compiled scripts; their keys are their own. Lua locks itself for as long as a
-command takes: threads may call. Strings hash without a seed in Lua 5.1, so that a run is the same
-every time.
+command takes: threads may call. LuaJIT 2.0 runs Lua 5.1 in half the time, where there is one for
+the processor. In both, strings hash without a seed, so that a run is the same every time.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from lupa.lua51 import LuaRuntime, lua_type
 from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
 
 from sim.redis.faults import RedisFaults
+
+try:
+    from lupa.luajit20 import LuaRuntime, lua_type
+except ImportError:
+    from lupa.lua51 import LuaRuntime, lua_type
 
 SOURCES = Path(__file__).parent / "lua"
 MICROSECONDS = 1_000_000
