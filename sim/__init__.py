@@ -1,3 +1,3 @@
-"""A mesh under virtual time: loop, host, network, state, and a whole mesh of them. Open `mesh.py`
-first.
+"""Virtual time: loop, processes, hosts, network, state, Redis, and a whole mesh of them in `mesh`.
+Open `loop.py` first.
 """

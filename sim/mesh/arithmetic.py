@@ -29,7 +29,7 @@ from services.trainer.core.saved_state import load_state
 from services.trainer.helpers.gradient_sum import GradientSum
 from services.trainer.ranks.rank import Rank
 from services.trainer.running import Arithmetic
-from sim.mesh.machine import Machine, owner, takes
+from sim.machine import Machine, owner, takes
 
 GRADIENT_S = 3.0  # of one bin
 UPDATE_S = 1.0

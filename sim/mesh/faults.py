@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from common.random import Random
-from sim.mesh.machine import LATENCY_S as DISK_LATENCY_S
-from sim.mesh.process import VirtualProcess
+from sim.machine import LATENCY_S as DISK_LATENCY_S
 from sim.mesh.redis import LATENCY_S as REDIS_LATENCY_S
 from sim.mesh.world import World
 from sim.network import Faults
+from sim.process import VirtualProcess
 
 KINDS = ("kill", "stop", "network", "redis", "disk", "clock")
 LONGEST_STOP_S = 20.0

@@ -15,9 +15,9 @@ from common.state.client import State
 from meshrl.launch import plan
 from meshrl.launch.launcher import BUDGET, EVENT_S, GRACE_S
 from sim.loop import VirtualClock
-from sim.mesh.machine import ProcessHost
-from sim.mesh.process import VirtualProcess
+from sim.machine import ProcessHost
 from sim.mesh.programs import HOST
+from sim.process import VirtualProcess
 
 
 class VirtualLauncher(Hooks):

@@ -28,11 +28,11 @@ from services.rollout import __main__ as rollout
 from services.trainer import __main__ as trainer
 from services.trainer import running as trainer_running
 from services.weights import __main__ as weights
+from sim.machine import Machine, ProcessHost
 from sim.mesh.arithmetic import TinyArithmetic
-from sim.mesh.machine import Machine, ProcessHost
-from sim.mesh.process import Program, VirtualProcess
 from sim.mesh.redis import VirtualRedis, state_of
 from sim.network import MemoryNetwork, MemoryTransport
+from sim.process import Program, VirtualProcess
 
 HOST = "one"  # the id of the one host
 START_S = 1.2  # mean of what a process needs for its imports

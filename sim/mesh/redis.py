@@ -16,7 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from common.random import Random
 from common.state.client import RENEWAL_RETRIES, RETRIES, SCRIPTS, State, script_source
 from sim.loop import VirtualClock
-from sim.mesh.process import VirtualProcess
+from sim.process import VirtualProcess
 from sim.redis.client import SimulatedRedis, SimulatedSyncRedis
 from sim.redis.server import RedisServer
 

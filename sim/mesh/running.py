@@ -24,10 +24,10 @@ from sim.loop import VirtualLoop
 from sim.mesh import invariants
 from sim.mesh.faults import Schedule, kinds_of
 from sim.mesh.job import JOB, config_of
-from sim.mesh.process import Exited
-from sim.mesh.record import Record
 from sim.mesh.witness import Facts, Witness
 from sim.mesh.world import Size, World
+from sim.process import Exited
+from sim.record import Record
 
 T = TypeVar("T")
 MEMORY = Path("/dev/shm")  # files that nobody keeps need no disk

@@ -14,14 +14,14 @@ from common.wire.frames import Frame
 from meshrl.launch import plan
 from meshrl.launch.session import put_back
 from sim.loop import VirtualLoop
+from sim.machine import Machine
 from sim.mesh.job import JOB, config_of, document_of
 from sim.mesh.launcher import VirtualLauncher
-from sim.mesh.machine import Machine
-from sim.mesh.process import VirtualProcess
 from sim.mesh.programs import HOST, Surroundings
-from sim.mesh.record import Record
 from sim.mesh.redis import VirtualRedis, state_of
 from sim.network import MemoryNetwork
+from sim.process import VirtualProcess
+from sim.record import Record
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sim.mesh.process import VirtualProcess
 from sim.mesh.world import Size, World
+from sim.process import VirtualProcess
 from tests.mesh.simulated.worlds import on_world
 
 

@@ -12,14 +12,14 @@ from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
 from common.state.client import State
 from sim.loop import VirtualLoop
-from sim.mesh.machine import Machine
-from sim.mesh.process import VirtualProcess
+from sim.machine import Machine
 from sim.mesh.programs import Surroundings
-from sim.mesh.record import Record
 from sim.mesh.redis import VirtualRedis, state_of
 from sim.mesh.running import run_in
 from sim.mesh.world import Size, World
 from sim.network import MemoryNetwork
+from sim.process import VirtualProcess
+from sim.record import Record
 
 T = TypeVar("T")
 

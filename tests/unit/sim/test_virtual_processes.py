@@ -9,10 +9,10 @@ from pathlib import Path
 from common.errors import PeerLost
 from common.random import Random
 from sim.loop import VirtualLoop
-from sim.mesh.machine import Machine, ProcessHost, VirtualChild
-from sim.mesh.process import VirtualProcess
-from sim.mesh.record import Record
+from sim.machine import Machine, ProcessHost, VirtualChild
 from sim.mesh.running import run_in
+from sim.process import VirtualProcess
+from sim.record import Record
 
 Story = Callable[[Machine], Awaitable[None]]
 

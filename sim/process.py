@@ -16,7 +16,7 @@ from weakref import WeakSet
 from sim.loop import OWNER
 
 if TYPE_CHECKING:
-    from sim.mesh.machine import Machine
+    from sim.machine import Machine
 
 Program = Callable[["VirtualProcess", list[str]], Awaitable[None]]
 

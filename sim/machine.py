@@ -17,8 +17,8 @@ from common.process.host import replace_file
 from common.random import Random
 from common.records.append_file import AppendFile
 from sim.loop import OWNER, VirtualClock, VirtualLoop
-from sim.mesh.process import Exited, Program, VirtualProcess
-from sim.mesh.record import Record
+from sim.process import Exited, Program, VirtualProcess
+from sim.record import Record
 
 T = TypeVar("T")
 LATENCY_S = 0.0005  # mean of what a piece of blocking work waits when the disk is well
