@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from common.clock import Clock
 from common.process.birth import NURSERY_ENV, OFF
@@ -43,7 +44,8 @@ class MeshNursery(Hooks):
         self.supervisor = Supervisor(host, clock, [] if given else [spec], hooks=self)
 
     async def start(self) -> None:
-        """Begins it; see `listens`."""
+        """Begins it; see `listens`. Says so when the environment names one that is not there."""
+        self._look_for_the_named()
         self._socket.unlink(missing_ok=True)
         await self.supervisor.start()
 
@@ -61,8 +63,13 @@ class MeshNursery(Hooks):
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
         self._done_without = True
-        print(
-            f"no nursery ({why}): processes start in seconds, not milliseconds; its log: "
-            f"{spec.log}",
-            file=sys.stderr,
-        )
+        self._say(f"{why}; its log: {spec.log}")
+
+    def _look_for_the_named(self) -> None:
+        named = self.environment[NURSERY_ENV]
+        if self._done_without and named != OFF and not Path(named).exists():
+            self._say(f"nothing is at {named}, which ${NURSERY_ENV} names")
+
+    def _say(self, why: str) -> None:
+        slower = "processes start in seconds, not milliseconds"
+        print(f"no nursery: {slower}: {why}", file=sys.stderr)

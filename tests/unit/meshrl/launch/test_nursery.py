@@ -139,13 +139,19 @@ async def test_one_that_does_not_stay_up_is_done_without_and_said(
     await mine.stop(5.0)
 
 
-@pytest.mark.parametrize("given", ["off", "/another/one"])
+@pytest.mark.parametrize(("given", "says"), [("off", ""), ("/another/one", "/another/one")])
 async def test_the_users_choice_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+    says: str,
 ) -> None:
     monkeypatch.setenv(NURSERY_ENV, given)
     mine = nursery(tmp_path)
     await mine.start()
     assert mine.environment == {NURSERY_ENV: given} and not mine.supervisor.children
+    said = capsys.readouterr().err
+    assert says in said and bool(said) == bool(says)
     await mine.listens()
     await mine.stop(1.0)
