@@ -52,7 +52,7 @@ end
 local SET_BACK_MS = 10000
 
 local function lasts(expires_ms, renewed_ms)
-  return tonumber(expires_ms) > NOW and tonumber(renewed_ms) <= NOW + SET_BACK_MS
+  return tonumber(expires_ms) > NOW and (tonumber(renewed_ms) or 0) <= NOW + SET_BACK_MS
 end
 
 local function holds(name, token)
