@@ -161,4 +161,7 @@ class VirtualProcess:
             self._parked.append(handle)
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
+        """One that begins when the process has ended is what its last callback would clean up."""
+        if self.ended:
+            self.machine.graveyard.append(task)
         self._tasks.add(task)

@@ -202,7 +202,7 @@ async def _ended(world: World) -> list[str]:
     left += [f"{path} is open" for path in world.machine.open_files()]
     dead = {*world.machine.graveyard, asyncio.current_task()}
     tasks = [task for task in asyncio.all_tasks() if task not in dead]
-    return left + [f"task {task.get_name()} runs" for task in tasks]
+    return left + [f"task {task.get_name()} runs: {coroutine_of(task)}" for task in tasks]
 
 
 def _unhandled(world: World, told: dict[str, Any]) -> None:
@@ -221,3 +221,10 @@ def _sum_up(outcome: Outcome, world: World, facts: Facts, faults: Schedule) -> N
     outcome.faults = faults.count
     outcome.processes = len(world.machine.processes)
     outcome.digest = world.record.digest
+
+
+def coroutine_of(task: asyncio.Task[Any]) -> str:
+    """What a task runs, by name and place."""
+    stack = task.get_stack(limit=1)
+    place = f" at {stack[-1].f_code.co_filename}:{stack[-1].f_lineno}" if stack else ""
+    return f"{getattr(task.get_coro(), '__qualname__', '?')}{place}"

@@ -71,6 +71,25 @@ def test_a_killed_process_cleans_nothing_up(tmp_path: Path) -> None:
     assert sorted(on_machine(tmp_path, story)) == ["tick", "tick", "turn", "turn"]
 
 
+def test_what_a_process_begins_in_the_callback_that_ends_it_is_never_run(tmp_path: Path) -> None:
+    async def quits(process: VirtualProcess, argv: list[str]) -> None:
+        try:
+            ProcessHost(process).exit(75, "its lease is lost")
+        finally:
+            late.append(asyncio.ensure_future(process.machine.clock.sleep(1.0)))
+
+    late: list[asyncio.Future[None]] = []
+
+    async def story(machine: Machine) -> None:
+        machine.programs["quits"] = quits
+        process = machine.spawn("quits", [], "quits", None, tied=False)
+        await machine.clock.sleep(10.0)
+        assert process.code == 75
+        assert not late[0].done() and late[0] in machine.graveyard
+
+    on_machine(tmp_path, story)
+
+
 def test_a_terminated_process_cleans_up(tmp_path: Path) -> None:
     async def story(machine: Machine) -> None:
         process = machine.spawn("talker", [], "talker", None, tied=False)
