@@ -1,6 +1,7 @@
 """Kills and stops random processes of a running mesh, and says whether anything was lost.
 
-    python -m loadtests.chaos examples/calculator.toml --faults kill,stop --count 10 --seed 1
+    python -m loadtests.chaos examples/calculator.toml --faults kill,stop --count 10 --seed 1 \\
+        --set budget.steps=96  # long enough for ten
 
 Every few seconds one process gets SIGKILL, or SIGSTOP and, once its lease has expired, SIGCONT:
 services, planners, workers, role processes, environment processes, the agent, Redis, the nursery;
