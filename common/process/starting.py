@@ -18,7 +18,7 @@ from common.process.birth import Birth, NoBirth, Order, chosen
 from common.process.child import CHANNEL_FD
 from common.process.handle import SystemChild
 
-ASK_AGAIN_S = 3.0  # a nursery that gave no process is left alone for so long
+ASK_AGAIN_S = 3.0  # a nursery that was silent is left alone for so long: each question takes 2 s
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,9 @@ class Starter:
         try:
             passed = {"cwd": here, **descriptors}
             return Birth.ask(nursery, start.order(list(passed)), passed)
-        except NoBirth:
-            self._without_nursery_until = time.monotonic() + ASK_AGAIN_S
+        except NoBirth as error:
+            if isinstance(error.__cause__, TimeoutError):
+                self._without_nursery_until = time.monotonic() + ASK_AGAIN_S
             return None
         finally:
             os.close(here)
