@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -202,7 +203,10 @@ def main(path: Path, modules: list[str]) -> None:
     keep_at_exit()
     gc.collect()
     gc.freeze()  # what is imported stays, and no collection of a child touches its pages
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))  # a child takes one
     forked = Nursery(listening(path)).serve()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     os._exit(newborn.become(*forked, paths))
 
 

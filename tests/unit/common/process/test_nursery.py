@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ Open = Callable[..., SystemChild]
 KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2])
 
 SHOWS = """
-    import gc, json, logging, os, random, signal, sys, threading
+    import gc, json, logging, os, random, resource, signal, sys, threading
     import numpy
     print(json.dumps({
         "parent": os.getppid(),
@@ -34,6 +35,7 @@ SHOWS = """
         "path": sys.path,
         "cwd": os.getcwd(),
         "nice": os.nice(0),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "umask": os.umask(0),
         "descriptors": {
             n: os.readlink(f"/proc/self/fd/{n}")
@@ -73,6 +75,9 @@ async def test_it_is_what_a_fresh_interpreter_would_be(
     finally:
         os.umask(before)
     assert seen["parent"] == nursery.pid and seen["leads"]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert tuple(seen["files"]) == limits
+    assert resource.prlimit(nursery.pid, resource.RLIMIT_NOFILE)[0] == limits[1]
     assert seen["argv"] == ["--to", "me"]
     assert seen["shown"] == ["-m", "shows", "--to"]
     assert seen["environment"]["MESHRL_TEST"] == "changed"
