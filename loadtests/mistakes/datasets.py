@@ -5,7 +5,8 @@ from __future__ import annotations
 from loadtests.mistakes.job import lines
 from loadtests.mistakes.mistake import Mistake
 
-_ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(1, 9)]
+_FIRST, _THIRD = (rf"train\.jsonl(:|, line ){line}\b" for line in (1, 3))
+_ROWS = [{"prompt": f"{a}+9=", "answer": str(a + 9)} for a in range(1, 9)]
 
 
 def _with(row: dict[str, object]) -> str:
@@ -22,7 +23,7 @@ MISTAKES = (
     Mistake("rows: empty", (r"dataset\.train", "no rows"), files={"train.jsonl": ""}),
     Mistake(
         "rows: a line that does not parse",
-        (r"train\.jsonl:3",),
+        (_THIRD,),
         files={"train.jsonl": lines(_ROWS[:2]) + '{"prompt": \n' + lines(_ROWS[2:])},
     ),
     Mistake(
@@ -32,39 +33,39 @@ MISTAKES = (
     ),
     Mistake(
         "rows: not an object",
-        (r"train\.jsonl:3",),
+        (_THIRD,),
         files={"train.jsonl": lines(_ROWS[:2]) + "[1, 2]\n"},
     ),
     Mistake(
         "rows: no prompt",
-        (r"train\.jsonl:3", "prompt"),
+        (_THIRD, "prompt"),
         files={"train.jsonl": _with({"question": "1+1=", "answer": "2"})},
     ),
     Mistake(
         "rows: a prompt that is no text",
-        (r"train\.jsonl:3", "prompt"),
+        (_THIRD, "prompt"),
         files={"train.jsonl": _with({"prompt": 5, "answer": "2"})},
     ),
     Mistake(
         "rows: an empty prompt",
-        (r"train\.jsonl:3", "prompt"),
+        (_THIRD, "prompt"),
         files={"train.jsonl": _with({"prompt": "", "answer": "2"})},
     ),
     Mistake(
         "rows: another key than dataset.prompt",
-        (r"dataset\.prompt|train\.jsonl:1", "question"),
+        (r"dataset\.prompt|train\.jsonl.*1", "question"),
         set={"dataset.prompt": "question"},
     ),
     Mistake(
         "rows: a key that the reward names is missing",
-        (r"train\.jsonl:3", "answer"),
+        (_THIRD, "answer"),
         set={"reward.use": "exact"},
         files={"train.jsonl": _with({"prompt": "1+1="})},
     ),
     Mistake(
         "rows: sft without responses",
-        (r"train\.jsonl:1", "response"),
-        set={"algorithm.name": "sft", "reward.use": None},
+        (_FIRST, "response"),
+        set={"algorithm.name": "sft", "algorithm.group_size": 1, "reward.use": None},
     ),
     Mistake(
         "rows: held out and trained on",
@@ -73,7 +74,7 @@ MISTAKES = (
     ),
     Mistake(
         "rows: a prompt that leaves no room",
-        (r"train\.jsonl:3", "max_tokens", "24"),
+        (_THIRD, "max_tokens", "24"),
         files={"train.jsonl": _with({"prompt": "1+" * 20 + "1=", "answer": "21"})},
     ),
     Mistake(

@@ -38,7 +38,7 @@ MISTAKES = (
     ),
     Mistake(
         "code: a syntax error",
-        (r"mine\.py", "line 3|:3", "SyntaxError|syntax"),
+        (r"mine\.py", "line 3|:3", "syntax|never closed"),
         files={"mine.py": "import math\n\ndef reward(row, turns:\n    return 1.0\n"},
     ),
     Mistake(

@@ -156,6 +156,7 @@ def make_model(directory: Path) -> None:
             "hidden_act": "silu",
         }
     )
-    torch.manual_seed(0)
-    save_model(directory, config, Decoder(config).state_dict(), file)
+    decoder = Decoder(config)
+    decoder.initialise(torch.Generator().manual_seed(0))
+    save_model(directory, config, decoder.state_dict(), file)
     file.unlink()

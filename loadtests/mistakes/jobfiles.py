@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadtests.mistakes.job import JOB, POSITIONS, toml
+from loadtests.mistakes.job import POSITIONS, toml
 from loadtests.mistakes.mistake import Mistake
 
 _MINIMAL = {
@@ -62,11 +62,8 @@ MISTAKES = (
         (r"rollout\.stop", r"<\|im_end\|>"),
         set={"rollout.stop": ["<|im_end|>"]},
     ),
-    Mistake("job: ranks for all workers", ("ranks", "workers"), set={"training.ranks": 2}),
     Mistake(
-        "job: a bucket beyond the longest",
-        ("buckets", "max_tokens"),
-        files={"job.toml": toml(JOB) + "\n[[rollout.buckets]]\nmax_tokens = 4096\nbatch = 8\n"},
+        "job: ranks for all workers", ("workers", "2 that train|ranks"), set={"training.ranks": 2}
     ),
     Mistake(
         "job: --set of an unknown key",
