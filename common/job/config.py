@@ -232,6 +232,7 @@ class AlgorithmConfig(Table):
     loss_constant: Natural = 0  # tokens that "constant" divides by; 0: rollout.max_tokens
     overlong_buffer: Whole = -1  # last tokens, in which length costs; negative: the algorithm's own
     overlong_penalty: NonNegative = 1.0  # reward that a trajectory of full length loses
+    mask_truncated: bool = False  # trajectories that were cut off at max_tokens carry no loss
     kl: Literal["k1", "k2", "k3"] = "k3"  # estimate of the divergence from the reference
     kl_coefficient: NonNegative = 0.0  # 0: no reference is needed
     kl_in: Literal["loss", "reward"] = "loss"
