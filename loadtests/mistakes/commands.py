@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from loadtests.mistakes.job import Place
-from loadtests.mistakes.mistake import Mistake
+from loadtests.mistakes.mistake import Mistake, NotPreparedError
 
 _RUN = "runs/mine"
 _BEGUN_S = 120.0  # for a run that is prepared
@@ -25,11 +25,16 @@ def _meshrl(place: Place, *argv: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=place.root, env=environ, stdout=log, stderr=log)
 
 
+def _require(condition: bool, why: str) -> None:
+    if not condition:
+        raise NotPreparedError(why)
+
+
 @contextmanager
 def _finished(place: Place) -> Iterator[None]:
     """A run that has ended, its two steps trained."""
     status = _meshrl(place, "run", "job.toml").wait(_BEGUN_S)
-    assert status == 0, (place.root.parent / "prepared.log").read_text()
+    _require(status == 0, (place.root.parent / "prepared.log").read_text()[-500:])
     yield
 
 
@@ -41,15 +46,15 @@ def _live(place: Place) -> Iterator[None]:
     metrics = place.path(f"{_RUN}/metrics.jsonl")
     deadline = time.monotonic() + _BEGUN_S
     while not metrics.is_file() or not metrics.stat().st_size:
-        assert program.poll() is None and time.monotonic() < deadline
+        _require(program.poll() is None and time.monotonic() < deadline, "the run does not begin")
         time.sleep(0.1)
     try:
         yield
-        assert program.poll() is None, "the run did not survive"
+        _require(program.poll() is None, "the run did not survive")
         steps = len(metrics.read_text().splitlines())
         deadline = time.monotonic() + _BEGUN_S
         while len(metrics.read_text().splitlines()) <= steps:
-            assert program.poll() is None and time.monotonic() < deadline, "it does not go on"
+            _require(program.poll() is None and time.monotonic() < deadline, "it does not go on")
             time.sleep(0.1)
     finally:
         program.send_signal(signal.SIGINT)
@@ -64,7 +69,7 @@ def _without(*names: str) -> Callable[[Place], object]:
         with _finished(place):
             for name in names:
                 found = list(place.path(_RUN).glob(name))
-                assert found, name
+                _require(bool(found), f"a run has no {name}")
                 for path in found:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
             yield

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from loadtests.mistakes.job import Place
-from loadtests.mistakes.mistake import Mistake
+from loadtests.mistakes.mistake import Mistake, NotPreparedError
 
 _ELSEWHERE = "203.0.113.7"  # an address for documentation (RFC 5737): no interface has it
 _PASSWORD = "secret"
@@ -36,7 +36,8 @@ def _web_server(place: Place) -> Iterator[None]:
 @contextmanager
 def _with_password(place: Place) -> Iterator[None]:
     program = shutil.which("redis-server") or shutil.which("valkey-server")
-    assert program, "needs redis-server: apt-get install redis-server"
+    if program is None:
+        raise NotPreparedError("apt-get install redis-server")
     argv = [program, "--port", str(_PORT), "--requirepass", _PASSWORD, "--save", ""]
     with _serving(argv):
         yield

@@ -15,6 +15,10 @@ BEFORE_S = 3.0  # from the start of the command, for what can be known before a 
 RUNNING_S = 20.0  # from the start of the command, for what only a running mesh can find out
 
 
+class NotPreparedError(Exception):
+    """What a mistake needs, such as a run that has finished, could not be had or did not survive."""
+
+
 @dataclass(frozen=True)
 class Mistake:
     """One mistake, on top of the job of `job.Place`, which runs as it is."""

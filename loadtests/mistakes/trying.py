@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtests.mistakes.job import Place
-from loadtests.mistakes.mistake import Mistake
+from loadtests.mistakes.mistake import Mistake, NotPreparedError
 
 SILENT_S = 60.0  # what is not said by then is not said
 END_S = 30.0  # for the command to end by itself once it has said it
@@ -112,14 +112,18 @@ def attempt(mistake: Mistake) -> Verdict:
             place.set(mistake.set)
         for name, content in mistake.files.items():
             place.write(name, content)
-        with mistake.prepare(place) if mistake.prepare else nullcontext():
-            before = place.contents()
-            command = _Command(place, mistake.argv, dict(mistake.environ))
-            try:
-                status = _watch(command, mistake)
-            finally:
-                command.end()
-            return _judge(mistake, place, before, command, status)
+        try:
+            with mistake.prepare(place) if mistake.prepare else nullcontext():
+                before = place.contents()
+                command = _Command(place, mistake.argv, dict(mistake.environ))
+                try:
+                    status = _watch(command, mistake)
+                finally:
+                    command.end()
+                return _judge(mistake, place, before, command, status)
+        except NotPreparedError as error:
+            why = (f"not prepared: {error}",)
+            return Verdict(mistake.name, mistake.running, None, mistake.by_s, (), why, (), "")
 
 
 def _watch(command: _Command, mistake: Mistake) -> int | None:
