@@ -20,7 +20,7 @@ from common.state import events, gangs, jobs, leader, registry
 from common.state.client import State
 from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
-from meshrl.job import bundle, isolation
+from meshrl.job import bundle
 from meshrl.launch import places
 from meshrl.launch.places import MeshPlace, find_mesh, write_json
 from meshrl.observe.stalled import Stall, diagnose, redis_silent
@@ -51,7 +51,7 @@ def _ask(place: MeshPlace, question: Callable[[State], Awaitable[T]], deadline_s
         return asyncio.run(asking())
     except StateUnavailable as error:
         raise StateUnavailable(
-            "the mesh's Redis does not answer",
+            f"the mesh's Redis cannot be asked: {error.message}",
             where=without_password(place.redis_url),
             fix="`meshrl up` starts a mesh; `meshrl resume RUN` starts the mesh of a run again",
         ) from error
@@ -65,7 +65,6 @@ async def server_ms(state: State) -> float:
 
 def submit(config: JobConfig, base: Path, force: bool, mesh: Path | None) -> None:
     place = find_mesh(mesh)
-    isolation.require(config)
     run_dir = places.run_directory(config, force)
 
     async def taken(state: State) -> set[str]:
