@@ -35,7 +35,10 @@ def lengths(job: JobFile) -> None:
         for place, texts in read:
             if time.monotonic() > until:
                 break
-            count = sum(count_tokens(job, key, place, text, tokenizer) for text in texts)
+            count = sum(
+                count_tokens(job, key, place, text, tokenizer, begins=i == 0)
+                for i, text in enumerate(texts)
+            )
             if count + (not answer) > room:
                 long.append((place, count))
         refuse_long(job, key, long, "prompt and answer have" if answer else "the prompt has")
@@ -56,10 +59,14 @@ def refuse_long(job: JobFile, key: str, long: list[tuple[str, int]], what: str) 
     )
 
 
-def count_tokens(job: JobFile, key: str, place: str, text: str, tokenizer: Tokenizer) -> int:
-    """The tokens of a text; ConfigError with its place when the vocabulary cannot express it."""
+def count_tokens(
+    job: JobFile, key: str, place: str, text: str, tokenizer: Tokenizer, begins: bool = True
+) -> int:
+    """The tokens of a text, which a trajectory begins with or not; ConfigError with its place when
+    the vocabulary cannot express it.
+    """
     try:
-        return len(tokenizer.encode(text))
+        return len(tokenizer.begin(text) if begins else tokenizer.encode(text))
     except ConfigError as error:
         raise job.fail(key, f"{place}: {error.message}", error.fix) from error
 
