@@ -258,6 +258,37 @@ def export(
     raise typer.Exit(exporting.export(run, step, best, out))
 
 
+@app.command("eval", rich_help_panel="Runs")
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a run.")
+    ],
+    job: Job,
+    set_: Set = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a run: that step's; default: the last.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run: what its evaluations found best.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Evaluates a model on the held-out rows and evaluation datasets of a job, and trains nothing.
+
+    It starts a mesh, prints the figures and writes them to evaluation.json in a run directory of
+    its own, runs/NAME-eval. Progress goes to standard error.
+
+    Examples:
+
+        meshrl eval Qwen2.5-0.5B job.toml --set evaluation.problems=128
+
+        meshrl eval runs/calculator examples/calculator.toml --best --json
+    """
+    from meshrl.run import evaluating
+
+    raise typer.Exit(evaluating.evaluate(model, job, set_ or [], step, best, json))
+
+
 @app.command(rich_help_panel="Meshes")
 def up(
     workers: Annotated[int, typer.Option(metavar="N", help="Accelerators, or CPU slots.")] = 3,
