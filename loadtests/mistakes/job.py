@@ -136,8 +136,8 @@ def make_model(directory: Path) -> None:
     vocabulary = {letter: index for index, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    file = directory.parent / "letters.json"
-    tokenizer.save(str(file))
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
     config = ModelConfig.from_hf(
         {
             "model_type": "llama",
@@ -158,5 +158,4 @@ def make_model(directory: Path) -> None:
     )
     decoder = Decoder(config)
     decoder.initialise(torch.Generator().manual_seed(0))
-    save_model(directory, config, decoder.state_dict(), file)
-    file.unlink()
+    save_model(directory, config, decoder.state_dict())

@@ -16,7 +16,7 @@ RUNNING_S = 20.0  # from the start of the command, for what only a running mesh 
 
 
 class NotPreparedError(Exception):
-    """What a mistake needs, such as a run that has finished, could not be had or did not survive."""
+    """What a mistake needs, such as a run that has finished, was not to be had."""
 
 
 @dataclass(frozen=True)
