@@ -84,7 +84,7 @@ def _redis(url: str) -> dict[str, str]:
 
 MISTAKES = (
     Mistake(
-        "host: cuda without a GPU", ("cuda", "mesh.device|nvidia|GPU"), set={"mesh.device": "cuda"}
+        "host: cuda without a GPU", (r"mesh\.device", "GPU", "cpu"), set={"mesh.device": "cuda"}
     ),
     Mistake(
         "host: SGLang is not installed",
@@ -154,7 +154,7 @@ MISTAKES = (
     ),
     Mistake(
         "host: an interpreter for the sandbox that does not exist",
-        (r"sandbox\.python", "nopython"),
+        (r"sandbox\.python|job\.toml, line", "nopython"),
         set={"sandbox.python": "nopython"},
     ),
     Mistake(
@@ -167,7 +167,7 @@ MISTAKES = (
     ),
     Mistake(
         "host: a judge without its key",
-        ("JUDGE_KEY", r"reward\.judge"),
+        ("JUDGE_KEY", r"reward\.judge|job\.toml, line"),
         set={
             "reward.use": None,
             "reward.judge.use": "https://judge.invalid/v1",
