@@ -101,16 +101,18 @@ def run(
         meshrl run examples/calculator.toml --dry-run
     """
     from meshrl.job import jobfile
+    from meshrl.preflight import checks
 
-    config, base = jobfile.load(job, _overrides(set_, seed))
+    found = jobfile.read(job, _overrides(set_, seed))
+    checks.check(found)
     if dry_run:
         from meshrl import dryrun
 
-        dryrun.show(config)
+        dryrun.show(found.config)
         return
     from meshrl.launch import session
 
-    raise typer.Exit(session.run(config, base, force))
+    raise typer.Exit(session.run(found.config, found.base, force))
 
 
 @app.command(rich_help_panel="Runs")
@@ -351,9 +353,11 @@ def submit(
     """
     from meshrl import commands
     from meshrl.job import jobfile
+    from meshrl.preflight import checks
 
-    config, base = jobfile.load(job, _overrides(set_, seed))
-    commands.submit(config, base, force, mesh)
+    found = jobfile.read(job, _overrides(set_, seed))
+    checks.check(found, starts_mesh=False)
+    commands.submit(found.config, found.base, force, mesh)
 
 
 @app.command(rich_help_panel="Meshes")

@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,25 @@ _SYNTAX_FIXES = {  # by how tomllib's message begins
 }
 
 
-def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
-    """The job that a file describes, with `KEY=VALUE` overrides, and the directory it lies in.
+@dataclass(frozen=True)
+class JobFile:
+    """A job file as it was read and checked."""
 
-    Paths in the result are absolute. ConfigError names the line, or the override, that is wrong.
+    config: JobConfig  # its paths are absolute
+    base: Path  # the directory that it lies in
+    fail: Callable[..., ConfigError]  # (key, message, fix): the error that names the key's line
+
+
+def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
+    """The job that `read` finds in a file, and the directory it lies in."""
+    found = read(path, overrides)
+    return found.config, found.base
+
+
+def read(path: Path, overrides: list[str]) -> JobFile:
+    """The job that a file describes, with `KEY=VALUE` overrides.
+
+    ConfigError names the line, or the override, that is wrong.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -53,7 +68,8 @@ def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
         }
         places[key] = f"--set {override}"
     base = path.resolve().parent
-    return _Checker(path, places).check(document, base), base
+    checker = _Checker(path, places)
+    return JobFile(checker.check(document, base), base, checker.fail)
 
 
 def _syntax(path: Path, text: str, wrong: str) -> ConfigError:

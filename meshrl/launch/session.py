@@ -15,7 +15,7 @@ from common.job.config import JobConfig
 from common.records.checkpoints import best, committed, is_first, last_lineage
 from common.state import embedded, jobs, steps
 from common.state.client import State
-from meshrl.job import bundle, isolation
+from meshrl.job import bundle
 from meshrl.launch import places
 from meshrl.launch.launcher import Launcher, Shape, interruptible, shape_of
 from meshrl.launch.places import MeshPlace, read_json, write_json
@@ -28,7 +28,6 @@ STOPPED = 130  # exit status after Ctrl-C, as shells have it
 
 def run(config: JobConfig, base: Path, force: bool) -> int:
     """Runs a job from its start; the exit status."""
-    isolation.require(config)
     run_dir = places.run_directory(config, force)
     _, document = bundle.pack(config, base, run_dir)
     write_json(run_dir / "job.json", {"job": config.name, "document": document})
