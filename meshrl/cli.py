@@ -23,6 +23,15 @@ app = typer.Typer(
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).", show_default=False)]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, as in runs/calculator.")]
+RunOrJob = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run directory, or a job of the mesh by its name.")
+]
+RunOrMesh = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN]", help="A run or mesh directory; default: the mesh started last."
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -40,6 +49,28 @@ MeshOption = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from meshrl import versions
+
+        print(versions.line())
+        raise typer.Exit
+
+
+@app.callback()
+def _meshrl(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Prints the version."),
+    ] = False,
+) -> None:
+    """Reinforcement learning for language models on a mesh of accelerators.
+
+    Exit status: 0 done, 1 an error (one line says what it is and what to do), 2 wrong usage,
+    130 Ctrl-C; `watch` and `wait` have more.
+    """
 
 
 def _overrides(values: list[str] | None, seed: int | None) -> list[str]:
@@ -99,18 +130,83 @@ def resume(run: Run) -> None:
 
 
 @app.command(rich_help_panel="Runs")
-def audit(run: Run, json: AsJson = False) -> None:
+def audit(run: RunOrMesh = None, json: AsJson = False, mesh: MeshOption = None) -> None:
     """Accounts for every trajectory of a run, from its ledger and events alone.
 
-    Exits 1 when a trajectory is lost or was trained twice.
+    Of a mesh: of the job that it works on, or did last. Exits 1 when a trajectory is lost or was
+    trained twice.
 
     Example:
 
         meshrl audit runs/calculator
     """
     from meshrl.observe import audit as auditing
+    from meshrl.run.target import run_of
 
-    raise typer.Exit(auditing.show(run, json))
+    raise typer.Exit(auditing.show(run_of(run, mesh).directory, json))
+
+
+@app.command(rich_help_panel="Runs")
+def watch(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run directory, or a job of the mesh; default: what the mesh works on.",
+        ),
+    ] = None,
+    mesh: MeshOption = None,
+) -> None:
+    """Shows a run as `meshrl run` does: one that was submitted, or is run in another terminal.
+
+    Changes nothing; Ctrl-C ends the view and leaves the job running. Exit status, when the run is
+    over: 0 it has finished, 1 it has failed, 3 it was stopped before its end; 130 after Ctrl-C.
+
+    Example:
+
+        meshrl watch runs/calculator
+    """
+    from meshrl.run import watching
+
+    raise typer.Exit(watching.watch(run, mesh))
+
+
+@app.command(rich_help_panel="Runs")
+def wait(
+    run: RunOrJob,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Gives up after that; default: never.")
+    ] = None,
+    json: AsJson = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Returns when a run is over and its report and model are written, and says how it ended.
+
+    Exit status: 0 it has finished, 1 it has failed, 3 it was stopped before its end, 124 --timeout.
+
+    Example:
+
+        meshrl wait runs/calculator --timeout 3600 && meshrl audit runs/calculator
+    """
+    from meshrl.run import waiting
+
+    raise typer.Exit(waiting.wait(run, mesh, timeout, json))
+
+
+@app.command(rich_help_panel="Runs")
+def cancel(run: RunOrJob, json: AsJson = False, mesh: MeshOption = None) -> None:
+    """Ends a job cleanly: one of a mesh, which takes up the next one, or that of a `meshrl run`.
+
+    What it has made stays, its last checkpoint too, and `meshrl resume` goes on from there. Exits 1
+    when the job has finished or failed already.
+
+    Example:
+
+        meshrl cancel runs/calculator
+    """
+    from meshrl.run import waiting
+
+    raise typer.Exit(waiting.cancel(run, mesh, json))
 
 
 @app.command(rich_help_panel="Runs")
@@ -209,6 +305,7 @@ def submit(
 
 @app.command(rich_help_panel="Meshes")
 def status(
+    run: RunOrMesh = None,
     stalled: Annotated[
         bool, typer.Option("--stalled", help="Names who waits and which process is the cause.")
     ] = False,
@@ -217,18 +314,22 @@ def status(
 ) -> None:
     """Shows jobs, services and gangs, or with --stalled what holds them up.
 
+    Of a run that is over: how it ended, and the command that goes on.
+
     Example:
 
         meshrl status
+
+        meshrl status runs/calculator
 
         meshrl status --stalled --json
     """
     from meshrl import commands
 
     if stalled:
-        commands.stalled(mesh, json)
+        commands.stalled(run, mesh, json)
     else:
-        commands.status(mesh, json)
+        commands.status(run, mesh, json)
 
 
 @app.command(rich_help_panel="Meshes")
@@ -263,8 +364,13 @@ def move(
 
 @app.command(rich_help_panel="Help")
 def logs(
-    service: Annotated[
-        str | None, typer.Argument(metavar="[SERVICE]", help="As in rollout/0; default: all.")
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] [SERVICE]",
+            help="A run or mesh directory, and a service as in rollout/0; default: all logs of "
+            "the mesh started last.",
+        ),
     ] = None,
     lines: Annotated[int, typer.Option("-n", "--lines", help="How many, of each log.")] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
@@ -275,10 +381,12 @@ def logs(
     Example:
 
         meshrl logs rollout/0 -f
+
+        meshrl logs runs/calculator trainer/calculator
     """
     from meshrl import logs as printing
 
-    printing.show(mesh, service, lines, follow)
+    printing.show(names or [], mesh, lines, follow)
 
 
 engine = typer.Typer(no_args_is_help=True, help="Engines with an interpreter of their own.")

@@ -16,6 +16,7 @@ from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
 from common.job.pace import profile
 from common.model.chat import Chat, format_of
+from common.model.end_tokens import end_tokens
 from common.model.tokenizer import Tokenizer
 from meshrl.job import algorithm, extras, models, references, rows, sandbox, schema
 from meshrl.job.toml_lines import key_lines, line_of
@@ -105,7 +106,7 @@ class _Checker:
         sandbox.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
-        return self._chat(config)
+        return self._ends(self._chat(config))
 
     def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
         lines = {k: i for i, k in enumerate(self.places, 1)}
@@ -259,6 +260,19 @@ class _Checker:
             environment=replace(environment, chat=name),
             rollout=replace(config.rollout, stop=stop),
         )
+
+    def _ends(self, config: JobConfig) -> JobConfig:
+        """The job with the model's own end tokens among those that end a turn."""
+        model, rollout = config.model, config.rollout
+        path = Path(model.path) if model.path else None
+        tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
+        try:
+            own = end_tokens(path, model.config, tokenizer)
+        except ConfigError as error:
+            where = f" ({error.where})" if error.where else ""
+            raise self.fail("model", f"model: {error.message}{where}", error.fix) from error
+        stop = list(dict.fromkeys([*rollout.stop, *own]))
+        return replace(config, rollout=replace(rollout, stop=stop))
 
     def _references(self, config: JobConfig, base: Path) -> None:
         reward = config.reward

@@ -31,9 +31,8 @@ async def record_all(launcher: Launcher, stop: asyncio.Event) -> None:
             if not row.ended and row.id not in recording:
                 work = record(launcher, row.id, Path(row.run_dir), stop)
                 recording[row.id] = asyncio.create_task(work, name=f"record {row.id}")
-        for task in recording.values():
-            if task.done():
-                task.result()  # raises what is a fault of ours
+        for job in [job for job, task in recording.items() if task.done()]:
+            recording.pop(job).result()  # raises what is a fault of ours; it may be resumed
         await launcher.clock.sleep(LOOK_S)
     await asyncio.gather(*recording.values())
 

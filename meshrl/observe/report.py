@@ -29,7 +29,7 @@ from meshrl.observe.view import clock
 from meshrl.observe.watch import Evaluation, told, unforeseen
 
 EXPORT_S = 120.0
-EXPORTED_PHASES = (Phase.TRAINING, Phase.EVALUATION, Phase.FINISHED)
+EXPORTED_PHASES = (Phase.TRAINING, Phase.EVALUATION, Phase.FINISHED, Phase.STOPPED)
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em;
@@ -64,11 +64,11 @@ async def write(recorder: Recorder) -> dict[str, Any]:
         tally=recorder.tally,
         account=account(events, audit.in_flight(run_dir, events), job),
     )
-    write_json(run_dir / "summary.json", found)
     page = html(found, recorder.rows, evaluations, events, document)
     (run_dir / "report.html").write_text(page, encoding="utf-8")
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
         await export_model(run_dir)
+    write_json(run_dir / "summary.json", found)  # last: who waits for it finds all the rest
     return found
 
 

@@ -87,8 +87,7 @@ class Environments:
         """The trajectory ends in mid-turn: the turn's text, and the score of an environment that
         has one for it.
         """
-        text = self._tokenizer.decode(ids)
-        return [text, self._open[key].cut(text)]
+        return [self._tokenizer.decode(ids), self._open[key].cut(ids)]
 
     def _restore(self, key: int, argument: Any) -> None:
         row, told, *ids = argument

@@ -34,8 +34,10 @@ class Session(Protocol):
     def result(self, value: Any) -> Action:
         """After a tool's value."""
 
-    def cut(self, text: str) -> float | None:
-        """The score of a trajectory that ends before the environment does, in mid-turn or not."""
+    def cut(self, ids: list[int]) -> float | None:
+        """The score of a trajectory that ends before the environment does, in mid-turn (with the
+        ids of that turn) or not.
+        """
 
     def check(self, ids: list[int]) -> None:
         """After a replay: raises unless the trajectory began with these ids, which were logged."""
@@ -56,7 +58,7 @@ class TextSession:
                 f"open() returned {type(text).__name__}, not the prompt as str; messages take "
                 "environment.chat"
             )
-        return self._tokenizer.encode(text)
+        return self._tokenizer.begin(text)
 
     def answer(self, value: Any) -> list[int]:
         if not isinstance(value, str):
@@ -70,8 +72,8 @@ class TextSession:
     def result(self, value: Any) -> Action:
         return self._action(self._environment.result(value))
 
-    def cut(self, text: str) -> float | None:
-        return scored(self._environment, text)
+    def cut(self, ids: list[int]) -> float | None:
+        return scored(self._environment, self._tokenizer.decode(ids))
 
     def check(self, ids: list[int]) -> None:
         return None
@@ -90,7 +92,8 @@ class ChatSession:
 
     Calls that the model writes go to the job's tools one by one; their values, and what is wrong
     with calls that cannot be made, come back as tool messages. The environment sees turns without
-    calls: `step` gets what the model said, without its reasoning and the format's own tokens.
+    calls: `step` and `cut` get what the model said, without its reasoning and the format's own
+    tokens.
     """
 
     def __init__(
@@ -139,8 +142,9 @@ class ChatSession:
         self._answer(self._calling, content)
         return self._next_call()
 
-    def cut(self, text: str) -> float | None:
-        return scored(self._environment, text)
+    def cut(self, ids: list[int]) -> float | None:
+        said = self.conversation.sampled(ids).content if ids else ""
+        return scored(self._environment, said)
 
     def check(self, ids: list[int]) -> None:
         if self.conversation.ids[: len(ids)] != ids:

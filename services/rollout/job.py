@@ -37,6 +37,7 @@ from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
 from services.rollout.supervised import supervise
 from services.rollout.trajectory import Ending, Trajectory, Turn
+from services.rollout.transcript import Transcript
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again
@@ -65,6 +66,8 @@ class ShardJob:
         scheduler = Scheduler(buckets, len(self.train_rows), lengths)
         self.commits = GroupCommit(mesh, self.ledger)
         self.router = Router(mesh, self.commits, self._sampling(), config.rollout.slots, scheduler)
+        tokenizer = Tokenizer.load(str(job.tokenizer))
+        self.transcript = Transcript(tokenizer.decode, self.router.stop, config.rollout.stop_text)
         self.bulk = BulkClient(mesh)
         self.scorer = Scorer(mesh, job)
         self.judge = judge_of(mesh, job, self.scorer)
@@ -317,18 +320,22 @@ class ShardJob:
                     await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
             reason, score = await self._turns(stay, row)
             stay.end()
-            return Ending(reason, await self._reward(t, row, score))
+            return Ending(reason, await self._reward(t, row, reason, score))
         except ToolFailed as error:
             self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
             return Ending("failed", None, str(error))
 
-    async def _reward(self, t: Trajectory, row: dict[str, Any], score: float | None) -> float:
+    async def _reward(
+        self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
+    ) -> float:
         """The job's reward or judge, or else the environment's own score."""
         environment = self.config.environment
         if self.judge is not None:
-            return await self.judge.verdict(row, t.turns())
-        if self.config.reward.declared or not (environment.use or environment.verifiers):
-            return await self.sandbox.reward(row, t.turns())
+            return await self.judge.verdict(row, self.transcript.turns(t, reason))
+        if self.config.reward.declared:
+            return await self.sandbox.reward(row, self.transcript.turns(t, reason))
+        if not (environment.use or environment.verifiers):
+            return 0.0
         if score is None:
             raise ToolFailed(
                 "the environment has no score for the trajectory",
@@ -349,7 +356,7 @@ class ShardJob:
             ended = t.open_turn is not None
             if not ended and await stay.generate(self._limit(t)) is Finish.LENGTH:
                 said, score = await self.environments.cut(t.id, t.turn.tolist(), replay)
-                t.open_turn = Turn(said, 0)
+                t.open_turn = Turn(said, 0, cut=True)
                 return "length", score
             if t.open_turn is None or not t.open_turn.answered:
                 t.open_turn = None

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.records.ledger import Kind, Record, group_of, trajectory_id
 from common.records.token_record import TokenRows
-from services.rollout.record.buffers import NOT_SAMPLED, ExpertIds, Floats, Ints, TokenBuffer
+from services.rollout.record.buffers import ExpertIds, Floats, Ints, TokenBuffer
 
 
 @dataclass(slots=True)
@@ -23,6 +23,8 @@ class Turn:
     value: Any = None
     answered: bool = False  # the tool's value is logged
     earlier: list[tuple[str, Any, Any]] = field(default_factory=list)  # calls before that one
+    appended: int = 0  # tokens of the environment that follow it
+    cut: bool = False  # the trajectory ended in the middle of it
 
     def called(self, tool: str, input: Any, value: Any) -> None:
         """A tool's value is logged, perhaps after others of this turn."""
@@ -32,13 +34,6 @@ class Turn:
     def calls(self) -> list[tuple[str, Any, Any]]:
         """(tool, input, value) of all calls of this turn so far."""
         return self.earlier + ([(self.tool, self.input, self.value)] if self.answered else [])
-
-    def history(self) -> list[dict[str, Any]]:
-        """The turn as a reward function sees it."""
-        turns: list[dict[str, Any]] = [{"role": "model", "text": self.text}]
-        for name, argument, value in self.calls():
-            turns.append({"role": "tool", "name": name, "input": argument, "value": value})
-        return turns
 
 
 @dataclass(slots=True)
@@ -100,6 +95,7 @@ class Trajectory:
         self.buffer.appended(ids)
         self.turn_start = self.length
         if self.open_turn is not None:
+            self.open_turn.appended = len(ids)
             self.past_turns.append(self.open_turn)
             self.open_turn = None
 
@@ -110,15 +106,14 @@ class Trajectory:
         self.appended(prompt)
         self.prompt_length = len(prompt)
 
-    def turns(self) -> list[dict[str, Any]]:
-        """All turns, for the reward function."""
-        turns = self.past_turns + ([self.open_turn] if self.open_turn else [])
-        return [turn for r in turns for turn in r.history()]
+    @property
+    def every_turn(self) -> list[Turn]:
+        """Those that are over, and the one that the environment has not answered yet."""
+        return self.past_turns + ([self.open_turn] if self.open_turn else [])
 
     def called(self) -> list[tuple[str, Any, Any]]:
         """(tool, input, value) of all calls so far."""
-        turns = self.past_turns + ([self.open_turn] if self.open_turn else [])
-        return [call for r in turns for call in r.calls()]
+        return [call for r in self.every_turn for call in r.calls()]
 
     def replay(self, *, answered: bool = False) -> list[Any]:
         """What an environment must be told again to stand where this trajectory stands.
@@ -127,13 +122,10 @@ class Trajectory:
         tool's value only when it has `answered` to that.
         """
         told: list[Any] = []
-        tokens, versions = self.tokens, self.versions
-        at = self.prompt_length
-        for r in self.past_turns + ([self.open_turn] if self.open_turn else []):
-            sampled = versions[at:] != NOT_SAMPLED
-            at += int(np.argmax(sampled)) if len(sampled) else 0
+        tokens, at = self.tokens, self.prompt_length
+        for r in self.every_turn:
             told.append(["step", tokens[at : at + r.tokens].tolist()])
-            at += r.tokens
+            at += r.tokens + r.appended
             seen = r.earlier if r is self.open_turn and not answered else r.calls()
             told += [["result", value] for _, _, value in seen]
         return told

@@ -42,6 +42,7 @@ def finished_group(
         logprobs=np.concatenate([t.logprobs for t in members]),
         versions=np.concatenate([t.versions for t in members]),
         rewards=np.array(rewards, np.float32),
+        truncated=np.array([e.reason == "length" for e in endings], np.bool_),
         **{role: beside(members, role) for role in roles},
         experts=experts,
         expert_shape=list(expert_shape()) if experts.size else [0, 0],

@@ -11,6 +11,7 @@ from common.job.config import JudgeConfig
 from common.job.job_data import JobData
 from common.runtime.mesh import Mesh
 from services.rollout.rewards.scoring import Scorer
+from services.rollout.transcript import said
 
 SAID = 200  # characters of an answer that an error shows
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -46,9 +47,8 @@ def judge_of(mesh: Mesh, job: JobData, scorer: Scorer) -> Judge | None:
 
 def question(template: str, prompt: str, row: dict[str, Any], turns: list[dict[str, Any]]) -> str:
     """The template with {prompt}, {answer} and keys of the row; other braces stay as they are."""
-    said = [turn["text"] for turn in turns if turn["role"] == "model"]
     values = {key: _plain(value) for key, value in row.items()}
-    values |= {"prompt": _plain(row.get(prompt, "")), "answer": said[-1] if said else ""}
+    values |= {"prompt": _plain(row.get(prompt, "")), "answer": said(turns)}
     return _FIELD.sub(lambda match: values.get(match[1], match[0]), template)
 
 

@@ -211,8 +211,6 @@ class SandboxClient:
 
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """The job's reward; ToolFailed when the function raises, hangs or returns garbage."""
-        if not self._job.config.reward.declared:
-            return 0.0
         return float(_value(await self._decided(self._rewards, (row, turns)), "reward"))
 
     def ended(self, session: str) -> None:

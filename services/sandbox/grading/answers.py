@@ -13,7 +13,7 @@ def answer_of(turns: list[dict[str, Any]], options: dict[str, Any]) -> str:
     """The model's last turn without what ends it; empty when a trajectory does not end with one."""
     if not turns or turns[-1].get("role") != "model":
         return ""
-    text = str(turns[-1].get("text", ""))
+    text = str(turns[-1].get("text", "")).removesuffix(turns[-1].get("stop", ""))
     ends = options.get("strip", [])
     ends = [ends] if isinstance(ends, str) else list(ends)
     stripped = True

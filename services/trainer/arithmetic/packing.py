@@ -38,6 +38,7 @@ class Sequence:
     group: int = 0
     member: int = 0
     foreign_above: int = NATIVE  # see common.records.lineages
+    truncated: bool = False  # cut off at the longest length
 
     @property
     def places(self) -> int:

@@ -42,6 +42,8 @@ class Batch:
     )  # per group: trained version - lowest token version
     lags: Counter[int] = field(default_factory=Counter)  # trained tokens, by their own staleness
     mixed: int = 0  # trajectories sampled by more than one version
+    truncated: int = 0  # trajectories that were cut off at the longest length
+    masked: int = 0  # those among them that carry no loss for it
 
     def add(self, group: Group) -> list[Sequence]:
         """The sequences of a group that train, in its order; none if it is filtered."""
@@ -50,6 +52,7 @@ class Batch:
         self.staleness.append(staleness(group, self.version))
         self.mixed += sum(len(np.unique(s.versions[s.mask])) > 1 for s in members)
         self.lengths += [len(s.tokens) for s in members]
+        self.truncated += sum(s.truncated for s in members)
         rewards = scored_rewards(group)
         self.rewards += rewards.tolist()
         self.spreads.append(float(rewards.std()) if len(rewards) else 0.0)
@@ -60,7 +63,10 @@ class Batch:
         for sequence, advantage in zip(members, advantages, strict=True):
             sequence.advantages = np.array(advantage, np.float32)
             sequence.weight = token_weight(sequence.trained, self.config)
-        trained = [sequence for sequence in members if sequence.trained]
+        left_out = [masked(sequence, self.config) for sequence in members]
+        self.masked += sum(left_out)
+        learned = zip(members, left_out, strict=True)
+        trained = [sequence for sequence, out in learned if sequence.trained and not out]
         for sequence in trained:
             versions = counted(sequence.versions[sequence.mask], sequence.foreign_above)
             self.lags += Counter((self.version - versions).tolist())
@@ -89,6 +95,8 @@ class Batch:
             "staleness_max": max(self.staleness, default=0),
             "staleness_tokens": self._histogram(),
             "mixed": self.mixed,
+            "truncated": self.truncated,
+            "masked": self.masked,
         }
 
     def _filtered_share(self) -> float:
@@ -109,8 +117,10 @@ def advantages_of(
 
     Length counts when a group is judged to have nothing to teach, but not in dynamic sampling,
     which asks for some right and some wrong answers (DAPO, equation 11). Divergence never does:
-    that of two trajectories is never equal.
+    that of two trajectories is never equal. What is masked still counts in the group's baseline.
     """
+    if members and all(masked(sequence, config) for sequence in members):
+        return None
     hooks, chosen = algorithm(config.algorithm.name), config.algorithm
     lengths = np.array([len(sequence.tokens) for sequence in members], np.int64)
     shaped = rewards + overlong(lengths, hooks.overlong_share, config)
@@ -120,6 +130,11 @@ def advantages_of(
         paid = [chosen.kl_coefficient * divergences(one, chosen).sum() for one in members]
         shaped = shaped - paid
     return hooks.advantages(shaped, replace(chosen, filter_zero_variance=False))
+
+
+def masked(sequence: Sequence, config: JobConfig) -> bool:
+    """Whether the job leaves the trajectory out of the loss because it was cut off."""
+    return config.algorithm.mask_truncated and sequence.truncated
 
 
 def teaches_nothing(group: Group, config: JobConfig) -> bool:
@@ -163,6 +178,7 @@ def members_of(group: Group) -> list[Sequence]:
     experts = _experts(group)
     found = []
     scored = zip(ends, group.lengths, group.rewards, strict=True)
+    truncated = group.truncated if len(group.truncated) else np.zeros(len(group.lengths), np.bool_)
     for member, (end, length, reward) in enumerate(scored):
         if np.isfinite(reward):
             where = slice(int(end - length), int(end))
@@ -178,6 +194,7 @@ def members_of(group: Group) -> list[Sequence]:
                     group=group.group,
                     member=member,
                     foreign_above=group.foreign_above,
+                    truncated=bool(truncated[member]),
                 )
             )
     return found
@@ -189,6 +206,10 @@ def whole(group: Group) -> Group:
     if group.rewards.shape != lengths.shape:
         raise BadMessage(
             f"group {group.group} has {len(lengths)} members and {len(group.rewards)} rewards"
+        )
+    if len(group.truncated) and group.truncated.shape != lengths.shape:
+        raise BadMessage(
+            f"group {group.group} has {len(lengths)} members and {len(group.truncated)} endings"
         )
     if (lengths < 0).any() or tokens.shape != (int(lengths.sum()),):
         raise BadMessage(

@@ -5,15 +5,23 @@ Of one sampled token, with d = log-probability under the policy - under the refe
 d^2 / 2, k3 = exp(-d) - 1 + d. In the reward all of them do what they say. In the loss only k2 has
 the gradient of the divergence in expectation; k3's is that of the forward divergence, and k1's is
 zero, so that k1 belongs in the reward (Tang and Munos 2025, arXiv 2506.09477).
+
+Where the reference gives a token exp(20) times the policy's probability, k3 goes on as its tangent
+there: it stays finite, and its gradient keeps its sign, back to the reference.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.trainer.losses.terms import LARGEST_LOG_RATIO, ratio_of
+from services.trainer.losses.terms import LARGEST_LOG_RATIO
+
+STEEPEST = math.exp(LARGEST_LOG_RATIO)  # k3's largest slope
 
 
 def estimate(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -23,7 +31,9 @@ def estimate(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
         return difference
     if kind == "k2":
         return difference.square() / 2
-    return ratio_of(reference, logprobs) - 1 + difference
+    near = torch.exp(-difference.clamp(min=-LARGEST_LOG_RATIO))
+    beyond = torch.relu(-difference - LARGEST_LOG_RATIO)
+    return near + STEEPEST * beyond - 1 + difference
 
 
 def sampled(
@@ -35,6 +45,7 @@ def sampled(
         return difference
     if kind == "k2":
         return difference**2 / 2
-    clamped = np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    found: NDArray[np.float64] = np.exp(-clamped) - 1 + difference
+    near = np.exp(-np.maximum(difference, -LARGEST_LOG_RATIO))
+    beyond = np.maximum(-difference - LARGEST_LOG_RATIO, 0.0)
+    found: NDArray[np.float64] = near + STEEPEST * beyond - 1 + difference
     return found

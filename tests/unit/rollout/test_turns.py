@@ -120,9 +120,12 @@ def arrays(ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(ids, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32)
 
 
-def restored(opening: list[int], said: str, *more: tuple[Kind, Any]) -> Trajectory:
+def restored(
+    opening: list[int], turn: tuple[list[int], str], *more: tuple[Kind, Any]
+) -> Trajectory:
     """A trajectory as a shard that starts again finds it in its ledger."""
-    tokens, logprobs, versions = arrays(TOKENIZER.encode(said))
+    said = turn[1]
+    tokens, logprobs, versions = arrays(turn[0])
     ids, counts = np.array([KEY], np.int64), np.array([len(tokens)], np.int32)
     records = [
         (Kind.OPEN, [0, 0, 0, 0, opening]),
@@ -155,15 +158,13 @@ async def test_a_turn_that_ended_where_there_is_no_more_room_is_not_told_twice(
     pool = Rebuilt()
     opening = await pool.begin({})
     call = [(Kind.TOOL, [KEY, "echo", "2", "7"])] if answered else []
-    t = restored(opening, "2", *call)
+    t = restored(opening, (TOKENIZER.encode("2"), "2"), *call)
     value = "7" if answered else "2"
     job = shard_job(pool, max_tokens=t.length)
     assert await turns(job, t, "3") == ("length", 0.5)
     assert Asking.seen == ["step 2", f"result {value}", "cut "]
-    assert t.turns() == [
-        {"role": "model", "text": "2"},
-        {"role": "tool", "name": "echo", "input": "2", "value": value},
-    ]
+    (turn,) = t.every_turn
+    assert (turn.text, turn.calls()) == ("2", [("echo", "2", value)])
 
 
 async def test_an_environment_that_never_stops_calling_tools_fails(

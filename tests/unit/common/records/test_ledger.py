@@ -169,10 +169,9 @@ def test_a_trajectory_is_rebuilt_token_for_token(tmp_path: Path) -> None:
     assert t.versions.tolist() == [-1, -1, -1, 0, 0, -1, -1, 1]
     assert t.turn.tolist() == [12]
     assert t.replay() == [["step", [10, 11]], ["result", 2]]
-    assert t.turns() == [
-        {"role": "model", "text": "[1+1]"},
-        {"role": "tool", "name": "calculator", "input": "1+1", "value": 2},
-    ]
+    (turn,) = t.every_turn
+    assert (turn.text, turn.tokens, turn.appended) == ("[1+1]", 2, 2)
+    assert turn.calls() == [("calculator", "1+1", 2)]
 
 
 def test_a_tool_result_that_was_logged_is_not_asked_for_again(tmp_path: Path) -> None:

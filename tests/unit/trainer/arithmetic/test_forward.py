@@ -93,6 +93,18 @@ def test_a_bin_gives_what_its_sequences_give_alone(lengths):
     assert float(error) < 1e-5
 
 
+def test_a_bin_repeats_to_the_last_bit_and_a_sequence_in_other_company_to_rounding():
+    made = sequences([2, 3, 2, 4, 2, 64, 33])
+    bin, model, other = fill(made), decoder(), decoder()
+    forward(other, fill(made[:2]))  # what it has computed before makes no difference
+    first, second = one_pass(model, bin), one_pass(other, bin)
+    assert torch.equal(first.logprobs, second.logprobs)
+    assert torch.equal(gradient(model), gradient(other))
+    for j, one in enumerate(made):
+        alone = forward(model, fill([one]), TEMPERATURE).logprobs
+        torch.testing.assert_close(first.logprobs[first.sequence == j], alone, atol=1e-5, rtol=1e-5)
+
+
 def test_outputs_know_their_places_and_sequences():
     made = sequences([9, 2, 30])
     bin = fill(made)

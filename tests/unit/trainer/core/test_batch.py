@@ -98,6 +98,40 @@ def test_weights_follow_the_aggregation(kind, weights):
     assert [s.weight for s in found] == pytest.approx(weights)
 
 
+def cut(rewards, which):
+    """A group of which the members `which` were cut off at the longest length."""
+    given_ = group(rewards)
+    return replace(given_, truncated=np.isin(np.arange(len(rewards)), which))
+
+
+def test_what_was_cut_off_carries_no_loss_where_the_job_says_so_and_still_counts_as_baseline():
+    given_ = cut([1.0, np.nan, 0.0, 0.5], [1, 2])
+    plain, masking = Batch(3, job()), Batch(3, job(mask_truncated=True))
+    all_of_them, kept = plain.add(given_), masking.add(given_)
+    assert [s.member for s in all_of_them] == [0, 2, 3] and [s.member for s in kept] == [0, 3]
+    for one in kept:
+        assert one.advantages == next(s for s in all_of_them if s.member == one.member).advantages
+    assert [(b.metrics()["truncated"], b.metrics()["masked"]) for b in (plain, masking)] == [
+        (1, 0),
+        (1, 1),
+    ]
+    assert masking.metrics()["sequences"] == 2
+    assert sum(masking.lags.values()) == sum(s.trained for s in kept)
+
+
+def test_a_group_of_which_all_was_cut_off_is_left_out_and_replaced_in_dynamic_sampling():
+    given_ = cut([1.0, np.nan, 0.0], [0, 2])
+    batch = Batch(3, job(mask_truncated=True))
+    assert batch.add(given_) == [] and batch.filtered == [7]
+    assert teaches_nothing(given_, job("dapo", mask_truncated=True))
+    assert not teaches_nothing(given_, job("dapo"))
+
+
+def test_endings_that_do_not_fit_the_members_are_refused():
+    with pytest.raises(BadMessage, match="endings"):
+        Batch(3, job()).add(replace(group([1.0, 0.0]), truncated=np.zeros(3, np.bool_)))
+
+
 def test_divergence_is_paid_by_the_reward_of_the_trajectory():
     given_ = group([1.0, 0.0, 0.5], reference=True)
     keys = {"kl": "k1", "kl_in": "reward", "kl_coefficient": 0.1}

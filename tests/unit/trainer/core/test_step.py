@@ -86,6 +86,29 @@ async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
     assert again.stats == done.stats
 
 
+@pytest.mark.parametrize("kind", ["tokens", "sequences", "constant"])
+async def test_a_masked_trajectory_has_no_part_in_the_gradient_nor_in_what_divides_it(kind):
+    """The step is that on the others alone, with the advantages that the whole group gave them."""
+    config = job("grpo", mask_truncated=True, aggregation=kind)
+    masked = [replace(one, truncated=np.array([False, True, False])) for one in groups()]
+    found, expected = learner(config), learner(config)
+
+    async def coming():
+        for one in masked:
+            yield one
+
+    done = await step(found, config).run(coming())
+    whole = Batch(VERSION, config)
+    kept = [s for one in groups() for s in whole.add(one) if s.member != 1]
+    gradient, stats = add(map(expected.gradient, make_bins(kept, config.training.bin_tokens)))
+    factor = lr_factor(VERSION, config.budget.steps, config.optimizer)
+    norm = expected.apply(gradient, denominator(kept, config), factor)
+    assert done.norm == pytest.approx(norm, rel=1e-5) and done.stats.tokens == stats.tokens
+    own = expected.weights()
+    for name, tensor in found.weights().items():
+        torch.testing.assert_close(tensor, own[name], atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("count", "updates", "silent", "dealt"),
     [

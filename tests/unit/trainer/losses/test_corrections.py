@@ -4,7 +4,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from services.trainer.losses import kl
 from tests.unit.trainer.losses import published_formulas as plain
 
 ALL = ("decoupled", "tis", "mis")
@@ -106,6 +109,28 @@ def test_the_divergence_joins_the_loss_unclipped_and_uncorrected(kind, seed):
     found, slope = plain.ours(tokens, config)
     assert found == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
     assert plain.alike(slope, plain.slope(loss, tokens))
+
+
+def k3(difference):
+    """The estimate and its slope, of d = log-probability under the policy - the reference."""
+    logprob = torch.tensor([difference], dtype=torch.float64, requires_grad=True)
+    found = kl.estimate("k3", logprob, torch.zeros_like(logprob))
+    (slope,) = torch.autograd.grad(found.sum(), logprob)
+    return found.item(), slope.item()
+
+
+@given(st.floats(-300.0, 300.0))
+def test_k3_is_its_formula_and_beyond_20_nats_still_leads_back_to_the_reference(difference):
+    value, slope = k3(difference)
+    assert math.isfinite(value) and math.isfinite(slope)
+    assert value == pytest.approx(float(kl.sampled("k3", [difference], [0.0])[0]), rel=1e-12)
+    if difference >= -20:
+        exact = math.exp(-difference)
+        assert value == pytest.approx(exact - 1 + difference, rel=1e-12, abs=1e-12)
+        assert slope == pytest.approx(1 - exact, rel=1e-12, abs=1e-12)
+    else:
+        nearer, gentler = k3(difference + 1)
+        assert value > nearer and slope <= gentler < 0
 
 
 def test_a_divergence_that_the_reward_pays_is_not_in_the_loss():

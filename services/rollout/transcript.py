@@ -1,0 +1,75 @@
+"""What a trajectory's tokens say: its prompt, and its turns as rewards and people read them.
+
+docs/job-file.md, "What a reward is given", documents each turn's keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from services.rollout.trajectory import Trajectory
+
+CUT_SHORT = ("length", "turns")  # why trajectories end that their environment has not ended
+
+
+class Transcript:
+    """Reads trajectories of one job. `decode` is its tokenizer's, special tokens included; a turn
+    ends with a token of `stop` or with one of `stop_text`, unless it was cut.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Collection[int],
+        stop_text: Sequence[str],
+    ) -> None:
+        self._decode, self._stop, self._stop_text = decode, stop, stop_text
+
+    def prompt(self, t: Trajectory) -> str:
+        """What the trajectory begins with, as the model reads it."""
+        return self._decode(t.tokens[: t.prompt_length].tolist())
+
+    def turns(self, t: Trajectory, reason: str = "") -> list[dict[str, Any]]:
+        """All turns in order: the model's, its tools', and what was appended after them.
+
+        `reason` is why the trajectory has ended: `done`, `length` or `turns`.
+        """
+        told: list[dict[str, Any]] = []
+        tokens, at = t.tokens, t.prompt_length
+        for turn in t.every_turn:
+            stop = (
+                "" if turn.cut else self._ended(turn.text, tokens[at : at + turn.tokens].tolist())
+            )
+            told.append({"role": "model", "text": turn.text, "stop": stop, "truncated": False})
+            told += [tool_turn(*call) for call in turn.calls()]
+            at += turn.tokens
+            if turn.appended:
+                text = self._decode(tokens[at : at + turn.appended].tolist())
+                told.append({"role": "environment", "text": text})
+                at += turn.appended
+        if reason in CUT_SHORT:
+            last = next((turn for turn in reversed(told) if turn["role"] == "model"), None)
+            if last is not None:
+                last["truncated"] = True
+        return told
+
+    def _ended(self, text: str, ids: list[int]) -> str:
+        """The end of a turn's text that ended it."""
+        if ids and ids[-1] in self._stop and text.endswith(end := self._decode(ids[-1:])):
+            return end
+        places = [place for stop in self._stop_text if (place := text.rfind(stop)) >= 0]
+        return text[min(places) :] if places else ""
+
+
+def tool_turn(name: str, argument: Any, value: Any) -> dict[str, Any]:
+    """A call and what the tool returned: `text` is the value as text, by JSON if it is none."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return {"role": "tool", "text": text, "name": name, "input": argument, "value": value}
+
+
+def said(turns: Sequence[dict[str, Any]]) -> str:
+    """What the model said last, without what ended it."""
+    last: dict[str, Any] = next((t for t in reversed(turns) if t["role"] == "model"), {})
+    return str(last.get("text", "")).removesuffix(last.get("stop", ""))

@@ -1,0 +1,26 @@
+"""What a shard hands in of a finished group says how each member ended."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.api.weights import Group
+from common.wire.blob import pack, unpack
+from services.rollout.record.finished_groups import finished_group
+from services.rollout.trajectory import Ending, Trajectory
+
+
+def ended(member: int, reason: str, reward: float | None) -> Trajectory:
+    t = Trajectory(4, member, 0, 2, seed=member)
+    t.begin([1, 2])
+    t.buffer.sampled(np.array([3], np.int32), np.zeros(1, np.float32), np.array([2], np.int32))
+    t.ending = Ending(reason, reward)
+    return t
+
+
+def test_members_that_were_cut_off_at_the_longest_length_are_marked() -> None:
+    endings = [("done", 1.0), ("length", 0.0), ("turns", 0.0), ("failed", None)]
+    members = [ended(n, *ending) for n, ending in enumerate(endings)]
+    sent = unpack(Group, pack(finished_group(4, 0, members, (), lambda: [0, 0])))
+    assert sent.truncated.tolist() == [False, True, False, False]
+    assert np.isfinite(sent.rewards).tolist() == [True, True, True, False]

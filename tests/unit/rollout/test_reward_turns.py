@@ -1,0 +1,258 @@
+"""What `reward(row, turns)` is given: every kind of turn, as docs/job-file.md says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.api.engine import Finish
+from common.job.config import EnvironmentConfig, JobConfig, RewardConfig, RolloutConfig
+from common.model.chat import Chat
+from common.model.tokenizer import Tokenizer, character_tokenizer
+from common.records.ledger import Kind
+from services.environment.environments import Environments
+from services.environment.tools import JobTool
+from services.rollout.job import ShardJob
+from services.rollout.trajectory import Trajectory
+from services.rollout.transcript import Transcript, said
+from services.sandbox.grading.answers import answer_of
+from services.sandbox.workers.worker import OK, REWARD, run
+from tests.unit.common.model.chatting import qwen3_tokenizer
+from tests.unit.rollout.test_turns import arrays, restored
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .?=+!;"
+STOP = ";"
+SEEN: dict[str, Any] = {}
+ROW = {"prompt": "1+1=", "answer": 2, "more": {"kept": [1, None]}}
+
+
+class Asking:
+    """Asks a tool, shows what it said, asks again, and is done at `2;`."""
+
+    def open(self, row: dict[str, Any]) -> str:
+        SEEN["opened"] = row
+        return str(row["prompt"])
+
+    def step(self, text: str) -> dict[str, Any]:
+        SEEN.setdefault("steps", []).append(text)
+        return {"done": True} if text == "2;" else {"tool": "double", "input": {"of": text}}
+
+    def result(self, value: Any) -> dict[str, Any]:
+        return {"append": f" {value['is']} so?"}
+
+    def cut(self, text: str) -> float:
+        SEEN["cut"] = text
+        return 0.25
+
+    def close(self) -> None:
+        return None
+
+
+def reward(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+    SEEN["row"], SEEN["turns"] = row, turns
+    return 0.5
+
+
+def double(of: str) -> str:
+    """Doubles."""
+    return of * 2
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Any) -> Tokenizer:
+    SEEN.clear()
+    return character_tokenizer(CHARACTERS, tmp_path / "tokenizer.json")
+
+
+class Speaking:
+    """A trajectory at an engine that says one thing after the other."""
+
+    def __init__(self, t: Trajectory, says: list[list[int]]) -> None:
+        self.trajectory, self._says = t, says
+
+    async def generate(self, limit: int) -> Finish:
+        ids = self._says.pop(0)
+        room = limit - self.trajectory.length
+        self.trajectory.buffer.sampled(*arrays(ids[:room]))
+        return Finish.STOP if len(ids) <= room else Finish.LENGTH
+
+    def end(self) -> None:
+        assert self.trajectory.ending is None
+
+
+def job_of(served: Environments, tokenizer: Tokenizer, stop: str, **rollout: Any) -> ShardJob:
+    async def perform(operation: str, key: int, argument: Any, *_: Any) -> Any:
+        status, answer = served.perform(key, operation, argument)
+        assert status == "ok", answer
+        return answer
+
+    def operation(name: str) -> Callable[..., Any]:
+        return lambda *arguments: perform(name, *arguments)
+
+    async def tool(name: str, argument: Any, *_: Any) -> Any:
+        return {"is": double(argument["of"])} if isinstance(argument, dict) else double(argument)
+
+    async def scored(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+        name = f"{REWARD}0"
+        _, status, value, error = run({name: reward}, [1, name, [row, turns]])
+        assert status == OK, error
+        return float(value)
+
+    job = ShardJob.__new__(ShardJob)
+    job.config = JobConfig(
+        rollout=RolloutConfig(**rollout),
+        reward=RewardConfig(use="m:reward"),
+        environment=EnvironmentConfig(use="m:f"),
+    )
+    names = ("begin", "step", "result", "cut")
+    pool = SimpleNamespace(**{name: operation(name) for name in names})
+    job.environments = pool  # type: ignore[assignment]
+    job.router = SimpleNamespace(returned=lambda stay: None)  # type: ignore[assignment]
+    job.sandbox = SimpleNamespace(tool=tool, reward=scored)  # type: ignore[assignment]
+    job.judge = None
+    ids = tokenizer.encode(stop)
+    job.transcript = Transcript(tokenizer.decode, frozenset(ids), job.config.rollout.stop_text)
+    return job
+
+
+def to_end(
+    job: ShardJob, t: Trajectory, tokenizer: Tokenizer, says: list[str], row: Any = None
+) -> str:
+    """Runs a trajectory that says these turns; why it ended."""
+    t.recorded = False
+    stay = Speaking(t, [tokenizer.encode(text) for text in says])
+    ending = asyncio.run(job._to_end(stay, ROW if row is None else row))  # type: ignore[arg-type]
+    assert ending.reward == 0.5, ending.error
+    return ending.reason
+
+
+def fresh() -> Trajectory:
+    return Trajectory(0, 0, 0, 0, 0)
+
+
+MODEL = {"role": "model", "text": "1+1;", "stop": ";", "truncated": False}
+TOOL = {
+    "role": "tool",
+    "text": '{"is": "1+1;1+1;"}',
+    "name": "double",
+    "input": {"of": "1+1;"},
+    "value": {"is": "1+1;1+1;"},
+}
+APPENDED = {"role": "environment", "text": " 1+1;1+1; so?"}
+
+
+def test_a_reward_is_given_what_the_model_said_what_tools_returned_and_what_was_appended(
+    tokenizer: Tokenizer,
+) -> None:
+    served = Environments(Asking, tokenizer, "")
+    t = fresh()
+    assert to_end(job_of(served, tokenizer, STOP), t, tokenizer, ["1+1;", "2;"]) == "done"
+    last = {"role": "model", "text": "2;", "stop": ";", "truncated": False}
+    assert SEEN["turns"] == [MODEL, TOOL, APPENDED, last]
+    assert SEEN["steps"] == ["1+1;", "2;"], "an environment reads the stop token, too"
+    assert SEEN["row"] == SEEN["opened"] == ROW
+    assert said(SEEN["turns"]) == answer_of(SEEN["turns"], {}) == "2"
+
+
+def test_a_turn_that_is_cut_in_the_middle_says_so(tokenizer: Tokenizer) -> None:
+    served = Environments(Asking, tokenizer, "")
+    job = job_of(served, tokenizer, STOP, max_tokens=len("1+1=1+1; 1+1;1+1; so?ab"))
+    assert to_end(job, fresh(), tokenizer, ["1+1;", "abcdef"]) == "length"
+    last = {"role": "model", "text": "ab", "stop": "", "truncated": True}
+    assert SEEN["turns"] == [MODEL, TOOL, APPENDED, last]
+    assert SEEN["cut"] == "ab"
+
+
+def test_a_whole_turn_after_which_there_are_no_more_is_truncated_and_has_its_stop_token(
+    tokenizer: Tokenizer,
+) -> None:
+    served = Environments(Asking, tokenizer, "")
+    job = job_of(served, tokenizer, STOP, max_turns=1)
+    assert to_end(job, fresh(), tokenizer, ["1+1;"]) == "turns"
+    assert SEEN["turns"] == [MODEL | {"truncated": True}, TOOL], "nothing was appended any more"
+
+
+def test_a_stop_text_is_part_of_the_turn_with_what_its_token_says_beyond(
+    tokenizer: Tokenizer,
+) -> None:
+    served = Environments(Asking, tokenizer, "")
+    job = job_of(served, tokenizer, "", stop_text=["so"], max_turns=1)
+    assert to_end(job, fresh(), tokenizer, ["2 so!"]) == "turns"
+    assert (SEEN["turns"][0]["text"], SEEN["turns"][0]["stop"]) == ("2 so!", "so!")
+
+
+def test_a_trajectory_out_of_the_ledger_has_the_same_turns(tokenizer: Tokenizer) -> None:
+    served = Environments(Asking, tokenizer, "")
+    job = job_of(served, tokenizer, STOP)
+    appended = tokenizer.encode(APPENDED["text"])
+    call = (Kind.TOOL, [0, "double", TOOL["input"], TOOL["value"]])
+    opening = served.perform(0, "begin", ROW)[1]
+    t = restored(opening, (tokenizer.encode("1+1;"), "1+1;"), call, (Kind.APPEND, [0, appended]))
+    to_end(job, t, tokenizer, ["2;"])
+    assert SEEN["turns"][:3] == [MODEL, TOOL, APPENDED]
+
+
+def test_turns_of_a_chat_are_in_the_models_own_format(tmp_path: Any) -> None:
+    tokenizer = qwen3_tokenizer(tmp_path)
+    SEEN.clear()
+
+    class Twice:
+        said = 0
+
+        def open(self, row: dict[str, Any]) -> Any:
+            return row["prompt"]
+
+        def step(self, text: str) -> dict[str, Any]:
+            SEEN.setdefault("steps", []).append(text)
+            self.said += 1
+            again = [{"role": "user", "content": "sure?"}]
+            return {"append": again} if self.said == 1 else {"done": True}
+
+        def cut(self, text: str) -> None:
+            SEEN["cut"] = text
+
+        def close(self) -> None:
+            return None
+
+    chat = Chat.load("qwen3", {}, tokenizer)
+    tools = {"double": JobTool("double", double)}
+    end = "<|im_end|>"
+    job = job_of(Environments(Twice, tokenizer, "", chat, tools), tokenizer, end, max_tokens=2048)
+    call = '<tool_call>\n{"name": "double", "arguments": {"of": "ab"}}\n</tool_call>' + end
+    thought = "<think>\nhm\n</think>\n\n4" + end
+    row = {"prompt": [{"role": "user", "content": "2+2?"}]}
+    says = [call, thought, "4" + end]
+    assert to_end(job, fresh(), tokenizer, says, row) == "done"
+    roles = [turn["role"] for turn in SEEN["turns"]]
+    assert roles == ["model", "tool", "environment", "model", "environment", "model"]
+    model, tool, answered, second, asked, _ = SEEN["turns"]
+    assert (model["text"], model["stop"]) == (call, end)
+    assert tool == tool | {"name": "double", "input": "ab", "value": "abab", "text": "abab"}
+    assert "<tool_response>\nabab\n</tool_response>" in answered["text"]
+    assert second["text"] == thought, "with reasoning and the format's tokens"
+    assert "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant" in asked["text"]
+    assert SEEN["steps"] == ["4", "4"], "without them"
+    assert SEEN["row"] == row
+
+
+def test_a_chats_cut_is_told_what_was_said_as_its_step_is(tmp_path: Any) -> None:
+    tokenizer = qwen3_tokenizer(tmp_path)
+    told: list[str] = []
+
+    class Cut(Asking):
+        def open(self, row: dict[str, Any]) -> Any:
+            return row["prompt"]
+
+        def cut(self, text: str) -> float:
+            told.append(text)
+            return 0.0
+
+    served = Environments(Cut, tokenizer, "", Chat.load("qwen3", {}, tokenizer))
+    served.perform(0, "begin", {"prompt": "2+2?"})
+    ids = tokenizer.encode("<think>\nhm\n</think>\n\nit is")
+    assert served.perform(0, "cut", ids) == ("ok", ["<think>\nhm\n</think>\n\nit is", 0.0])
+    assert told == ["it is"]
