@@ -175,7 +175,6 @@ class _Board:
             chain.append(following)
         return chain, False
 
-
     def _limit_ms(self, wait: dict[str, Any]) -> int:
         """How long a wait is no news."""
         return LONG_WAIT_MS if wait["on"] in self.entries else OVERDUE_MS
@@ -200,9 +199,7 @@ def _told(chain: list[str], end: str) -> str:
     return f"{end} (through {' -> '.join(chain[1:-1])})" if len(chain) > 2 else end
 
 
-def _unsettled(
-    gangs: Sequence[Gang], now_ms: float, ended: Mapping[str, Ended]
-) -> Iterator[Stall]:
+def _unsettled(gangs: Sequence[Gang], now_ms: float, ended: Mapping[str, Ended]) -> Iterator[Stall]:
     """Gangs that do not come to their role: late, or because their process fails."""
     for gang in gangs:
         age = now_ms - gang.changed_ms
