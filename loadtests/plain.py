@@ -124,7 +124,7 @@ class Generator:
 
     def _open(self, index: int, group: int, row: dict[str, Any]) -> None:
         environment = self.job.environment()
-        prompt = self.job.tokenizer.encode(environment.open(row))
+        prompt = self.job.tokenizer.begin(environment.open(row))
         self.sampled[index], self.logprobs[index], self.position[index] = False, 0, 0
         self.tokens[index, : len(prompt)] = prompt
         self.known[index] = len(prompt)

@@ -48,7 +48,7 @@ class ModelConfigSection(Table):
     # a Hugging Face directory (config.json, safetensors); empty: start from scratch
     path: File = ""
     config: Options = field(default_factory=dict)  # config.json's keys, used from scratch
-    tokenizer: File = ""  # a tokenizer.json; empty: the one in `path`
+    tokenizer: File = ""  # a tokenizer.json, beside its companions; empty: the one in `path`
 
 
 INITIAL = "initial"  # as the path of a frozen model: the weights that training begins from
@@ -202,7 +202,7 @@ class RolloutConfig(Table):
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     top_k: Natural = 0  # likeliest tokens that are kept; 0: all
     min_p: Share = 0.0  # kept: at least so likely as this times the likeliest; 0: all
-    stop: list[str] = field(default_factory=list)  # tokens that end a turn
+    stop: list[str] = field(default_factory=list)  # tokens that end a turn, beside the model's own
     stop_text: list[Text] = field(default_factory=list)  # texts that end a turn
     kv_on_update: Literal["keep", "recompute"] = "keep"  # the cache at a new version
     sglang_python: File = ""  # interpreter that has SGLang; empty: `meshrl engine install sglang`'s
@@ -334,7 +334,7 @@ class EvaluationConfig(Table):
 class BudgetConfig(Table):
     """`[budget]`: when the job is done."""
 
-    steps: Count = 48
+    steps: Natural = 48  # optimizer steps; 0: the first version is evaluated, and that is all
 
 
 @dataclass(frozen=True)

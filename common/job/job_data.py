@@ -35,8 +35,14 @@ class JobData:
 
     @property
     def tokenizer(self) -> Path:
-        """The bundled tokenizer.json."""
-        return self.bundle / "tokenizer.json"
+        """The bundled tokenizer.json; beside it lie the files that belong to it."""
+        return self.bundle / (self.config.model.tokenizer or "tokenizer.json")
+
+    @property
+    def origin(self) -> Path | None:
+        """The bundled Hugging Face directory that the model begins from; None: from scratch."""
+        path = self.config.model.path
+        return self.bundle / path if path else None
 
     def frozen(self, role: str) -> Path:
         """Where a frozen model of the job lies, if it was given as files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.model.tokenizer import Tokenizer, companions
 
 StateDict = Mapping[str, Tensor]
 
@@ -42,11 +44,7 @@ _MIXTURE = {  # architecture -> where a layer has its router, and its experts' g
 SHARD_BYTES = 5 * 10**9  # most in one file of weights, as transformers cuts them
 _UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError)
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_TOKENIZER_FILES = (  # what may lie beside a tokenizer.json and belongs to it
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+_GENERATION = "generation_config.json"
 
 
 def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, Decoder]:
@@ -78,22 +76,32 @@ def save_model(
     state: StateDict,
     tokenizer_file: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    origin: Path | None = None,
 ) -> None:
     """Writes a directory that `load_model` and `transformers` read; each file appears whole.
 
-    Weights of more than `shard_bytes` are cut into several files, with an index.
+    Weights of more than `shard_bytes` are cut into several files, with an index. What is not
+    trained is as in `origin`, the directory that the model began from: its generation_config.json,
+    or none, and the tokenizer's files.
     """
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     dtype = str(state["embedding"].dtype).removeprefix("torch.")
     _write_json(directory / "config.json", config.to_hf() | {"dtype": dtype, "torch_dtype": dtype})
-    if config.eos_ids:
+    if origin is not None:
+        if (origin / _GENERATION).is_file():
+            shutil.copyfile(origin / _GENERATION, directory / _GENERATION)
+    elif config.eos_ids:
         ids = {"bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids)}
         generation = ids | {"pad_token_id": config.pad_id, "do_sample": True}
-        _write_json(directory / "generation_config.json", generation)
+        _write_json(directory / _GENERATION, generation)
     _write_tensors(directory, state_to_hf(config, state), shard_bytes)
     if tokenizer_file is not None:
-        _copy_tokenizer(Path(tokenizer_file), directory, config)
+        _copy_tokenizer(Path(tokenizer_file), directory)
+        own = origin is not None and _same(Path(tokenizer_file), origin / "tokenizer.json")
+        plain = directory / "tokenizer_config.json"
+        if not own and not plain.is_file():  # `AutoTokenizer` needs one
+            _write_json(plain, _plain_tokenizer_config(Path(tokenizer_file), config))
 
 
 def state_to_hf(config: ModelConfig, state: StateDict) -> dict[str, Tensor]:
@@ -303,21 +311,20 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     os.replace(unfinished, file)
 
 
-def _copy_tokenizer(file: Path, directory: Path, config: ModelConfig) -> None:
-    """The tokenizer.json and its companions; without any, one that `AutoTokenizer` needs."""
-    if file.resolve() != (directory / "tokenizer.json").resolve():
-        shutil.copyfile(file, directory / "tokenizer.json")
-    for name in _TOKENIZER_FILES:
-        beside = file.parent / name
-        if beside.is_file() and beside.resolve() != (directory / name).resolve():
-            shutil.copyfile(beside, directory / name)
-    if not (directory / "tokenizer_config.json").is_file():
-        _write_json(directory / "tokenizer_config.json", _plain_tokenizer_config(file, config))
+def _copy_tokenizer(file: Path, directory: Path) -> None:
+    """The tokenizer.json and what belongs to it, verbatim."""
+    for name in (Path(file.name), *companions(file)):
+        source, target = file.parent / name, directory / name
+        if source.resolve() != target.resolve():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, target)
+
+
+def _same(file: Path, other: Path) -> bool:
+    return other.is_file() and filecmp.cmp(file, other, shallow=False)
 
 
 def _plain_tokenizer_config(file: Path, config: ModelConfig) -> dict[str, Any]:
-    from common.model.tokenizer import Tokenizer
-
     tokenizer = Tokenizer.load(file)
     ids = {"bos_token": config.bos_id, "pad_token": config.pad_id}
     ids["eos_token"] = next(iter(config.eos_ids), None)

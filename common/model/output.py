@@ -22,14 +22,15 @@ def write_version(
     with adapters merged, with the adapters in PEFT's layout in `out/adapter`.
     """
     lora = data.config.lora
-    save_model(out, config, merged(config, tensors, lora.scale), data.tokenizer)
+    whole = merged(config, tensors, lora.scale)
+    save_model(out, config, whole, data.tokenizer, origin=data.origin)
     adapters = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
     if not adapters:
         return
-    if data.config.model.path and not data.config.warm_start.demonstrations:
-        base = data.bundle / data.config.model.path
+    if data.origin is not None and not data.config.warm_start.demonstrations:
+        base = data.origin
     else:  # nobody else has what the adapters were trained on
         plain = {name: tensor for name, tensor in tensors.items() if name not in adapters}
-        save_model(out / BASE, config, plain, data.tokenizer)
+        save_model(out / BASE, config, plain, data.tokenizer, origin=data.origin)
         base = final / BASE
     save_adapter(out / ADAPTER, config, adapters, lora.alpha, str(base))

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over any Hugging Face tokenizer.json."""
+"""Text to token ids and back, over any Hugging Face tokenizer.json, and the files beside it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,41 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import ConfigError
 
+BESIDE = (  # what may lie beside a tokenizer.json and belongs to it, as transformers writes it
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "spiece.model",
+    "tiktoken.model",
+    "tekken.json",
+    "additional_chat_templates/*.jinja",
+)
+
+
+def companions(tokenizer: Path) -> list[Path]:
+    """The files that belong to a tokenizer.json, itself not included, relative to its directory."""
+    place = tokenizer.parent
+    found = [file for pattern in BESIDE for file in sorted(place.glob(pattern))]
+    return [file.relative_to(place) for file in found if file.is_file()]
+
 
 class Tokenizer:
-    """Adds no special tokens and drops none: what a caller wants in the text, it writes there."""
+    """Drops no special tokens, and adds none but those that a sequence begins with (`begin`): what
+    else a caller wants in the text, it writes there.
+    """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, file: Path | None = None) -> None:
+        backend.no_truncation()  # a file may ask for either, as it was last used
+        backend.no_padding()
         self._backend = backend
+        self.file = file  # the tokenizer.json
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -33,7 +62,7 @@ class Tokenizer:
                 fix="name a tokenizer.json, or a directory that holds one",
             )
         try:
-            return cls(Backend.from_file(str(file)))
+            return cls(Backend.from_file(str(file)), file)
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(
                 f"the tokenizer cannot be read: {error}",
@@ -59,6 +88,26 @@ class Tokenizer:
             ) from error
         ids: list[int] = encoding.ids
         return ids
+
+    def begin(self, text: str) -> list[int]:
+        """The ids of a text that a sequence begins with: as `encode`, after the tokens that the
+        tokenizer's own post-processor puts first, such as `<s>`, unless the text begins with them.
+
+        What it would put last is left out, since the sequence goes on.
+        """
+        ids = self.encode(text)
+        head = self._head(text)
+        return ids if ids[: len(head)] == head else head + ids
+
+    def _head(self, text: str) -> list[int]:
+        if not self._backend.num_special_tokens_to_add(False):
+            return []
+        # Without a token of its own, what comes first cannot be told from what comes last.
+        bare = self._backend.encode(text or self.id_to_token(0), add_special_tokens=False)
+        whole = self._backend.post_process(bare, None, True)
+        first: int = whole.special_tokens_mask.index(0)
+        head: list[int] = whole.ids[:first]
+        return head
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""

@@ -155,6 +155,14 @@ async def reopen(state: State, job: str, op_id: str) -> None:
     await state.run("reopen", [job_prefix(job)], {"job": job, "op": op_id})
 
 
+async def cancel(state: State, job: str, op_id: str) -> bool:
+    """Stops a job for a person, who holds no lease; False when it had ended already. `reopen` lets
+    it go on where it was. NotFound when the mesh has none of that name.
+    """
+    done = await state.run("cancel", [job_prefix(job)], {"job": job, "op": op_id})
+    return bool(done["cancelled"])
+
+
 async def record_evaluation(
     state: State,
     job: str,

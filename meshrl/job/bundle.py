@@ -8,8 +8,8 @@ packing the same job twice gives the same bundle and a bundle never changes unde
     data/train.jsonl    rows, blank lines removed
     data/held_out.jsonl
     data/evaluation-NAME.jsonl
-    tokenizer.json
-    model/              config.json, *.safetensors
+    tokenizer/          tokenizer.json and what belongs to it, such as a chat template
+    model/              config.json, generation_config.json, *.safetensors
     models/teacher/     the same of each frozen model
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 import xxhash
 
 from common.job.config import INITIAL, JobConfig
+from common.model.tokenizer import companions
 from meshrl.job import references, rows, tasksets
 from meshrl.job.jobfile import all_references
 
@@ -70,15 +71,7 @@ def _files(directory: Path) -> Iterator[Path]:
 
 def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
     document = config.document()
-    modules = [reference.partition(":")[0] for _, reference in all_references(config)]
-    if config.environment.verifiers:
-        taskset = tasksets.module_of(config.environment.verifiers)
-        modules += [taskset] if references.module_file(base, taskset) else []
-    (staging / "modules").mkdir()
-    servers = list(_servers(config, base))
-    modules += [path.stem for path in servers if path.suffix == ".py" and path.parent == base]
-    for source in {*servers, *references.neighbours(base, modules)}:
-        _copy(source, staging / "modules" / source.relative_to(base))
+    copy_modules(config, base, staging / "modules")
     for key, lines in _datasets(config, staging / "modules"):
         target = staging / "data" / f"{key}.jsonl"
         target.parent.mkdir(exist_ok=True)
@@ -91,9 +84,11 @@ def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
         with (staging / place).open("w", encoding="utf-8") as file:
             file.writelines(row.line + "\n" for row in rows.read(Path(dataset.path)))
         document["evaluation"]["datasets"][number]["path"] = str(place)
-    tokenizer = config.model.tokenizer or str(Path(config.model.path) / "tokenizer.json")
-    _copy(Path(tokenizer), staging / "tokenizer.json")
-    document["model"]["tokenizer"] = "tokenizer.json"
+    tokenizer = Path(config.model.tokenizer or Path(config.model.path) / "tokenizer.json")
+    _copy(tokenizer, staging / "tokenizer" / "tokenizer.json")
+    for name in companions(tokenizer):
+        _copy(tokenizer.parent / name, staging / "tokenizer" / name)
+    document["model"]["tokenizer"] = "tokenizer/tokenizer.json"
     if config.model.path:
         _copy_model(Path(config.model.path), staging / "model")
         document["model"]["path"] = "model"
@@ -102,6 +97,19 @@ def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
             _copy_model(Path(model.path), staging / "models" / role)
             document["models"][role]["path"] = f"models/{role}"
     return document
+
+
+def copy_modules(config: JobConfig, base: Path, target: Path) -> None:
+    """The job's modules with the neighbours that they import, and its MCP servers' files."""
+    modules = [reference.partition(":")[0] for _, reference in all_references(config)]
+    if config.environment.verifiers:
+        taskset = tasksets.module_of(config.environment.verifiers)
+        modules += [taskset] if references.module_file(base, taskset) else []
+    target.mkdir()
+    servers = list(_servers(config, base))
+    modules += [path.stem for path in servers if path.suffix == ".py" and path.parent == base]
+    for source in {*servers, *references.neighbours(base, modules)}:
+        _copy(source, target / source.relative_to(base))
 
 
 def _servers(config: JobConfig, base: Path) -> Iterator[Path]:

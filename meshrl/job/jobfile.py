@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
 from common.job.pace import profile
 from common.model.chat import Chat, format_of
+from common.model.end_tokens import end_tokens
 from common.model.tokenizer import Tokenizer
 from meshrl.job import algorithm, extras, models, references, rows, sandbox, schema
 from meshrl.job.toml_lines import key_lines, line_of
@@ -29,10 +30,25 @@ _SYNTAX_FIXES = {  # by how tomllib's message begins
 }
 
 
-def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
-    """The job that a file describes, with `KEY=VALUE` overrides, and the directory it lies in.
+@dataclass(frozen=True)
+class JobFile:
+    """A job file as it was read and checked."""
 
-    Paths in the result are absolute. ConfigError names the line, or the override, that is wrong.
+    config: JobConfig  # its paths are absolute
+    base: Path  # the directory that it lies in
+    fail: Callable[..., ConfigError]  # (key, message, fix): the error that names the key's line
+
+
+def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
+    """The job that `read` finds in a file, and the directory it lies in."""
+    found = read(path, overrides)
+    return found.config, found.base
+
+
+def read(path: Path, overrides: list[str]) -> JobFile:
+    """The job that a file describes, with `KEY=VALUE` overrides.
+
+    ConfigError names the line, or the override, that is wrong.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -52,7 +68,8 @@ def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
         }
         places[key] = f"--set {override}"
     base = path.resolve().parent
-    return _Checker(path, places).check(document, base), base
+    checker = _Checker(path, places)
+    return JobFile(checker.check(document, base), base, checker.fail)
 
 
 def _syntax(path: Path, text: str, wrong: str) -> ConfigError:
@@ -105,7 +122,7 @@ class _Checker:
         sandbox.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
-        return self._chat(config)
+        return self._ends(self._chat(config))
 
     def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
         lines = {k: i for i, k in enumerate(self.places, 1)}
@@ -259,6 +276,19 @@ class _Checker:
             environment=replace(environment, chat=name),
             rollout=replace(config.rollout, stop=stop),
         )
+
+    def _ends(self, config: JobConfig) -> JobConfig:
+        """The job with the model's own end tokens among those that end a turn."""
+        model, rollout = config.model, config.rollout
+        path = Path(model.path) if model.path else None
+        tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
+        try:
+            own = end_tokens(path, model.config, tokenizer)
+        except ConfigError as error:
+            where = f" ({error.where})" if error.where else ""
+            raise self.fail("model", f"model: {error.message}{where}", error.fix) from error
+        stop = list(dict.fromkeys([*rollout.stop, *own]))
+        return replace(config, rollout=replace(rollout, stop=stop))
 
     def _references(self, config: JobConfig, base: Path) -> None:
         reward = config.reward

@@ -58,7 +58,7 @@ class TextSession:
                 f"open() returned {type(text).__name__}, not the prompt as str; messages take "
                 "environment.chat"
             )
-        return self._tokenizer.encode(text)
+        return self._tokenizer.begin(text)
 
     def answer(self, value: Any) -> list[int]:
         if not isinstance(value, str):

@@ -161,7 +161,7 @@ def verdicts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
         return Verdicts(found, [str(error)] * len(batch.texts))
     for i, text in enumerate(batch.texts):
         try:
-            asked = model.tokenizer.encode(text)
+            asked = model.tokenizer.begin(text)
             yes, no = (_likelihood(model.engine, asked, ending) for ending in endings)
         except MeshError as error:
             errors[i] = str(error)

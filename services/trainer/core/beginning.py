@@ -125,6 +125,7 @@ def warm(data: JobData, learner: Learner, progress: Callable[[int, float], None]
         },
         max_tokens=config.rollout.max_tokens,
         bin_tokens=config.training.bin_tokens,
+        chat=bool(config.environment.chat),
         progress=progress,
     )
     if path is not None:
@@ -137,6 +138,8 @@ def cache_key(data: JobData) -> dict[str, Any]:
     document = data.config.document()
     key = {part: document[part] for part in ("seed", "warm_start")}
     key["model"] = document["model"]["config"]
+    if not data.config.environment.chat and (begins := Tokenizer.load(data.tokenizer).begin("")):
+        key["begins"] = begins  # what every demonstration begins with
     key["limits"] = [data.config.rollout.max_tokens, data.config.training.bin_tokens]
     return key
 

@@ -39,12 +39,14 @@ def warm_start(
     held_out: Collection[str],
     max_tokens: int,
     bin_tokens: int,
+    chat: bool = False,
     progress: Progress = lambda steps, loss: None,
 ) -> None:
     """Trains the learner's model in place; its own optimizer is left as it was.
 
     The outcome depends on the arguments alone. Demonstrations of a prompt in `held_out`, or longer
-    than `max_tokens`, are left out and others drawn.
+    than `max_tokens`, are left out and others drawn. Those of a `chat` hold all that its format
+    writes; others begin as the prompts of rollouts do.
     """
     random = Random(seed).child("warm start")
     rates = OptimizerConfig(muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
@@ -52,7 +54,7 @@ def warm_start(
     for step in range(config.steps):
         done = step / config.steps
         batch = [
-            demonstration(demonstrate, tokenizer, random, done, held_out, max_tokens)
+            demonstration(demonstrate, tokenizer, random, done, held_out, max_tokens, chat)
             for _ in range(config.batch)
         ]
         bins = make_bins(batch, bin_tokens)
@@ -75,13 +77,14 @@ def demonstration(
     done: float,
     held_out: Collection[str],
     max_tokens: int,
+    chat: bool = False,
 ) -> Sequence:
     """The next one that may be learned from; ConfigError if none comes."""
     for _ in range(MAX_REFUSED):
         segments = demonstrate(random, done)
         if segments[0][0] in held_out:
             continue
-        sequence = encode(segments, tokenizer)
+        sequence = encode(segments, tokenizer, chat)
         if 2 <= len(sequence.tokens) <= max_tokens and sequence.mask[1:].any():
             return sequence
     raise ConfigError(
@@ -91,9 +94,11 @@ def demonstration(
     )
 
 
-def encode(segments: Segments, tokenizer: Tokenizer) -> Sequence:
+def encode(segments: Segments, tokenizer: Tokenizer, chat: bool = False) -> Sequence:
     """Each segment by itself, as a rollout appends it: tokens never merge across a border."""
-    pieces = [tokenizer.encode(text) for text, _ in segments]
+    first, *others = [text for text, _ in segments]
+    pieces = [tokenizer.encode(first) if chat else tokenizer.begin(first)]
+    pieces += [tokenizer.encode(text) for text in others]
     own = [by_model for _, by_model in segments]
     tokens = np.array([token for piece in pieces for token in piece], np.int32)
     mask = np.repeat(np.array(own, np.bool_), [len(piece) for piece in pieces])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
@@ -12,6 +13,7 @@ from common.model.tokenizer import Tokenizer
 from services.environment.environments import Environments
 from services.environment.tools import BadCall, JobTool
 from tests.unit.common.model.chatting import qwen3_tokenizer
+from tests.unit.common.model.test_tokenizer import byte_tokenizer
 
 
 class Sum(TypedDict):
@@ -308,3 +310,21 @@ def test_an_environment_that_answers_nonsense_is_told_what_it_may_answer(
     plain = Environments(Guess, tokenizer, "")
     status, why = plain.perform(1, "begin", {"secret": 1})
     assert status == "raised" and "environment.chat" in why
+
+
+def test_text_begins_with_the_beginning_of_text_and_goes_on_without(tmp_path: Path) -> None:
+    class Asks:
+        def open(self, row: dict[str, Any]) -> str:
+            return "what is it?"
+
+        def step(self, text: str) -> dict[str, Any]:
+            return {"append": "again"}
+
+        def close(self) -> None: ...
+
+    bos = byte_tokenizer(tmp_path, "<s> $A").token_to_id("<s>")
+    tokenizer = Tokenizer.load(tmp_path)
+    t = Trajectory(Environments(Asks, tokenizer, ""), tokenizer, {})
+    assert t.ids == [bos, *tokenizer.encode("what is it?")]
+    assert t.step("so") == ["append", "again"]
+    assert t.ids.count(bos) == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -64,6 +66,60 @@ def test_special_tokens_are_kept_and_none_is_added(tmp_path: Path) -> None:
     assert bos not in ids
     assert tokenizer.decode(ids) == "a b<eos>"
     assert tokenizer.vocab_size == 7
+
+
+def byte_tokenizer(directory: Path, single: str = "", **options: Any) -> Backend:
+    """Writes a tokenizer of bytes whose post-processor is the template `single`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    if single:
+        ids = [(t, backend.token_to_id(t)) for t in ("<s>", "</s>")]
+        template = processors.TemplateProcessing(single=single, special_tokens=ids)
+        spaces = processors.ByteLevel(trim_offsets=False)
+        backend.post_processor = processors.Sequence([spaces, template])
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named | options))
+    return backend
+
+
+@pytest.mark.xdist_group("transformers")  # which one worker imports for all
+@pytest.mark.parametrize("text", ["a b", "é</s>", " <s>", ""])
+@pytest.mark.parametrize(
+    ("single", "options"),
+    [("<s> $A", {}), ("", {}), ("", {"add_bos_token": True}), ("$A", {"add_bos_token": True})],
+)
+def test_a_sequence_begins_as_transformers_begins_it(
+    tmp_path: Path, single: str, options: dict[str, Any], text: str
+) -> None:
+    import transformers
+
+    byte_tokenizer(tmp_path, single, **options)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.begin(text) == theirs(text)["input_ids"]
+    assert tokenizer.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_what_goes_on_has_no_end_and_no_second_beginning(tmp_path: Path) -> None:
+    bos = byte_tokenizer(tmp_path, "<s> $A </s>").token_to_id("<s>")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.begin("a") == tokenizer.begin("<s>a") == [bos, *tokenizer.encode("a")]
+    assert tokenizer.begin("") == [bos]
+
+
+def test_a_text_is_whole_whatever_length_the_file_was_last_used_with(tmp_path: Path) -> None:
+    backend = byte_tokenizer(tmp_path)
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("a whole text")) == "a whole text"
+    assert len(tokenizer.encode("ab")) == 2
 
 
 def test_a_doubled_character_is_refused(tmp_path: Path) -> None:

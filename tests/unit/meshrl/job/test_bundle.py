@@ -18,7 +18,7 @@ def test_a_bundle_holds_code_rows_and_tokenizer(job: Path, tmp_path: Path) -> No
         "data/train.jsonl",
         "modules/rewards.py",
         "modules/tally.py",
-        "tokenizer.json",
+        "tokenizer/tokenizer.json",
     ]
     assert (directory / "data/train.jsonl").read_text().count("\n") == 2
     assert document["dataset"]["train"] == "data/train.jsonl"
@@ -56,7 +56,8 @@ def test_a_model_directory_travels_with_its_tokenizer(
         "model.safetensors",
         "tokenizer.json",
     ]
-    assert (directory / "tokenizer.json").read_text() == "tokenizer.json"
+    assert (directory / "tokenizer/tokenizer.json").read_text() == "tokenizer.json"
+    assert document["model"]["tokenizer"] == "tokenizer/tokenizer.json"
     assert document["model"]["path"] == "model"
 
 

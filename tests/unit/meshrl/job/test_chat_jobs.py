@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,55 @@ def test_rows_of_a_chat_may_hold_messages(chat_job: Path) -> None:
     assert load(chat_job, ["environment.chat=qwen3"])
     with pytest.raises(ConfigError, match="no string 'prompt'"):
         load(chat_job, [])
+
+
+def model_of(job: Path, shape: str, config: object, generation: object) -> Path:
+    """A model directory whose two files name these end tokens."""
+    model = job.parent / "model"
+    model.mkdir()
+    qwen3_tokenizer(model)
+    (model / "config.json").write_text(json.dumps(json.loads(shape) | {"eos_token_id": config}))
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        ("<|im_end|>", None, ["<|im_end|>"]),
+        ("<|endoftext|>", ["<|im_end|>", "<|endoftext|>"], ["<|im_end|>", "<|endoftext|>"]),
+        (["<|endoftext|>"], "<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
+        (None, None, []),
+    ],
+)
+def test_the_models_own_end_tokens_end_a_turn(
+    job: Path, shape: str, config: object, generation: object, ends: list[str]
+) -> None:
+    found = qwen3_tokenizer(job.parent)
+
+    def ids(named: object) -> object:
+        if isinstance(named, list):
+            return [ids(name) for name in named]
+        return None if named is None else found.token_to_id(str(named))
+
+    model = model_of(job, shape, ids(config), ids(generation))
+    named = [f"model.path={model}", "model.tokenizer=''", 'rollout.stop=["a"]']
+    assert load(job, named)[0].rollout.stop == ["a", *ends]
+
+
+def test_a_model_from_scratch_has_the_end_tokens_it_is_described_with(chat_job: Path) -> None:
+    end = qwen3_tokenizer(chat_job.parent).token_to_id("<|im_end|>")
+    config, _ = load(chat_job, [f"model.config.eos_token_id={end}"])
+    assert config.rollout.stop == ["<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"), [(5000, "token 5000, which the tokenizer lacks"), ("x", "not 'x'")]
+)
+def test_an_end_token_that_is_none_is_refused(
+    job: Path, shape: str, config: object, says: str
+) -> None:
+    model = model_of(job, shape, None, config)
+    with pytest.raises(ConfigError, match=says):
+        load(job, [f"model.path={model}", "model.tokenizer=''"])
