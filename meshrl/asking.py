@@ -33,7 +33,7 @@ def ask(place: MeshPlace, question: Callable[[State], Awaitable[T]], deadline_s:
         return asyncio.run(asking())
     except StateUnavailable as error:
         raise StateUnavailable(
-            "the mesh's Redis does not answer",
+            f"the mesh's Redis cannot be asked: {error.message}",
             where=without_password(place.redis_url),
             fix="`meshrl up` starts a mesh; `meshrl resume RUN` starts the mesh of a run again",
         ) from error

@@ -14,7 +14,7 @@ import typer
 app = typer.Typer(
     name="meshrl",
     help="Reinforcement learning for language models on a mesh of accelerators.",
-    epilog="A first run: meshrl run examples/calculator.toml",
+    epilog="A first run: meshrl init mygame; meshrl run mygame/job.toml",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
@@ -101,16 +101,40 @@ def run(
         meshrl run examples/calculator.toml --dry-run
     """
     from meshrl.job import jobfile
+    from meshrl.preflight import checks
 
-    config, base = jobfile.load(job, _overrides(set_, seed))
+    found = jobfile.read(job, _overrides(set_, seed))
+    checks.check(found)
     if dry_run:
         from meshrl import dryrun
 
-        dryrun.show(config)
+        dryrun.show(found.config)
         return
     from meshrl.launch import session
 
-    raise typer.Exit(session.run(config, base, force))
+    raise typer.Exit(session.run(found.config, found.base, force))
+
+
+@app.command(rich_help_panel="Runs")
+def init(
+    name: Annotated[
+        Path, typer.Argument(metavar="NAME", help="A new directory; the job is called as it is.")
+    ],
+) -> None:
+    """Writes a small job that runs as it is: environment, reward, tokenizer and data.
+
+    A model from scratch learns a guessing game within two minutes on two CPU cores;
+    docs/first-job.md explains each file. Nothing that is there already is overwritten.
+
+    Example:
+
+        meshrl init mygame
+
+        meshrl run mygame/job.toml
+    """
+    from meshrl.starter import creating
+
+    creating.create(name)
 
 
 @app.command(rich_help_panel="Runs")
@@ -236,6 +260,37 @@ def export(
     raise typer.Exit(exporting.export(run, step, best, out))
 
 
+@app.command("eval", rich_help_panel="Runs")
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a run.")
+    ],
+    job: Job,
+    set_: Set = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a run: that step's; default: the last.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run: what its evaluations found best.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Evaluates a model on the held-out rows and evaluation datasets of a job, and trains nothing.
+
+    It starts a mesh, prints the figures and writes them to evaluation.json in a run directory of
+    its own, runs/NAME-eval. Progress goes to standard error.
+
+    Examples:
+
+        meshrl eval Qwen2.5-0.5B job.toml --set evaluation.problems=128
+
+        meshrl eval runs/calculator examples/calculator.toml --best --json
+    """
+    from meshrl.run import evaluating
+
+    raise typer.Exit(evaluating.evaluate(model, job, set_ or [], step, best, json))
+
+
 @app.command(rich_help_panel="Meshes")
 def up(
     workers: Annotated[int, typer.Option(metavar="N", help="Accelerators, or CPU slots.")] = 3,
@@ -298,9 +353,11 @@ def submit(
     """
     from meshrl import commands
     from meshrl.job import jobfile
+    from meshrl.preflight import checks
 
-    config, base = jobfile.load(job, _overrides(set_, seed))
-    commands.submit(config, base, force, mesh)
+    found = jobfile.read(job, _overrides(set_, seed))
+    checks.check(found, starts_mesh=False)
+    commands.submit(found.config, found.base, force, mesh)
 
 
 @app.command(rich_help_panel="Meshes")

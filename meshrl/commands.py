@@ -21,7 +21,7 @@ from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
 from meshrl.asking import ANSWER_S
 from meshrl.asking import ask as _ask
-from meshrl.job import bundle, isolation
+from meshrl.job import bundle
 from meshrl.launch import places
 from meshrl.launch.places import MeshPlace, find_mesh, write_json
 from meshrl.observe.stalled import Stall, diagnose, redis_silent
@@ -42,7 +42,6 @@ async def server_ms(state: State) -> float:
 
 def submit(config: JobConfig, base: Path, force: bool, mesh: Path | None) -> None:
     place = find_mesh(mesh)
-    isolation.require(config)
     run_dir = places.run_directory(config, force)
 
     async def taken(state: State) -> set[str]:

@@ -139,7 +139,8 @@ class RolloutShard(Actor):
         config = shard.config
         if row.phase == Phase.BASELINE and self._once(BEFORE):
             plan = bracket(config, BEFORE, row.version)
-            self._evaluate(self._bracket(shard, plan, row.lineage, Phase.TRAINING))
+            then = Phase.TRAINING if config.budget.steps else Phase.FINISHED
+            self._evaluate(self._bracket(shard, plan, row.lineage, then))
         elif row.phase == Phase.EVALUATION and self._once(AFTER):
             plan = bracket(config, AFTER, row.version)
             self._evaluate(self._bracket(shard, plan, row.lineage, Phase.FINISHED))
