@@ -14,7 +14,7 @@ import typer
 app = typer.Typer(
     name="meshrl",
     help="Reinforcement learning for language models on a mesh of accelerators.",
-    epilog="A first run: meshrl run examples/calculator.toml",
+    epilog="A first run: meshrl init mygame; meshrl run mygame/job.toml",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
@@ -23,6 +23,15 @@ app = typer.Typer(
 
 Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).", show_default=False)]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, as in runs/calculator.")]
+RunOrJob = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run directory, or a job of the mesh by its name.")
+]
+RunOrMesh = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN]", help="A run or mesh directory; default: the mesh started last."
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -40,6 +49,28 @@ MeshOption = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from meshrl import versions
+
+        print(versions.line())
+        raise typer.Exit
+
+
+@app.callback()
+def _meshrl(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Prints the version."),
+    ] = False,
+) -> None:
+    """Reinforcement learning for language models on a mesh of accelerators.
+
+    Exit status: 0 done, 1 an error (one line says what it is and what to do), 2 wrong usage,
+    130 Ctrl-C; `watch` and `wait` have more.
+    """
 
 
 def _overrides(values: list[str] | None, seed: int | None) -> list[str]:
@@ -70,16 +101,40 @@ def run(
         meshrl run examples/calculator.toml --dry-run
     """
     from meshrl.job import jobfile
+    from meshrl.preflight import checks
 
-    config, base = jobfile.load(job, _overrides(set_, seed))
+    found = jobfile.read(job, _overrides(set_, seed))
+    checks.check(found)
     if dry_run:
         from meshrl import dryrun
 
-        dryrun.show(config)
+        dryrun.show(found.config)
         return
     from meshrl.launch import session
 
-    raise typer.Exit(session.run(config, base, force))
+    raise typer.Exit(session.run(found.config, found.base, force))
+
+
+@app.command(rich_help_panel="Runs")
+def init(
+    name: Annotated[
+        Path, typer.Argument(metavar="NAME", help="A new directory; the job is called as it is.")
+    ],
+) -> None:
+    """Writes a small job that runs as it is: environment, reward, tokenizer and data.
+
+    A model from scratch learns a guessing game within two minutes on two CPU cores;
+    docs/first-job.md explains each file. Nothing that is there already is overwritten.
+
+    Example:
+
+        meshrl init mygame
+
+        meshrl run mygame/job.toml
+    """
+    from meshrl.starter import creating
+
+    creating.create(name)
 
 
 @app.command(rich_help_panel="Runs")
@@ -99,18 +154,83 @@ def resume(run: Run) -> None:
 
 
 @app.command(rich_help_panel="Runs")
-def audit(run: Run, json: AsJson = False) -> None:
+def audit(run: RunOrMesh = None, json: AsJson = False, mesh: MeshOption = None) -> None:
     """Accounts for every trajectory of a run, from its ledger and events alone.
 
-    Exits 1 when a trajectory is lost or was trained twice.
+    Of a mesh: of the job that it works on, or did last. Exits 1 when a trajectory is lost or was
+    trained twice.
 
     Example:
 
         meshrl audit runs/calculator
     """
     from meshrl.observe import audit as auditing
+    from meshrl.run.target import run_of
 
-    raise typer.Exit(auditing.show(run, json))
+    raise typer.Exit(auditing.show(run_of(run, mesh).directory, json))
+
+
+@app.command(rich_help_panel="Runs")
+def watch(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run directory, or a job of the mesh; default: what the mesh works on.",
+        ),
+    ] = None,
+    mesh: MeshOption = None,
+) -> None:
+    """Shows a run as `meshrl run` does: one that was submitted, or is run in another terminal.
+
+    Changes nothing; Ctrl-C ends the view and leaves the job running. Exit status, when the run is
+    over: 0 it has finished, 1 it has failed, 3 it was stopped before its end; 130 after Ctrl-C.
+
+    Example:
+
+        meshrl watch runs/calculator
+    """
+    from meshrl.run import watching
+
+    raise typer.Exit(watching.watch(run, mesh))
+
+
+@app.command(rich_help_panel="Runs")
+def wait(
+    run: RunOrJob,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Gives up after that; default: never.")
+    ] = None,
+    json: AsJson = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Returns when a run is over and its report and model are written, and says how it ended.
+
+    Exit status: 0 it has finished, 1 it has failed, 3 it was stopped before its end, 124 --timeout.
+
+    Example:
+
+        meshrl wait runs/calculator --timeout 3600 && meshrl audit runs/calculator
+    """
+    from meshrl.run import waiting
+
+    raise typer.Exit(waiting.wait(run, mesh, timeout, json))
+
+
+@app.command(rich_help_panel="Runs")
+def cancel(run: RunOrJob, json: AsJson = False, mesh: MeshOption = None) -> None:
+    """Ends a job cleanly: one of a mesh, which takes up the next one, or that of a `meshrl run`.
+
+    What it has made stays, its last checkpoint too, and `meshrl resume` goes on from there. Exits 1
+    when the job has finished or failed already.
+
+    Example:
+
+        meshrl cancel runs/calculator
+    """
+    from meshrl.run import waiting
+
+    raise typer.Exit(waiting.cancel(run, mesh, json))
 
 
 @app.command(rich_help_panel="Runs")
@@ -138,6 +258,37 @@ def export(
     from meshrl import exporting
 
     raise typer.Exit(exporting.export(run, step, best, out))
+
+
+@app.command("eval", rich_help_panel="Runs")
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a run.")
+    ],
+    job: Job,
+    set_: Set = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a run: that step's; default: the last.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run: what its evaluations found best.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Evaluates a model on the held-out rows and evaluation datasets of a job, and trains nothing.
+
+    It starts a mesh, prints the figures and writes them to evaluation.json in a run directory of
+    its own, runs/NAME-eval. Progress goes to standard error.
+
+    Examples:
+
+        meshrl eval Qwen2.5-0.5B job.toml --set evaluation.problems=128
+
+        meshrl eval runs/calculator examples/calculator.toml --best --json
+    """
+    from meshrl.run import evaluating
+
+    raise typer.Exit(evaluating.evaluate(model, job, set_ or [], step, best, json))
 
 
 @app.command(rich_help_panel="Meshes")
@@ -202,13 +353,16 @@ def submit(
     """
     from meshrl import commands
     from meshrl.job import jobfile
+    from meshrl.preflight import checks
 
-    config, base = jobfile.load(job, _overrides(set_, seed))
-    commands.submit(config, base, force, mesh)
+    found = jobfile.read(job, _overrides(set_, seed))
+    checks.check(found, starts_mesh=False)
+    commands.submit(found.config, found.base, force, mesh)
 
 
 @app.command(rich_help_panel="Meshes")
 def status(
+    run: RunOrMesh = None,
     stalled: Annotated[
         bool, typer.Option("--stalled", help="Names who waits and which process is the cause.")
     ] = False,
@@ -217,18 +371,22 @@ def status(
 ) -> None:
     """Shows jobs, services and gangs, or with --stalled what holds them up.
 
+    Of a run that is over: how it ended, and the command that goes on.
+
     Example:
 
         meshrl status
+
+        meshrl status runs/calculator
 
         meshrl status --stalled --json
     """
     from meshrl import commands
 
     if stalled:
-        commands.stalled(mesh, json)
+        commands.stalled(run, mesh, json)
     else:
-        commands.status(mesh, json)
+        commands.status(run, mesh, json)
 
 
 @app.command(rich_help_panel="Meshes")
@@ -263,8 +421,13 @@ def move(
 
 @app.command(rich_help_panel="Help")
 def logs(
-    service: Annotated[
-        str | None, typer.Argument(metavar="[SERVICE]", help="As in rollout/0; default: all.")
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] [SERVICE]",
+            help="A run or mesh directory, and a service as in rollout/0; default: all logs of "
+            "the mesh started last.",
+        ),
     ] = None,
     lines: Annotated[int, typer.Option("-n", "--lines", help="How many, of each log.")] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
@@ -275,10 +438,12 @@ def logs(
     Example:
 
         meshrl logs rollout/0 -f
+
+        meshrl logs runs/calculator trainer/calculator
     """
     from meshrl import logs as printing
 
-    printing.show(mesh, service, lines, follow)
+    printing.show(names or [], mesh, lines, follow)
 
 
 engine = typer.Typer(no_args_is_help=True, help="Engines with an interpreter of their own.")

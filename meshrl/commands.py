@@ -5,56 +5,33 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import DeadlineExceeded, NotFound, Refused, StateUnavailable
+from common.errors import NotFound, Refused, StateUnavailable
 from common.job.config import JobConfig
 from common.process.handle import usage_of
-from common.state import events, gangs, jobs, leader, registry
+from common.state import ended, events, gangs, jobs, leader, registry
 from common.state.client import State
 from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
-from meshrl.job import bundle, isolation
+from meshrl.asking import ANSWER_S
+from meshrl.asking import ask as _ask
+from meshrl.job import bundle
 from meshrl.launch import places
 from meshrl.launch.places import MeshPlace, find_mesh, write_json
 from meshrl.observe.stalled import Stall, diagnose, redis_silent
+from meshrl.run.outcome import outcome_of
+from meshrl.run.target import may_live, place_of, run_in
 
-T = TypeVar("T")
-ANSWER_S = 10.0
 QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
 VERDICT_S = 6.0
 POLL_S = 0.2
 ROLES = (gangs.Role.ROLLOUT, gangs.Role.TRAINING, gangs.Role.IDLE)
-
-
-def _ask(place: MeshPlace, question: Callable[[State], Awaitable[T]], deadline_s: float) -> T:
-    """Runs `question` on the mesh's Redis; StateUnavailable or its own error after `deadline_s`."""
-
-    async def asking() -> T:
-        try:
-            async with asyncio.timeout(deadline_s):
-                state = await State.open(place.redis_url, connect_s=deadline_s)
-                try:
-                    return await question(state)
-                finally:
-                    await state.close()
-        except (TimeoutError, DeadlineExceeded) as error:
-            raise StateUnavailable(f"no answer within {deadline_s:g} s") from error
-
-    try:
-        return asyncio.run(asking())
-    except StateUnavailable as error:
-        raise StateUnavailable(
-            "the mesh's Redis does not answer",
-            where=without_password(place.redis_url),
-            fix="`meshrl up` starts a mesh; `meshrl resume RUN` starts the mesh of a run again",
-        ) from error
 
 
 async def server_ms(state: State) -> float:
@@ -65,7 +42,6 @@ async def server_ms(state: State) -> float:
 
 def submit(config: JobConfig, base: Path, force: bool, mesh: Path | None) -> None:
     place = find_mesh(mesh)
-    isolation.require(config)
     run_dir = places.run_directory(config, force)
 
     async def taken(state: State) -> set[str]:
@@ -91,8 +67,11 @@ def _free_name(name: str, taken: set[str]) -> str:
     return chosen
 
 
-def status(mesh: Path | None, as_json: bool) -> None:
-    place = find_mesh(mesh)
+def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
+    """Of a run: how it stands, and its mesh while that runs. Of a mesh: what is on it."""
+    if told(chosen, mesh, as_json):
+        return
+    place = place_of(chosen, mesh)
 
     async def look(state: State) -> Any:
         return (
@@ -101,9 +80,10 @@ def status(mesh: Path | None, as_json: bool) -> None:
             await gangs.gangs(state),
             await leader.leader(state, PLANNER),
             await server_ms(state),
+            await ended.ended(state),
         )
 
-    rows, entries, known, (leading, _), now_ms = _ask(place, look, ANSWER_S)
+    rows, entries, known, (leading, _), now_ms, gone = _ask(place, look, ANSWER_S)
     if as_json:
         content = {
             "mesh": str(place.root),
@@ -112,6 +92,7 @@ def status(mesh: Path | None, as_json: bool) -> None:
             "jobs": [{k: v for k, v in asdict(row).items() if k != "document"} for row in rows],
             "processes": [asdict(entry) for entry in entries],
             "gangs": [asdict(gang) for gang in known],
+            "ended": [ended.document(end) for end in gone],
         }
         print(json.dumps(content))
         return
@@ -138,6 +119,34 @@ def status(mesh: Path | None, as_json: bool) -> None:
             table.add_row(entry.name + leads, str(entry.pid), renewed, entry.metrics, waits)
     console.print(table)
     console.print(_gang_table(known))
+    for line in troubles(rows, gone, now_ms):
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def troubles(rows: list[jobs.JobRow], gone: list[ended.Ended], now_ms: float) -> list[str]:
+    """Why jobs have failed, and which processes have ended unasked, a line each."""
+    failed = [f"{row.id} failed: {row.error}" for row in rows if row.error]
+    return failed + [
+        f"{end.name} ended {(now_ms - end.at_ms) / 1000:.0f} s ago"
+        + (f", {end.times} times in all" if end.times > 1 else "")
+        + f": {end.told}"
+        for end in gone
+    ]
+
+
+def told(chosen: Path | None, mesh: Path | None, as_json: bool) -> bool:
+    """Says how a run stands; True when nothing is left to say, as its mesh does not run."""
+    directory = chosen or mesh or find_mesh(None).root
+    if not (directory / "job.json").is_file():
+        return False
+    run = run_in(directory)
+    live = may_live(run.place)
+    found = outcome_of(run, live)
+    if not as_json:
+        print("\n".join(found.lines()))
+    elif not live:
+        print(json.dumps({"run": found.document()}))
+    return not live
 
 
 def workers(mesh: Path | None, as_json: bool) -> None:
@@ -205,9 +214,9 @@ async def _verdict(state: State, gang: gangs.Gang, op_id: str, since: str) -> st
     return f"the planner has not decided on {gang.id} yet; `meshrl workers` shows it when it has"
 
 
-def stalled(mesh: Path | None, as_json: bool) -> None:
+def stalled(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
     """Prints who waits for whom; also when it is Redis itself that does not answer."""
-    place = find_mesh(mesh)
+    place = place_of(chosen, mesh)
     found, pids = diagnosis(place)
     if as_json:
         print(json.dumps([asdict(stall) for stall in found]))
@@ -227,7 +236,8 @@ def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
         entries = await registry.entries(state)
         known = await gangs.gangs(state)
         now_ms = await server_ms(state)
-        return diagnose(entries, known, now_ms), {e.name: e.pid for e in entries}
+        gone = await ended.ended(state)
+        return diagnose(entries, known, now_ms, gone), {e.name: e.pid for e in entries}
 
     try:
         return _ask(place, look, QUICK_S)

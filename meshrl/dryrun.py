@@ -13,13 +13,16 @@ from meshrl.launch import plan
 
 
 def show(config: JobConfig) -> None:
-    print(to_toml(config.document()))
+    """The job goes to the standard output, so that it may be redirected into a file and run; the
+    plan is for the eyes.
+    """
+    print(to_toml(config.document()), end="")
     table = Table(title="processes", title_justify="left", box=None, pad_edge=False)
     table.add_column("process")
     table.add_column("what it does", overflow="fold")
     for name, purpose in plan.described(config):
         table.add_row(name, purpose)
-    Console().print(table)
+    Console(stderr=True).print(table)
 
 
 def to_toml(document: dict[str, Any]) -> str:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from common.errors import NotFound
-from meshrl.launch.places import find_mesh
+from common.errors import ConfigError, NotFound
+from meshrl.run.target import place_of
 
 POLL_S = 0.3
 TAIL_BYTES = 1 << 18  # enough for any number of lines one would read
 
 
-def show(mesh: Path | None, service: str | None, lines: int, follow: bool) -> None:
-    place = find_mesh(mesh)
+def show(words: list[str], mesh: Path | None, lines: int, follow: bool) -> None:
+    """`words`: a run or a mesh, a service of it, or both, in either order."""
+    where = next((Path(word) for word in words if Path(word).is_dir()), None)
+    named = [word for word in words if where is None or Path(word) != where]
+    if len(named) > 1:
+        raise ConfigError(
+            f"{' and '.join(named)} are two services", fix="name one, or none for all"
+        )
+    service = named[0] if named else None
+    place = place_of(where, mesh)
     wanted = place.log(service) if service else None
     paths = sorted(place.logs.glob("*.log"))
     if wanted is not None:

@@ -341,7 +341,7 @@ class EvaluationConfig(Table):
 class BudgetConfig(Table):
     """`[budget]`: when the job is done."""
 
-    steps: Count = 48
+    steps: Natural = 48  # optimizer steps; 0: the first version is evaluated, and that is all
 
 
 @dataclass(frozen=True)

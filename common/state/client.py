@@ -16,18 +16,21 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    InvalidResponse,
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from common.errors import Fenced, StateUnavailable, from_wire
+from common.errors import ConfigError, Fenced, StateUnavailable, from_wire
 from common.state.embedded import without_password
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -41,6 +44,7 @@ RENEWAL_TIMEOUT_S = 2.0
 DEADLINE_S = 20.0  # for one script, all its retries included
 CONNECTIONS = 16  # most in one process; further coroutines queue for one
 UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OSError)
+REFUSING = (AuthenticationError, AuthorizationError)
 FULL = ("MISCONF", "NOREPLICAS")  # how answers begin that a full disk brings about
 
 
@@ -102,31 +106,45 @@ class State:
 
     @classmethod
     async def open(cls, url: str, *, connect_s: float = 10) -> State:
-        """Connects and pings; StateUnavailable when there is no answer within `connect_s`."""
+        """Connects and pings; StateUnavailable when there is no answer within `connect_s`,
+        ConfigError when `url` is none, or names what is no Redis or one that refuses us.
+        """
         common: dict[str, Any] = {
             "socket_timeout": SOCKET_TIMEOUT_S,
             "socket_connect_timeout": min(2.0, connect_s),
             "decode_responses": True,
             "protocol": 2,
         }
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=DEADLINE_S,
-            retry=AsyncRetry(BACKOFF, RETRIES),
-            **common,
-        )
-        sync_pool = redis.ConnectionPool.from_url(
-            url,
-            retry=Retry(BACKOFF, RENEWAL_RETRIES),
-            **common | {"socket_timeout": RENEWAL_TIMEOUT_S},
-        )
+        try:
+            pool = redis.asyncio.BlockingConnectionPool.from_url(
+                url,
+                max_connections=CONNECTIONS,
+                timeout=DEADLINE_S,
+                retry=AsyncRetry(BACKOFF, RETRIES),
+                **common,
+            )
+            sync_pool = redis.ConnectionPool.from_url(
+                url,
+                retry=Retry(BACKOFF, RENEWAL_RETRIES),
+                **common | {"socket_timeout": RENEWAL_TIMEOUT_S},
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"this is no URL of a Redis: {error}",
+                where=without_password(url),
+                fix="Write redis://HOST:PORT/0, rediss://HOST:PORT/0 (TLS) or unix:///PATH",
+            ) from error
         state = cls(url, redis.asyncio.Redis.from_pool(pool), redis.Redis.from_pool(sync_pool))
         try:
             await state.command("PING", deadline_s=connect_s)
-        except StateUnavailable:
+        except StateUnavailable as error:
             await state.close()
+            if (refusal := _refusal_behind(error)) is not None:
+                raise _refused(url, refusal) from error
             raise
+        except (ResponseError, InvalidResponse) as error:
+            await state.close()
+            raise _refused(url, error) from error
         return state
 
     async def run(self, script: str, keys: list[str], *args: Any) -> Any:
@@ -210,6 +228,27 @@ class State:
             where=without_password(self.url),
             fix="See whether it runs (`meshrl status`) and what $MESHRL_REDIS_URL names.",
         )
+
+
+def _refusal_behind(error: BaseException) -> BaseException | None:
+    """What redis-py made a broken connection of that the server had closed to us."""
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, REFUSING):
+        cause = cause.__cause__
+    return cause
+
+
+def _refused(url: str, error: BaseException) -> ConfigError:
+    """What a server says that is there and does not let us in, or is another one."""
+    if isinstance(error, InvalidResponse):
+        said, fix = (
+            f"what answers there is no Redis: {error}",
+            "See whether host and port are right",
+        )
+    else:
+        said = f"Redis refuses us: {error}"
+        fix = "Write user and password into the URL: redis://USER:PASSWORD@HOST:PORT/0"
+    return ConfigError(said, where=without_password(url), fix=fix)
 
 
 _compact = json.JSONEncoder(separators=(",", ":")).encode

@@ -21,7 +21,7 @@ def configured_url() -> str:
 
 def without_password(url: str) -> str:
     """The URL as it may be shown to anybody."""
-    hidden = re.sub(r"^(\w+://[^:/?#]*):[^/?#]*@", r"\1:***@", url)
+    hidden = re.sub(r"^((?:\w+://)?[^:/?#]*):[^/?#]*@", r"\1:***@", url)
     return re.sub(r"([?&]password=)[^&#]*", r"\1***", hidden)
 
 

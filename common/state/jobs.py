@@ -155,6 +155,36 @@ async def reopen(state: State, job: str, op_id: str) -> None:
     await state.run("reopen", [job_prefix(job)], {"job": job, "op": op_id})
 
 
+async def cancel(state: State, job: str, op_id: str) -> bool:
+    """Stops a job for a person, who holds no lease; False when it had ended already. `reopen` lets
+    it go on where it was. NotFound when the mesh has none of that name.
+    """
+    done = await state.run("cancel", [job_prefix(job)], {"job": job, "op": op_id})
+    return bool(done["cancelled"])
+
+
+async def change(
+    state: State,
+    job: str,
+    document: dict[str, Any],
+    changes: dict[str, tuple[Any, Any]],
+    op_id: str,
+) -> bool:
+    """Gives a job that no process works on another document, from the step after its version on;
+    True when one that had done all its steps has more to do now. The event `changed` tells of
+    `changes`, (was, now) by key.
+    """
+    args = {
+        "job": job,
+        "op": op_id,
+        "document": json.dumps(document),
+        "budget_steps": document["budget"]["steps"],
+        "max_staleness": document["algorithm"]["max_staleness"],
+        "extra": json.dumps({"changes": changes}),
+    }
+    return bool((await state.run("change", [job_prefix(job)], args))["extended"])
+
+
 async def record_evaluation(
     state: State,
     job: str,
@@ -202,7 +232,7 @@ async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
     )
 
 
-@lru_cache(maxsize=16)  # rows are read several times a second, documents never change
+@lru_cache(maxsize=16)  # rows are read several times a second, documents hardly ever change
 def _document(text: str) -> dict[str, Any]:
     """For reading: all rows of a job share it."""
     found: dict[str, Any] = json.loads(text)

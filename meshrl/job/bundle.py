@@ -71,15 +71,7 @@ def _files(directory: Path) -> Iterator[Path]:
 
 def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
     document = config.document()
-    modules = [reference.partition(":")[0] for _, reference in all_references(config)]
-    if config.environment.verifiers:
-        taskset = tasksets.module_of(config.environment.verifiers)
-        modules += [taskset] if references.module_file(base, taskset) else []
-    (staging / "modules").mkdir()
-    servers = list(_servers(config, base))
-    modules += [path.stem for path in servers if path.suffix == ".py" and path.parent == base]
-    for source in {*servers, *references.neighbours(base, modules)}:
-        _copy(source, staging / "modules" / source.relative_to(base))
+    copy_modules(config, base, staging / "modules")
     for key, lines in _datasets(config, staging / "modules"):
         target = staging / "data" / f"{key}.jsonl"
         target.parent.mkdir(exist_ok=True)
@@ -105,6 +97,19 @@ def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
             _copy_model(Path(model.path), staging / "models" / role)
             document["models"][role]["path"] = f"models/{role}"
     return document
+
+
+def copy_modules(config: JobConfig, base: Path, target: Path) -> None:
+    """The job's modules with the neighbours that they import, and its MCP servers' files."""
+    modules = [reference.partition(":")[0] for _, reference in all_references(config)]
+    if config.environment.verifiers:
+        taskset = tasksets.module_of(config.environment.verifiers)
+        modules += [taskset] if references.module_file(base, taskset) else []
+    target.mkdir()
+    servers = list(_servers(config, base))
+    modules += [path.stem for path in servers if path.suffix == ".py" and path.parent == base]
+    for source in {*servers, *references.neighbours(base, modules)}:
+        _copy(source, target / source.relative_to(base))
 
 
 def _servers(config: JobConfig, base: Path) -> Iterator[Path]:

@@ -7,15 +7,25 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
 from common.job.pace import profile
-from meshrl.job import algorithm, extras, models, references, rows, sandbox, schema, turns
+from meshrl.job import (
+    algorithm,
+    extras,
+    models,
+    references,
+    row_keys,
+    rows,
+    sandbox,
+    schema,
+    turns,
+)
 from meshrl.job.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")
@@ -27,10 +37,25 @@ _SYNTAX_FIXES = {  # by how tomllib's message begins
 }
 
 
-def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
-    """The job that a file describes, with `KEY=VALUE` overrides, and the directory it lies in.
+@dataclass(frozen=True)
+class JobFile:
+    """A job file as it was read and checked."""
 
-    Paths in the result are absolute. ConfigError names the line, or the override, that is wrong.
+    config: JobConfig  # its paths are absolute
+    base: Path  # the directory that it lies in
+    fail: Callable[..., ConfigError]  # (key, message, fix): the error that names the key's line
+
+
+def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
+    """The job that `read` finds in a file, and the directory it lies in."""
+    found = read(path, overrides)
+    return found.config, found.base
+
+
+def read(path: Path, overrides: list[str]) -> JobFile:
+    """The job that a file describes, with `KEY=VALUE` overrides.
+
+    ConfigError names the line, or the override, that is wrong.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -50,7 +75,8 @@ def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
         }
         places[key] = f"--set {override}"
     base = path.resolve().parent
-    return _Checker(path, places).check(document, base), base
+    checker = _Checker(path, places)
+    return JobFile(checker.check(document, base), base, checker.fail)
 
 
 def _syntax(path: Path, text: str, wrong: str) -> ConfigError:
@@ -97,10 +123,10 @@ class _Checker:
         self._sizes(config)
         models.check(config, document, self.fail)
         algorithm.check(config, self.fail)
-        self._files(config)
+        sandbox.check(config, self.fail)  # options of rewards, before the rows that they name
+        self._files(config, base)
         models.shapes(config, self.fail)
         extras.check(config, self.fail)
-        sandbox.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
         return turns.check(config, self.fail)
@@ -168,7 +194,7 @@ class _Checker:
             except ConfigError as error:
                 raise self.fail("rollout.pace", error.message, error.fix) from error
 
-    def _files(self, config: JobConfig) -> None:
+    def _files(self, config: JobConfig, base: Path) -> None:
         model = config.model
         if model.path and not (Path(model.path) / "config.json").is_file():
             raise self.fail("model.path", f"model.path: {model.path} holds no config.json")
@@ -187,6 +213,7 @@ class _Checker:
                 "dataset.train", "no dataset", "Set dataset.train to a JSONL or Parquet file"
             )
         prompt = "" if config.environment.use or taskset else config.dataset.prompt
+        keys = row_keys.needed(config, base)
         seen: set[bytes] = set()
         for key in ("dataset.train", "dataset.held_out"):
             if not (name := at(config, key)):
@@ -199,6 +226,8 @@ class _Checker:
                     raise self.fail(key, f"{row.place} is also in dataset.train")
                 if config.supervised and key == "dataset.train":
                     models.answered(config, row, self.fail)
+                else:
+                    self._has(row, keys)
                 own.add(row.identity)
             if not own:
                 raise self.fail(key, f"{key}: {name} holds no rows")
@@ -207,8 +236,16 @@ class _Checker:
             key = f"evaluation.datasets[{i}].path"
             if not rows.exists(Path(d.path)):
                 raise self.fail(key, f"{key}: there is no file {d.path}")
-            if not any(True for _ in self._rows(key, d.path, config, prompt)):
+            empty = True
+            for row in self._rows(key, d.path, config, prompt):
+                self._has(row, keys)
+                empty = False
+            if empty:
                 raise self.fail(key, f"{key}: {d.path} holds no rows")
+
+    def _has(self, row: rows.Row, keys: list[row_keys.Needed]) -> None:
+        if wrong := row_keys.lacking(row, keys):
+            raise self.fail(*wrong)
 
     def _rows(self, key: str, name: str, config: JobConfig, prompt: str) -> Iterator[rows.Row]:
         try:

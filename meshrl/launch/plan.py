@@ -106,7 +106,8 @@ def services(
     ]
 
 
-def _services_of(config: JobConfig) -> list[Service]:
+def services_of(config: JobConfig) -> list[Service]:
+    """The services of the mesh that `meshrl run` starts for a job."""
     mesh, ranks = config.mesh, config.training.ranks
     sandboxes = config.sandbox.processes
     return services(mesh.workers, config.rollout.shards, mesh.device, "*", ranks, sandboxes)
@@ -120,7 +121,7 @@ def described(config: JobConfig) -> list[tuple[str, str]]:
         ("redis", "state; every write is on disk before it is acknowledged"),
         ("nursery", "has imported what the others need; forks them in milliseconds"),
     ]
-    rows += [(s.name, s.purpose) for s in _services_of(config)]
+    rows += [(s.name, s.purpose) for s in services_of(config)]
     for rank in range(1, ranks):
         rows.append((f"worker/g0.{rank}", f"{config.mesh.device} slot; rank {rank} of the core"))
     for i in range(config.mesh.workers - ranks + 1):

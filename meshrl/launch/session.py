@@ -15,7 +15,7 @@ from common.job.config import JobConfig
 from common.records.checkpoints import best, committed, is_first, last_lineage
 from common.state import embedded, jobs, steps
 from common.state.client import State
-from meshrl.job import bundle, isolation
+from meshrl.job import bundle
 from meshrl.launch import places
 from meshrl.launch.launcher import Launcher, Shape, interruptible, shape_of
 from meshrl.launch.places import MeshPlace, read_json, write_json
@@ -28,7 +28,6 @@ STOPPED = 130  # exit status after Ctrl-C, as shells have it
 
 def run(config: JobConfig, base: Path, force: bool) -> int:
     """Runs a job from its start; the exit status."""
-    isolation.require(config)
     run_dir = places.run_directory(config, force)
     _, document = bundle.pack(config, base, run_dir)
     write_json(run_dir / "job.json", {"job": config.name, "document": document})
@@ -131,6 +130,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:
     """Shows the run until it is over, the user stops it, or the mesh gives up."""
+    page = report.LivePage(recorder)
     with view_for(recorder.run_dir) as view:
         while not stop.is_set() and not recorder.launcher.failed.is_set():
             shot = await recorder.look()
@@ -138,6 +138,7 @@ async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:
                 view.show(shot, recorder.rows)
                 if shot.over:
                     return
+            await page.look()
             await recorder.launcher.clock.sleep(LOOK_S)
         if stop.is_set():
             view.say("stopping; Ctrl-C again ends everything at once")

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from common.errors import DeadlineExceeded, MeshError, Refused
-from common.process.handle import start_time
-from common.settings import OFF, metrics_ports
 from meshrl import logs
-from meshrl.launch import leftovers, places
+from meshrl.launch import leftovers, places, plan
+from meshrl.launch.liveness import running_launcher
 from meshrl.launch.places import MeshPlace, find_mesh, read_json
+from meshrl.preflight import addresses, devices, redis_server
 
 START_S = 90.0
 STOP_S = 60.0
@@ -33,8 +33,11 @@ def up(
     ranks: int,
     sandboxes: int,
 ) -> None:
-    if metrics != OFF:
-        metrics_ports(metrics)
+    addresses.listens(bind)
+    services = plan.services(workers, shards, device, "", ranks, sandboxes)
+    addresses.serves(metrics, len(services) + 2 * workers)
+    devices.usable(device)
+    redis_server.usable()
     place = MeshPlace((root or places.home()).absolute())
     if running_launcher(place):
         raise Refused(f"a mesh runs in {place.root} already", fix="`meshrl down` stops it")
@@ -79,15 +82,6 @@ def down(mesh: Path | None) -> None:
     if left:
         print(f"ended {len(left)} processes that had been left behind")
     print("stopped" if pid or left else f"no mesh runs in {place.root}")
-
-
-def running_launcher(place: MeshPlace) -> int:
-    """The pid of the process that runs the mesh; 0 when none does."""
-    if not place.launcher.is_file():
-        return 0
-    marker = read_json(place.launcher)
-    pid = int(marker["pid"])
-    return pid if start_time(pid) == marker["start_time"] != 0 else 0
 
 
 def _ready(place: MeshPlace, pid: int) -> bool:

@@ -31,9 +31,8 @@ async def record_all(launcher: Launcher, stop: asyncio.Event) -> None:
             if not row.ended and row.id not in recording:
                 work = record(launcher, row.id, Path(row.run_dir), stop)
                 recording[row.id] = asyncio.create_task(work, name=f"record {row.id}")
-        for task in recording.values():
-            if task.done():
-                task.result()  # raises what is a fault of ours
+        for job in [job for job, task in recording.items() if task.done()]:
+            recording.pop(job).result()  # raises what is a fault of ours; it may be resumed
         await launcher.clock.sleep(LOOK_S)
     await asyncio.gather(*recording.values())
 
@@ -49,11 +48,13 @@ async def record(launcher: Launcher, job: str, run_dir: Path, stop: asyncio.Even
         recorder: Recorder | None = None
         try:
             recorder = Recorder(launcher, job, run_dir)
+            page = report.LivePage(recorder)
             while not stop.is_set():
                 shot = await recorder.look()
                 said = ""
                 if shot is not None and shot.over:
                     break
+                await page.look()
                 await launcher.clock.sleep(LOOK_S)
             await recorder.close()
             await report.write(recorder)

@@ -71,6 +71,28 @@ async def test_a_stopped_job_goes_on_where_it_was(bench: Bench) -> None:
         await jobs.reopen(bench.state, JOB, "op2")
 
 
+async def test_a_person_stops_a_job_without_a_lease_and_it_goes_on_where_it_was(
+    bench: Bench,
+) -> None:
+    seats = await bench.training_job()
+    for group in await seats.admit():
+        await seats.finish(group)
+    await seats.step(1)
+    for _ in range(2):
+        assert await jobs.cancel(bench.state, JOB, "op")
+    assert (await jobs.job(bench.state, JOB)).phase == "stopped"
+    assert await seats.admit() == []
+    assert not await jobs.cancel(bench.state, JOB, "op2"), "it had ended"
+    await jobs.reopen(bench.state, JOB, "op3")
+    assert (await jobs.job(bench.state, JOB)).phase == "training"
+    assert await seats.admit() != []
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, seats.trainer, TRAINER)
+    assert not await jobs.cancel(bench.state, JOB, "op4")
+    assert (await jobs.job(bench.state, JOB)).phase == "finished"
+    with pytest.raises(NotFound):
+        await jobs.cancel(bench.state, "other", "op5")
+
+
 async def test_an_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
     token = await bench.seat("evaluator")
     await jobs.submit(bench.state, JOB, document(), "", "op")

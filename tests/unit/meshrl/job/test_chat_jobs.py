@@ -47,7 +47,7 @@ def test_auto_is_resolved_by_the_models_published_name(chat_job: Path, shape: st
         (["environment.chat_history=refuse"], "chat_history without environment.chat"),
         (
             ["environment.chat=qwen3", "environment.chat_history=refuse"],
-            "always keeps earlier turns",
+            "always keeps",
         ),
         (["environment.chat=qwen3", "environment.tool_call_parser=hermes"], "in its own way"),
         (["environment.chat=template"], "has no chat template"),

@@ -1,0 +1,1 @@
+"""Mistakes that users make, tried on real meshes. Open `mistake.py` first."""

@@ -1,0 +1,39 @@
+"""What a mistake is: how a job that works is spoilt, and what the user must be told, by when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadtests.mistakes.job import Place
+
+JOB = "job.toml"
+RUN = ("run", JOB)
+BEFORE_S = 3.0  # from the start of the command, for what can be known before a mesh starts
+RUNNING_S = 20.0  # from the start of the command, for what only a running mesh can find out
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake, on top of the job of `job.Place`, which runs as it is."""
+
+    name: str
+    # Regular expressions, without regard to case. Each must be found in what the command prints:
+    # what is wrong, where, and what to do.
+    says: tuple[str, ...]
+    running: bool = False  # only a running mesh can know it
+    set: Mapping[str, Any] = field(default_factory=dict)  # dotted keys of the job file; None: none
+    files: Mapping[str, str | bytes | None] = field(default_factory=dict)  # written; None: removed
+    prepare: Callable[[Place], AbstractContextManager[None]] | None = None  # what takes more
+    argv: tuple[str, ...] = RUN
+    environ: Mapping[str, str] = field(default_factory=dict)
+    own_s: float = 0.0  # what the user's own code takes before anybody can know
+    ends: bool = True  # the command ends by itself, and not with status 0
+    changes: tuple[str, ...] = ()  # files and folders of the user that may change
+
+    @property
+    def by_s(self) -> float:
+        """Seconds from the start of the command in which it must be said."""
+        return (RUNNING_S if self.running else BEFORE_S) + self.own_s

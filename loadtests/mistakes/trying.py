@@ -1,0 +1,170 @@
+"""Makes one mistake and watches what the user is told, when, and what becomes of their files."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadtests.mistakes.job import Place
+from loadtests.mistakes.mistake import Mistake
+
+SILENT_S = 60.0  # what is not said by then is not said
+END_S = 30.0  # for the command to end by itself once it has said it
+STOP_S = 30.0  # for a clean stop after SIGINT
+STARTED = "starting a mesh"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one mistake."""
+
+    name: str
+    running: bool
+    said_s: float | None  # from the start of the command until all was said; None: never
+    by_s: float
+    missing: tuple[str, ...]  # expressions that were never found
+    faults: tuple[str, ...]  # what else was wrong
+    destroyed: tuple[str, ...]  # files of the user that are gone or changed
+    output: str
+
+    @property
+    def silent(self) -> bool:
+        return self.said_s is None
+
+    @property
+    def clear(self) -> bool:
+        """Said in time, in words a user can act on."""
+        return self.said_s is not None and self.said_s <= self.by_s and not self.faults
+
+
+class _Command:
+    """A command of the user's, and each line that it prints with its time."""
+
+    def __init__(self, place: Place, argv: tuple[str, ...], environ: dict[str, str]) -> None:
+        self.began = time.monotonic()
+        self.lines: list[tuple[float, str]] = []
+        self.program = subprocess.Popen(
+            [sys.executable, "-m", "meshrl", *argv],
+            cwd=place.root,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.program.stdout is not None
+        for line in self.program.stdout:
+            self.lines.append((time.monotonic() - self.began, line))
+
+    @property
+    def text(self) -> str:
+        return "".join(line for _, line in self.lines)
+
+    def said(self, patterns: tuple[str, ...]) -> tuple[float | None, tuple[str, ...]]:
+        """When the last of the expressions was first found (seconds), and those not found yet."""
+        latest, missing = 0.0, []
+        for pattern in patterns:
+            found = (at for at, line in self.lines if re.search(pattern, line, re.IGNORECASE))
+            first = next(found, None)
+            if first is None:
+                missing.append(pattern)
+            else:
+                latest = max(latest, first)
+        return (None if missing else latest), tuple(missing)
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit status, once all output is read; None when it still runs after `seconds`."""
+        try:
+            status = self.program.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        self._reader.join(END_S)
+        return status
+
+    def end(self) -> None:
+        """Ctrl-C, and SIGKILL where that does not help."""
+        for number in (signal.SIGINT, signal.SIGKILL):
+            if self.program.poll() is None:
+                os.killpg(self.program.pid, number)
+                self.wait(STOP_S)
+
+
+def attempt(mistake: Mistake) -> Verdict:
+    """Makes the mistake in a fresh folder."""
+    with tempfile.TemporaryDirectory(prefix="mistake-") as folder:
+        place = Place(Path(folder) / "work")
+        if mistake.set:
+            place.set(mistake.set)
+        for name, content in mistake.files.items():
+            place.write(name, content)
+        with mistake.prepare(place) if mistake.prepare else nullcontext():
+            before = place.contents()
+            command = _Command(place, mistake.argv, dict(mistake.environ))
+            try:
+                status = _watch(command, mistake)
+            finally:
+                command.end()
+            return _judge(mistake, place, before, command, status)
+
+
+def _watch(command: _Command, mistake: Mistake) -> int | None:
+    """Until it has ended or cannot be expected to say more; the exit status, or None."""
+    deadline = command.began + SILENT_S + mistake.own_s
+    while time.monotonic() < deadline:
+        status = command.wait(0.1)
+        if status is not None:
+            return status
+        if command.said(mistake.says)[0] is not None:
+            return command.wait(END_S) if mistake.ends else None
+    return None
+
+
+def _judge(
+    mistake: Mistake, place: Place, before: dict[str, str], command: _Command, status: int | None
+) -> Verdict:
+    said_s, missing = command.said(mistake.says)
+    text = command.text
+    faults = []
+    if "Traceback (most recent call last)" in text:
+        faults.append("a traceback")
+    if not mistake.running and STARTED in text:
+        faults.append("a mesh was started")
+    if mistake.ends and status in (None, 0):
+        faults.append("did not end by itself" if status is None else "exit status 0")
+    after = place.contents()
+    changed = tuple(
+        name
+        for name, digest in before.items()
+        if after.get(name) != digest and not name.startswith(mistake.changes or ("\0",))
+    )
+    if not mistake.running and (new := [name for name in after if _is_run(name, before)]):
+        faults.append(f"left {new[0]}")
+    return Verdict(
+        name=mistake.name,
+        running=mistake.running,
+        said_s=None if said_s is None else round(said_s, 2),
+        by_s=mistake.by_s,
+        missing=missing,
+        faults=tuple(faults),
+        destroyed=changed,
+        output=text[-2000:],
+    )
+
+
+def _is_run(name: str, before: dict[str, str]) -> bool:
+    return name not in before and name.startswith("runs/")

@@ -1,0 +1,223 @@
+"""Imports the job's modules as the mesh will, in a process of their own with a deadline, and opens
+an environment on the first rows.
+
+They are copied first, as into a bundle: what lies beside the job file and is not bundled is not
+there on the mesh either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, MeshError
+from meshrl.job import bundle, rows
+from meshrl.job.jobfile import JobFile, all_references, at
+from meshrl.preflight import prompts, tokens
+from meshrl.preflight.together import raise_all
+
+IMPORT_S = 30.0  # as long as a sandbox lets a worker import
+QUIET_S = 5.0  # after which somebody who waits is told what for
+DUMP_S = 0.5  # for a killed import to say where it was
+SAID_LINES = 3
+MEND = "Mend it; --dry-run tries it again"
+FRAME = re.compile(r'File "([^"]+)", line (\d+) in')
+KINDS = {"environment.use": "environment", "warm_start.demonstrations": "demonstrations"}
+
+
+def imported(job: JobFile, import_s: float = IMPORT_S) -> None:
+    """Every function that the job names is there and takes what it will be given."""
+    references = [
+        {"key": key, "use": use, "kind": _kind(key)} for key, use in all_references(job.config)
+    ]
+    if not references:
+        return
+    with tempfile.TemporaryDirectory(prefix="meshrl-trial-") as scratch:
+        modules = Path(scratch).resolve() / "modules"
+        bundle.copy_modules(job.config, job.base, modules)
+        asked = {
+            "modules": str(modules),
+            "references": references,
+            "rows": list(_first_rows(job)) if job.config.environment.use else [],
+            "chat": bool(job.config.environment.chat),
+        }
+        _Trial(job, modules, import_s).run(asked)
+
+
+def _kind(key: str) -> str:
+    return KINDS.get(key, "tool" if key.startswith("environment.tools") else "reward")
+
+
+def _first_rows(job: JobFile) -> Iterator[dict[str, Any]]:
+    """The first row of each dataset."""
+    named = {key: at(job.config, key) for key in ("dataset.train", "dataset.held_out")}
+    for i, dataset in enumerate(job.config.evaluation.datasets):
+        named[f"evaluation.datasets[{i}].path"] = dataset.path
+    for key, path in named.items():
+        for row in itertools.islice(rows.read(Path(path)) if path else (), 1):
+            yield {"key": key, "place": row.place, "value": row.value}
+
+
+class _Trial:
+    """One run of `trial.py`."""
+
+    def __init__(self, job: JobFile, modules: Path, import_s: float) -> None:
+        self.job, self.modules, self.import_s = job, modules, import_s
+        self.trying, self.key = "", ""
+
+    def run(self, asked: dict[str, Any]) -> None:
+        read, write = os.pipe()
+        log, input = self.modules.with_name("said"), self.modules.with_name("asked")
+        input.write_text(json.dumps(asked))
+        with log.open("w+b") as said, input.open("rb") as asking:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "meshrl.preflight.trial", str(write)],
+                stdin=asking,
+                stdout=said,
+                stderr=said,
+                pass_fds=[write],
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            os.close(write)
+            try:
+                raise_all(self._problems(process, read, log))
+            finally:
+                # With all that it has started. It is not reaped yet, so the group is its own.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                os.close(read)
+
+    def _problems(
+        self, process: subprocess.Popen[bytes], read: int, log: Path
+    ) -> Iterator[MeshError]:
+        seen: set[str] = set()  # two functions of a module that does not import say the same
+        long: list[MeshError] = []  # of the first dataset that has such prompts
+        for line in self._lines(read):
+            if "trying" in line:
+                self.trying = line["trying"]
+                self.key = self.trying.partition(":")[0]
+            elif "opened" in line:
+                if not long:
+                    yield from (long := list(self._opened(**line["opened"])))
+            elif "wrong" in line:
+                same = f"{line['wrong']['said']} {line['wrong']['place']}"
+                if same not in seen:
+                    yield self._wrong(**line["wrong"])
+                seen.add(same)
+            else:
+                return
+        code = _ended_with(process.pid)
+        yield self._hangs(process, log) if code is None else self._ended(code, log)
+
+    def _lines(self, read: int) -> Iterator[dict[str, Any]]:
+        """What the process says, until it ends or says nothing for too long."""
+        held, told = b"", False
+        since = time.monotonic()
+        while True:
+            waited = time.monotonic() - since
+            left = (self._deadline_s if told else min(QUIET_S, self._deadline_s)) - waited
+            if select.select([read], [], [], max(0.0, left))[0]:
+                block = os.read(read, 1 << 16)
+                if not block:
+                    return
+                *lines, held = (held + block).split(b"\n")
+                yield from map(json.loads, lines)
+                since, told = time.monotonic(), False
+            elif told or self._deadline_s <= QUIET_S:
+                return
+            else:
+                told = True
+                print(
+                    f"{self.trying} takes its time; it is given up after {self._deadline_s:g} s",
+                    file=sys.stderr,
+                )
+
+    @property
+    def _deadline_s(self) -> float:
+        opening = "open()" in self.trying
+        return self.job.config.environment.step_deadline_s if opening else self.import_s
+
+    def _wrong(self, key: str, said: str, place: str, fix: str, absent: str = "") -> ConfigError:
+        where = f" ({self._shown(place)})" if place else ""
+        missing = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", said)
+        if missing and not fix:
+            fix = f"Install {missing[1]} where meshrl is installed, or put it beside the job file"
+        if absent and self._beside(absent):
+            fix = (
+                "Only modules are bundled and taken to the mesh: give the file's absolute path, or "
+                "put what it says into a module or the rows"
+            )
+        return self.job.fail(key, f"{key}: {self._shown(said)}{where}", fix or MEND)
+
+    def _opened(self, key: str, place: str, prompt: Any) -> Iterator[MeshError]:
+        """A prompt that open() returned: it can be written, and leaves room."""
+        try:
+            tokenizer = tokens.tokenizer_of(self.job)
+            counted = prompts.count_tokens(self.job, key, place, prompts.said(prompt), tokenizer)
+            if counted + 1 > self.job.config.rollout.max_tokens:
+                prompts.refuse_long(self.job, key, [(place, counted)], "the prompt has")
+        except ConfigError as error:
+            yield error
+
+    def _hangs(self, process: subprocess.Popen[bytes], log: Path) -> ConfigError:
+        before = log.stat().st_size
+        process.send_signal(signal.SIGUSR1)
+        until = time.monotonic() + DUMP_S
+        while log.stat().st_size == before and time.monotonic() < until:
+            time.sleep(0.02)
+        frames = FRAME.findall(log.read_text(errors="replace")[-10_000:])
+        own = [frame for frame in frames if Path(frame[0]).is_relative_to(self.modules)]
+        file, line = (own or frames or [("", "")])[0]
+        where = f"; it was at {self._shown(file)}, line {line}" if file else ""
+        return self.job.fail(
+            self.key,
+            f"{self.trying} did not end within {self._deadline_s:g} s{where}",
+            "Make it faster, or raise environment.step_deadline_s"
+            if "open()" in self.trying
+            else "Let it work when it is called, not at import",
+        )
+
+    def _ended(self, code: int, log: Path) -> ConfigError:
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+        last = " / ".join(log.read_text(errors="replace").strip().splitlines()[-SAID_LINES:])
+        return self.job.fail(
+            self.key,
+            f"{self.trying} ended the process {how}" + (f": {self._shown(last)}" if last else ""),
+            MEND,
+        )
+
+    def _beside(self, absent: str) -> bool:
+        """Whether a file that was not found lies beside the job file."""
+        path = Path(absent)
+        if path.is_absolute() and not path.is_relative_to(self.modules):
+            return False
+        path = path.relative_to(self.modules) if path.is_absolute() else path
+        return (self.job.base / path).exists()
+
+    def _shown(self, text: str) -> str:
+        """With the author's own files in place of their copies."""
+        return text.replace(str(self.modules), str(self.job.base))
+
+
+def _ended_with(pid: int) -> int | None:
+    """How a child ended that has closed its pipe, as in `Popen.returncode`; it stays unreaped."""
+    until = time.monotonic() + DUMP_S
+    while True:
+        how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if how is not None:
+            return how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.01)

@@ -1,0 +1,114 @@
+"""Checks that the programs which a job names are there and run: interpreters, MCP servers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from common.process.interpreters import home, interpreter
+from meshrl.job import isolation as tiers
+from meshrl.job.jobfile import JobFile
+
+ANSWER_S = 20.0  # for an interpreter that looks for a package, on a slow disk
+IMPORT_S = 60.0  # for the imports of a jail's interpreter
+FIND = "import importlib.util, sys; sys.exit(3 * (importlib.util.find_spec({!r}) is None))"
+ABSENT = 3
+
+
+def sglang(job: JobFile) -> None:
+    """The interpreter of the engine has it."""
+    rollout = job.config.rollout
+    if rollout.engine != "sglang":
+        return
+    key = "rollout.sglang_python" if rollout.sglang_python else "rollout.engine"
+    python = Path(rollout.sglang_python or interpreter(home("sglang"))).expanduser()
+    fix = "`meshrl engine install sglang` installs it"
+    if rollout.sglang_python:
+        fix = f"{fix}; without rollout.sglang_python a job finds that one by itself"
+    if problem := without(python, "sglang"):
+        raise job.fail(key, f"rollout.engine = 'sglang': {problem}", fix)
+
+
+def verifiers(job: JobFile) -> None:
+    """The interpreter of a taskset has the package."""
+    environment = job.config.environment
+    if environment.verifiers and (problem := without(Path(environment.python), "verifiers")):
+        raise job.fail(
+            "environment.python",
+            f"environment.python: {problem}",
+            "Name one of an environment that `pip install verifiers==0.4.0` was run in",
+        )
+
+
+def sandbox(job: JobFile) -> None:
+    """The interpreter of the model's code runs, and has what the job imports there."""
+    config = job.config.sandbox
+    if not config.python:
+        return
+    names = config.imports
+    ran = _run(Path(config.python), f"import {', '.join(['sys', *names])}", IMPORT_S)
+    if isinstance(ran, str):
+        raise job.fail("sandbox.python", f"sandbox.python: {ran}", "Name a Python interpreter")
+    if ran.returncode:
+        said = (ran.stderr.strip().splitlines() or ["nothing"])[-1]
+        key = "sandbox.imports" if names else "sandbox.python"
+        raise job.fail(key, f"{key}: {config.python} says: {said}", "Install it there")
+
+
+def servers(job: JobFile) -> None:
+    """The commands of MCP servers are there, and the package that speaks to them."""
+    environment = job.config.environment
+    for name, command in environment.mcp.items():
+        key, program = f"environment.mcp.{name}", command[0]
+        # They start in the directory of the modules, to which files beside the job file are copied.
+        beside = job.base / program
+        found = program == "python" or shutil.which(program) or os.access(beside, os.X_OK)
+        if not found:
+            raise job.fail(
+                key, f"{key}: there is no program {program!r}", "Install it, or give its whole path"
+            )
+        script = next((word for word in command[1:] if word.endswith(".py")), "")
+        if script and not (job.base / script).is_file():
+            wrong = f"{key}: there is no file {job.base / script}"
+            raise job.fail(key, wrong, "Name one beside the job file, or by its whole path")
+
+
+def isolation(job: JobFile) -> None:
+    """This host contains code that the model wrote as well as the job demands."""
+    tiers.require(job.config)
+
+
+def without(python: Path, package: str) -> str:
+    """What is wrong with an interpreter that is to have a package; empty: nothing."""
+    ran = _run(python, FIND.format(package), ANSWER_S)
+    if isinstance(ran, str):
+        return ran
+    if ran.returncode == ABSENT:
+        return f"{python} has no package {package}"
+    if ran.returncode:
+        said = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
+        return f"{python} does not work: {said}"
+    return ""
+
+
+def _run(python: Path, code: str, deadline_s: float) -> subprocess.CompletedProcess[str] | str:
+    """What it came to, or why it could not be run."""
+    if not python.is_file():
+        return f"there is no interpreter at {python}"
+    if not os.access(python, os.X_OK):
+        return f"{python} is not executable"
+    try:
+        return subprocess.run(
+            [str(python), "-I", "-c", code],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=deadline_s,
+            stdin=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        return f"{python} cannot be run: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return f"{python} did not end `{code}` within {deadline_s:g} s"

@@ -1,0 +1,36 @@
+"""Checks that the Redis of $MESHRL_REDIS_URL takes commands, or that there is one to start."""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.errors import ConfigError, StateUnavailable
+from common.state import embedded
+from common.state.client import State
+from meshrl.job.jobfile import JobFile
+
+CONNECT_S = 2.5  # a server in another country answers in less
+
+
+def answers(_: JobFile) -> None:
+    """The Redis of the mesh that is to be started."""
+    usable()
+
+
+def usable() -> None:
+    """ConfigError or StateUnavailable with the server's own words if it does not take commands."""
+    url = embedded.configured_url()
+    if not url:
+        embedded.find_server()
+        return
+    try:
+        asyncio.run(_ping(url))
+    except (ConfigError, StateUnavailable) as error:
+        raise type(error)(
+            f"$MESHRL_REDIS_URL: {error.message}", where=error.where, fix=error.fix
+        ) from error
+
+
+async def _ping(url: str) -> None:
+    state = await State.open(url, connect_s=CONNECT_S)
+    await state.close()

@@ -1,0 +1,108 @@
+"""Checks that tokens fit the model: positions, the tokenizer's ids, the tokens that end a turn."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.job.config import INITIAL, JobConfig, RolloutConfig
+from common.model.config import ModelConfig
+from common.model.tokenizer import Tokenizer
+from meshrl.job.jobfile import JobFile
+from meshrl.job.models import shape
+
+
+def model_of(config: JobConfig) -> ModelConfig:
+    """The shape of the model that is trained."""
+    return shape(config.model.path, config.model.config)
+
+
+def tokenizer_of(job: JobFile) -> Tokenizer:
+    """The job's tokenizer; ConfigError when the file is none."""
+    model = job.config.model
+    try:
+        return _loaded(model.tokenizer or str(Path(model.path) / "tokenizer.json"))
+    except ConfigError as error:
+        raise job.fail("model.tokenizer", f"model.tokenizer: {_said(error)}", error.fix) from error
+
+
+@cache
+def _loaded(path: str) -> Tokenizer:
+    return Tokenizer.load(path)
+
+
+def positions(job: JobFile) -> None:
+    """No sequence is longer than the model that reads it has positions."""
+    config, longest = job.config, job.config.rollout.max_tokens
+    own = model_of(config).max_positions
+    _fits(job, "rollout.max_tokens", longest, own, config.model.path)
+    for role, frozen in config.models.declared.items():
+        has = own if frozen.path == INITIAL else shape(frozen.path, {}).max_positions
+        path = config.model.path if frozen.path == INITIAL else frozen.path
+        if frozen.max_tokens:
+            _fits(job, f"models.{role}.max_tokens", frozen.max_tokens, has, path)
+        elif longest > has:
+            raise job.fail(
+                f"models.{role}",
+                f"models.{role} is asked about sequences of up to rollout.max_tokens = {longest} "
+                f"tokens, and has {has} positions{_in(path)}",
+                f"Lower rollout.max_tokens to {has} or less",
+            )
+
+
+def _fits(job: JobFile, key: str, longest: int, has: int, path: str) -> None:
+    if longest <= has:
+        return
+    default = key == "rollout.max_tokens" and longest == RolloutConfig().max_tokens
+    raise job.fail(
+        key,
+        f"{key} = {longest}{' (the default)' if default else ''} exceeds the model's "
+        f"{has} positions{_in(path)}",
+        f"Set {key} to {has} or less"
+        + ("" if path else ", or raise max_position_embeddings in [model.config]"),
+    )
+
+
+def _in(path: str) -> str:
+    return f" (max_position_embeddings of {path}/config.json)" if path else ""
+
+
+def vocabulary(job: JobFile) -> None:
+    """Every id of the tokenizer, those of added tokens too, has a row of the embedding."""
+    rows = model_of(job.config).vocab_size
+    token, last = max(tokenizer_of(job).vocabulary.items(), key=lambda entry: entry[1])
+    if last >= rows:
+        raise job.fail(
+            "model.tokenizer",
+            f"the tokenizer has ids up to {last} ({token!r}), and the model {rows} rows of its "
+            "embedding (vocab_size)",
+            "Take the tokenizer that belongs to the model"
+            + ("" if job.config.model.path else f", or set vocab_size to {last + 1} or more"),
+        )
+
+
+def stop(job: JobFile) -> None:
+    """What ends a turn can be sampled."""
+    rollout, tokenizer = job.config.rollout, tokenizer_of(job)
+    unknown = [text for text in rollout.stop if tokenizer.token_to_id(text) is None]
+    if unknown:
+        raise job.fail(
+            "rollout.stop",
+            f"rollout.stop: {unknown[0]!r} is no token of the tokenizer",
+            "Name a token as the tokenizer.json has it; a text of several tokens goes into "
+            "rollout.stop_text",
+        )
+    for text in rollout.stop_text:
+        try:
+            tokenizer.encode(text)
+        except ConfigError as error:
+            raise job.fail(
+                "rollout.stop_text",
+                f"rollout.stop_text: the model can never write {text!r}: {error.message}",
+                "Keep to characters of the tokenizer's vocabulary",
+            ) from error
+
+
+def _said(error: ConfigError) -> str:
+    return f"{error.message} ({error.where})" if error.where else error.message

@@ -1,0 +1,133 @@
+"""`meshrl eval`: a model on a job's held-out rows and evaluation datasets, on a mesh that trains
+nothing.
+
+It is the evaluation before training of the same job with another model and a budget of no steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from common.errors import ConfigError, NotFound
+from common.job.evaluation_plan import BEFORE, HELD_OUT, measurable
+from meshrl import exporting
+from meshrl.job import jobfile
+from meshrl.launch import places
+from meshrl.launch.places import write_json
+from meshrl.observe.lines import lines_of
+
+RESULT = "evaluation.json"
+FIXED = (
+    "budget.steps=0",
+    "evaluation.before=true",
+    "evaluation.after=false",
+    'warm_start.demonstrations=""',
+    "lora.rank=0",
+    "training.ranks=1",
+    # What training compares with is not asked; a model that judges is.
+    "algorithm.kl_coefficient=0.0",
+    'models.reference.path=""',
+    'models.teacher.path=""',
+)
+TEACHERLESS = 'algorithm.name="grpo"'  # for a job that distils: its evaluation has no teacher
+
+
+def evaluate(
+    model: Path, job: Path, settings: list[str], step: int | None, best: bool, as_json: bool
+) -> int:
+    """Prints the figures and writes them into the evaluation's run directory; the exit status."""
+    with _directory_of(model, step, best) as directory:
+        fixed = [*FIXED, TEACHERLESS] if _distils(job) else FIXED
+        config, base = jobfile.load(job, [*fixed, *_with_model(directory), *settings])
+        if not measurable(config):
+            raise ConfigError(
+                f"{job} says nothing to evaluate on",
+                fix="name dataset.held_out or [[evaluation.datasets]], and a reward",
+            )
+        name = f"{config.name}-eval"
+        asked = any(setting.partition("=")[0].strip() == "out" for setting in settings)
+        config = replace(config, name=name, out=config.out if asked else "")
+        run_dir = places.run_directory(config, False)
+        # Imported here: only now is it sure that a mesh will be needed.
+        from meshrl.launch import session
+
+        # Its progress is no result; standard output is for that.
+        with contextlib.redirect_stdout(sys.stderr):
+            status = session.run(replace(config, out=str(run_dir)), base, False)
+    found = result_of(run_dir)
+    if status != 0 or found is None:
+        return status or 1
+    found = {"model": str(model), "job": str(job), "run": str(run_dir)} | found
+    write_json(run_dir / RESULT, found)
+    print(json.dumps(found)) if as_json else _show(found)
+    return 0
+
+
+def _distils(job: Path) -> bool:
+    """Whether the job's algorithm takes a teacher; what is wrong with the file, the loader says."""
+    try:
+        document = tomllib.loads(job.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    table = document.get("algorithm")
+    return isinstance(table, dict) and table.get("name") == "distill"
+
+
+def _with_model(directory: Path) -> list[str]:
+    path = directory.absolute()
+    chosen = [f"model.path={json.dumps(str(path))}", "model.config={}"]
+    own = (path / "tokenizer.json").is_file()
+    return [*chosen, 'model.tokenizer=""'] if own else chosen
+
+
+@contextlib.contextmanager
+def _directory_of(model: Path, step: int | None, best: bool) -> Iterator[Path]:
+    """The Hugging Face directory that is meant: as it is, or a version of a run, exported."""
+    if (model / "job.json").is_file():
+        with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as made:
+            out = Path(made) / "model"
+            with contextlib.redirect_stdout(sys.stderr):
+                if exporting.export(model, step, best, out) != 0:
+                    raise NotFound(f"{model} has no such version", fix="see the line above")
+            yield out
+    elif step is not None or best:
+        raise ConfigError(f"--step and --best choose a version of a run; {model} is none")
+    elif (model / "config.json").is_file():
+        yield model
+    else:
+        raise NotFound(
+            f"{model} is neither a Hugging Face directory nor a run",
+            fix="it takes config.json and safetensors, or a run's job.json",
+        )
+
+
+def result_of(run_dir: Path) -> dict[str, Any] | None:
+    """The figures by name, and how many samples have no say in them; None without an evaluation."""
+    for event in lines_of(run_dir / "events.jsonl", '"evaluation"'):
+        fields = event["fields"]
+        if event["kind"] == "evaluation" and fields["tag"] == BEFORE:
+            kept = ("figures", "problems", "failed", "mixed", "length_mean")
+            return {key: fields[key] for key in kept if key in fields}
+    return None
+
+
+def _show(found: dict[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+    for name, value in found["figures"].items():
+        table.add_row(name.replace(f"{HELD_OUT}.", "held-out, "), f"[bold]{value:.3f}[/]")
+    table.add_row("failed samples", str(found["failed"]))
+    table.add_row("mean length", f"{found['length_mean']:.1f} tokens")
+    console = Console()
+    console.print(table)
+    console.print(f"{found['run']}/{RESULT}", soft_wrap=True, highlight=False)

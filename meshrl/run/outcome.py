@@ -1,0 +1,112 @@
+"""How a run stands or how it ended, from the files of its directory alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.state.jobs import ENDED, Phase
+from meshrl.launch.places import read_json
+from meshrl.observe.lines import lines_of
+from meshrl.run.target import Run, may_live
+
+FINISHED, FAILED, STOPPED = 0, 1, 3  # exit statuses of commands that follow a run to its end
+RUNNING = "running"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`state` is running, finished, failed or stopped: what has not finished and nobody runs."""
+
+    run: str
+    job: str
+    state: str
+    phase: str
+    step: int
+    steps: int
+    reward: float | None  # of the last step
+    held_out: float | None  # sampled, as measured last
+    error: str
+
+    @property
+    def status(self) -> int:
+        """The exit status of a command that has seen this end."""
+        return {"finished": FINISHED, "failed": FAILED}.get(self.state, STOPPED)
+
+    @property
+    def resume(self) -> str:
+        """The command that goes on; empty when nothing is left to do or somebody is at it."""
+        return f"meshrl resume {self.run}" if self.state in ("failed", "stopped") else ""
+
+    def lines(self) -> list[str]:
+        """It in words."""
+        at = f"at step {self.step} of {self.steps}"
+        figures = [] if self.reward is None else [f"reward {self.reward:.3f}"]
+        figures += [] if self.held_out is None else [f"held-out {self.held_out:.3f}"]
+        so_far = f" ({', '.join(figures)})" if figures else ""
+        if self.state == "finished":
+            said = [f"{self.job} has finished its {self.step} steps{so_far}"]
+            if (Path(self.run) / "model/config.json").is_file():
+                said.append(f"The model is in {self.run}/model, the report {self.run}/report.html")
+            return said
+        if self.state == RUNNING:
+            return [f"{self.job} runs: {self.phase.replace('_', ' ')}, {at}{so_far}"]
+        if self.state == "failed":
+            return [
+                f"{self.job} failed {at}{so_far}: {self.error}",
+                f"To go on when that is mended: {self.resume}",
+            ]
+        return [f"{self.job} was stopped {at}{so_far}", f"To go on: {self.resume}"]
+
+    def document(self) -> dict[str, Any]:
+        """It as JSON."""
+        return {
+            "run": self.run,
+            "job": self.job,
+            "state": self.state,
+            "phase": self.phase,
+            "step": self.step,
+            "steps": self.steps,
+            "reward": self.reward,
+            "held_out": self.held_out,
+            "error": self.error,
+            "resume": self.resume,
+        }
+
+
+def outcome_of(run: Run, live: bool | None = None) -> Outcome:
+    """How the run stands; `live`: whether its mesh runs, None: look."""
+    held = read_json(run.directory / "job.json")
+    phase, error, held_out = Phase.QUEUED.value, "", None
+    for event in lines_of(run.directory / "events.jsonl", '"phase"', '"evaluation"', '"lineage"'):
+        fields = event["fields"]
+        if fields.get("job") != run.job:
+            continue
+        if event["kind"] == "phase":
+            phase, error = fields["phase"], fields.get("error", "")
+        elif event["kind"] == "evaluation" and fields.get("sampled") is not None:
+            held_out = float(fields["sampled"])
+    rows = list(lines_of(run.directory / "metrics.jsonl"))
+    if phase in (Phase.FINISHED, Phase.FAILED):
+        state = phase
+    elif phase != Phase.STOPPED and (may_live(run.place) if live is None else live):
+        state = RUNNING
+    else:
+        state = "stopped"
+    return Outcome(
+        run=run.shown,
+        job=run.job,
+        state=state,
+        phase=phase,
+        step=int(rows[-1]["step"]) if rows else 0,
+        steps=int(held["document"]["budget"]["steps"]),
+        reward=float(rows[-1]["reward"]) if rows else None,
+        held_out=held_out,
+        error=error,
+    )
+
+
+def over(phase: str) -> bool:
+    """Whether a phase ends a job."""
+    return phase in ENDED

@@ -1,0 +1,118 @@
+"""What an argument of the command line means: a run, a mesh, or the mesh that was started last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError, NotFound, Refused, StateUnavailable
+from common.state import jobs, registry
+from common.state.client import State
+from meshrl.asking import ANSWER_S, ask
+from meshrl.launch import places
+from meshrl.launch.liveness import running_launcher
+from meshrl.launch.places import MeshPlace, find_mesh, read_json
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its directory, the name of its job, and the mesh that it was started or submitted
+    on.
+    """
+
+    directory: Path
+    job: str
+    place: MeshPlace
+
+    @property
+    def shown(self) -> str:
+        """Its directory as one would type it."""
+        try:
+            return str(self.directory.relative_to(Path.cwd()))
+        except ValueError:
+            return str(self.directory)
+
+
+def run_in(directory: Path) -> Run:
+    """The run in a directory; NotFound when there is none, ConfigError when it is damaged."""
+    found = places.existing_run(directory)
+    held = read_json(found / "job.json")
+    if not isinstance(held.get("job"), str):
+        raise ConfigError(f"{found / 'job.json'} names no job", fix="It is not a run's, or damaged")
+    return Run(found, held["job"], MeshPlace(Path(held.get("mesh", found))))
+
+
+def place_of(chosen: Path | None, mesh: Path | None) -> MeshPlace:
+    """The mesh that a run or mesh directory, `--mesh`, or neither of them means."""
+    if chosen is not None and mesh is not None:
+        raise ConfigError(f"both {chosen} and --mesh {mesh} name a mesh", fix="give one of them")
+    chosen = chosen or mesh
+    if chosen is not None and (chosen / "job.json").is_file():
+        place = run_in(chosen).place
+        if place.settings.is_file():
+            return place
+        raise NotFound(f"the run in {chosen} has no mesh any more")
+    return find_mesh(chosen)
+
+
+def run_of(chosen: Path | None, mesh: Path | None) -> Run:
+    """The run that is meant: a run's directory, a job of the mesh by its name, or, when neither is
+    given, the job that the mesh works on (the last one if it works on none).
+    """
+    if chosen is not None and (chosen / "job.json").is_file():
+        return run_in(chosen)
+    if chosen is not None and chosen.exists():
+        return _job_of(find_mesh(chosen), "")
+    if chosen is None:
+        place = find_mesh(mesh)
+        if (place.root / "job.json").is_file():
+            return run_in(place.root)
+        return _job_of(place, "")
+    try:
+        return _job_of(find_mesh(mesh), str(chosen))
+    except (NotFound, StateUnavailable) as error:
+        raise NotFound(
+            f"there is no run in {chosen}, and no mesh that has a job of that name",
+            fix="Name a directory under runs/, or a job as `meshrl status` shows it",
+        ) from error
+
+
+def _job_of(place: MeshPlace, name: str) -> Run:
+    rows = ask(place, jobs.jobs, ANSWER_S)
+    if name:
+        rows = [row for row in rows if row.id == name]
+    if not rows:
+        raise NotFound(
+            f"the mesh in {place.root} has no job {name}".rstrip(), fix="`meshrl submit JOB`"
+        )
+    row = next((row for row in rows if not row.ended), rows[-1])
+    return Run(Path(row.run_dir), row.id, place)
+
+
+async def row_of(state: State, run: Run) -> jobs.JobRow:
+    """The run's row in the Redis of its mesh; NotFound when that has no such job, Refused when it
+    has another one of that name.
+    """
+    row = await jobs.job(state, run.job)
+    if row.run_dir != str(run.directory):
+        raise Refused(f"the mesh's job {run.job} is another run, in {row.run_dir}")
+    return row
+
+
+async def has_processes(state: State) -> bool:
+    """Whether any process of the mesh holds a lease: where none does, nothing happens any more."""
+    return any(entry.alive for entry in await registry.entries(state))
+
+
+def may_live(place: MeshPlace) -> bool:
+    """Whether there may be a mesh: its launcher runs on this host, or its Redis answers and a
+    process of it holds a lease.
+    """
+    if not place.settings.is_file():
+        return False
+    if running_launcher(place):
+        return True
+    try:
+        return ask(place, has_processes, ANSWER_S)
+    except StateUnavailable:
+        return False

@@ -1,0 +1,110 @@
+"""`meshrl wait` and `meshrl cancel`: the end of a job, waited for or brought about."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from common.errors import NotFound, Refused, StateUnavailable
+from common.state import jobs
+from common.state.client import State
+from common.state.jobs import JobRow
+from meshrl.asking import ANSWER_S, ask
+from meshrl.launch.places import read_json
+from meshrl.run.outcome import Outcome, outcome_of, over
+from meshrl.run.target import Run, may_live, row_of, run_of
+
+POLL_S = 0.5
+TIMED_OUT = 124  # exit status of a wait that was too short, as timeout(1) has it
+WRITTEN_S = 150.0  # for the report and the model of a run that is over: the export may take 120 s
+
+
+def wait(chosen: Path, mesh: Path | None, timeout_s: float | None, as_json: bool) -> int:
+    """Returns when the run is over and its report is written, with the exit status for its end."""
+    run = run_of(chosen, mesh)
+    found = until_over(run, timeout_s)
+    if found is None:
+        now = outcome_of(run, live=True).lines()[0]
+        print(f"error: after {timeout_s:g} s {now}", file=sys.stderr)
+        return TIMED_OUT
+    _print(found, as_json)
+    return found.status
+
+
+def cancel(chosen: Path, mesh: Path | None, as_json: bool) -> int:
+    """Ends a run for good or until it is resumed; 0 when it stands still now and may go on."""
+    run = run_of(chosen, mesh)
+    ended = outcome_of(run, live=False)
+    if may_live(run.place):
+        ended = _cancel(run)
+    if ended.state in ("finished", "failed"):
+        raise Refused(f"{run.job} has {_ended(ended)} already: there is nothing to cancel")
+    _print(ended, as_json)
+    return 0
+
+
+def _cancel(run: Run) -> Outcome:
+    async def stop(state: State) -> None:
+        await row_of(state, run)
+        await jobs.cancel(state, run.job, uuid.uuid4().hex)
+
+    ask(run.place, stop, ANSWER_S)
+    return until_over(run, WRITTEN_S) or outcome_of(run, live=False)
+
+
+def _ended(found: Outcome) -> str:
+    return "finished" if found.state == "finished" else f"failed ({found.error})"
+
+
+def until_over(run: Run, timeout_s: float | None) -> Outcome | None:
+    """How the run ended, once it has and what it leaves is written; None when that takes longer."""
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    while until is None or time.monotonic() < until:
+        row = _row(run)
+        ended = row is not None and row.ended
+        if ended or (row is None and not may_live(run.place)):
+            _written(run, ended, until)
+            return outcome_of(run, live=False)
+        time.sleep(POLL_S)
+    return None
+
+
+def _row(run: Run) -> JobRow | None:
+    """None: Redis does not answer, or has the run no more."""
+    if not run.place.settings.is_file():
+        return None
+    try:
+        return ask(run.place, lambda state: row_of(state, run), ANSWER_S)
+    except (StateUnavailable, NotFound, Refused):
+        return None
+
+
+def _written(run: Run, ended: bool, until: float | None) -> None:
+    """Waits until the files of a run tell of its end: the summary comes last, after the model.
+
+    `ended`: Redis says that it has; else its mesh is gone, and it has only if its events say so.
+    """
+    summary, began = run.directory / "summary.json", time.time()
+    while until is None or time.monotonic() < until:
+        phase = outcome_of(run, live=False).phase
+        if not over(phase):
+            if not ended:
+                return
+        elif summary.is_file() and read_json(summary).get("phase") == phase:
+            return
+        if time.time() > _last_note(run, began if ended else 0.0) + WRITTEN_S:
+            return  # nobody is at it
+        time.sleep(POLL_S)
+
+
+def _last_note(run: Run, at_least: float) -> float:
+    """When the record of the run was last written to, by the wall clock; `at_least` if never."""
+    record = run.directory / "events.jsonl"
+    return max(at_least, record.stat().st_mtime if record.is_file() else 0.0)
+
+
+def _print(found: Outcome, as_json: bool) -> None:
+    print(json.dumps(found.document()) if as_json else "\n".join(found.lines()))

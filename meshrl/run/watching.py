@@ -1,0 +1,114 @@
+"""`meshrl watch`: the view of a run that another process carries on. Nothing is written."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from common.errors import DeadlineExceeded, NotFound, Refused, StateUnavailable
+from common.state import events, gangs, registry, steps
+from common.state.client import State
+from meshrl.launch.places import read_json
+from meshrl.observe.recorder import ANSWER_S, LOOK_S, evaluated
+from meshrl.observe.view import View, view_for
+from meshrl.observe.watch import History, Reading, Snapshot, snapshot
+from meshrl.run.outcome import outcome_of
+from meshrl.run.target import Run, may_live, row_of, run_of
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+GONE_S = 15.0  # of silence before it is asked whether the mesh is still there
+
+
+class Onlooker:
+    """Looks at a run through the Redis of its mesh, beside who records it."""
+
+    def __init__(self, state: State, run: Run) -> None:
+        self._state, self._run = state, run
+        self.rows: list[dict[str, Any]] = []
+        self._history, self._last_event = History(), "0"
+        self._evaluated: list[events.Event] = []
+
+    async def look(self) -> Snapshot:
+        """The run now; NotFound or Refused when the mesh has it no more."""
+        state, run = self._state, self._run
+        row = await row_of(state, run)
+        new = await events.read_all(state, self._last_event)
+        mine = [e for e in new if e.fields.get("job") in (None, "", run.job)]
+        if new:
+            self._last_event = new[-1].id
+        left = any(e.kind in ("lineage", "restored") for e in mine)
+        if left or row.steps_done < len(self.rows):
+            self.rows = []
+        self.rows += await steps.step_rows(state, run.job, since=len(self.rows))
+        self._evaluated = evaluated([*self._evaluated, *mine], run.job)
+        reading = Reading(
+            at=elapsed_s(run.directory),
+            job=row,
+            rows=self.rows,
+            entries=await registry.entries(state),
+            gangs=await gangs.gangs(state),
+            evaluations=list({e.fields["tag"]: e.fields for e in self._evaluated}.values()),
+            events=mine,
+        )
+        return snapshot(reading, self._history)
+
+
+def elapsed_s(run_dir: Path) -> float:
+    """Seconds of wall time of a run, as who records it counts them."""
+    path = run_dir / "usage.json"
+    if not path.is_file():
+        return 0.0
+    return float(read_json(path)["wall_s"]) + max(0.0, time.time() - path.stat().st_mtime)
+
+
+def watch(chosen: Path | None, mesh: Path | None) -> int:
+    """Shows the run until it is over or Ctrl-C; the exit status says how it ended."""
+    run = run_of(chosen, mesh)
+    if not may_live(run.place):
+        found = outcome_of(run, live=False)
+        print("\n".join(found.lines()))
+        return found.status
+    try:
+        asyncio.run(_watch(run))
+    except KeyboardInterrupt:
+        print(f"\n{run.job} goes on; `meshrl watch {run.shown}` shows it again")
+        return INTERRUPTED
+    found = outcome_of(run)
+    print("\n".join(found.lines()))
+    return found.status
+
+
+async def _watch(run: Run) -> None:
+    with view_for(run.directory) as view:
+        while True:
+            try:
+                state = await State.open(run.place.redis_url, connect_s=ANSWER_S)
+                try:
+                    if await _show(state, run, view):
+                        return
+                finally:
+                    await state.close()
+            except (StateUnavailable, DeadlineExceeded):
+                view.say("redis does not answer; asking again")
+            await asyncio.sleep(LOOK_S)
+            if not await asyncio.to_thread(may_live, run.place):
+                return
+
+
+async def _show(state: State, run: Run, view: View) -> bool:
+    """True when the run is over; False when Redis has been silent for long."""
+    onlooker = Onlooker(state, run)
+    while True:
+        try:
+            async with asyncio.timeout(GONE_S):
+                shot = await onlooker.look()
+        except TimeoutError:
+            return False
+        except (NotFound, Refused):
+            return True  # the mesh was started anew, or has another job of that name
+        view.show(shot, onlooker.rows)
+        if shot.over:
+            return True
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,1 @@
+"""What `meshrl init` writes: `game/` is the job, as it is copied."""

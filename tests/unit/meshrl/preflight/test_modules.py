@@ -1,0 +1,150 @@
+"""What the job's modules do at import, and offer, is found in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from common.process.handle import usage_of
+from meshrl.preflight import modules
+from tests.unit.meshrl.preflight.conftest import read, refusal
+
+ROOM = """\
+class Room:
+    def open(self, row):
+        return row["prompt"]
+
+    def step(self, text):
+        return {"done": True}
+
+    def close(self):
+        pass
+
+def room():
+    return Room()
+"""
+
+
+def write(place: Path, name: str, text: str) -> None:
+    (place.parent / name).write_text(textwrap.dedent(text))
+
+
+def said(place: Path, *overrides: str) -> str:
+    found = refusal(modules.imported, place, *overrides)
+    assert "meshrl-trial" not in found  # the author's own files are named, not their copies
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import nothing_of_that_name\n\ndef score(row, turns): ...", "No module named"),
+        ("import tally\nfrom tally import MORE\n\ndef score(row, turns): ...", "line 2"),
+        ("def score(row, turns):\n    return 1\n\nx = 1 / 0", "ZeroDivisionError"),
+        ("def score(row):\n    return 1", "cannot be called as a reward is"),
+        ("def score(row, turns, more):\n    return 1", "def score(row, turns):"),
+        ("async def score(row, turns):\n    return 1", "is async"),
+        ("score = 3", "is a int, not a function"),
+        ("import sys\n\ndef score(row, turns): ...\n\nsys.exit(3)", "SystemExit: 3"),
+        ("import os\n\ndef score(row, turns): ...\n\nprint('going')\nos._exit(5)", "status 5"),
+        ("import os\n\ndef score(row, turns): ...\n\nos.abort()", "SIGABRT"),
+        ("def score(row, turns): ...\n\nopen(__file__[:-10] + 'held.jsonl')", "absolute"),
+    ],
+)  # fmt: skip
+def test_a_module_that_does_not_work_is_named_with_its_line(
+    place: Path, text: str, says: str
+) -> None:
+    write(place, "rewards.py", text)
+    found = said(place)
+    assert found.startswith(f"{place}, line 13: reward.use: ") and says in found
+    if "process" not in found and "is a int" not in found:
+        assert f"({place.parent}/rewards.py, line " in found
+
+
+def test_modules_that_work_are_accepted(place: Path) -> None:
+    write(place, "rewards.py", "import rooms\n\ndef score(row, turns): ...\n")
+    write(place, "rooms.py", ROOM)
+    modules.imported(read(place, "environment.use=rooms:room"))
+
+
+def test_an_import_that_does_not_end_is_killed_and_says_where_it_was(place: Path) -> None:
+    write(place, "rewards.py", "def score(row, turns): ...\n\nn = 0\nwhile True:\n    n += 1\n")
+    found = refusal(partial(modules.imported, import_s=1.5), place)
+    assert "importing rewards:score did not end within 1.5 s" in found
+    assert f"it was at {place.parent}/rewards.py, line " in found
+
+
+def test_what_the_modules_print_and_start_is_not_the_command_lines(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        place,
+        "rewards.py",
+        f"""\
+        import os, subprocess
+        print("loud")
+        child = subprocess.Popen(["sleep", "600"])
+        with open({str(place.parent / "child")!r}, "w") as file:
+            file.write(f"{{os.getpid()}} {{child.pid}}")
+        def score(row, turns): ...
+        """,
+    )
+    modules.imported(read(place))
+    assert capfd.readouterr() == ("", "")
+    own, child = map(int, (place.parent / "child").read_text().split())
+    assert own != os.getpid()
+    until = time.monotonic() + 20  # a killed process takes a moment to be gone
+    while (alive := usage_of(child)) and alive.state != "Z" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert alive is None or alive.state == "Z"
+
+
+def test_an_environment_is_opened_on_the_first_row_of_each_dataset(place: Path) -> None:
+    write(place, "rooms.py", ROOM)
+    use = "environment.use=rooms:room"
+    modules.imported(read(place, use))
+    write(place, "held.jsonl", '{"question": "1"}\n')
+    assert (
+        "KeyError: 'prompt', of " in (found := said(place, use)) and "held.jsonl, line 1" in found
+    )
+    assert f"({place.parent}/rooms.py, line 3)" in found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("def room():", "def room(row):", "cannot be called as a environment is"),
+        ("return Room()", "return None", "returned a NoneType without open()"),
+        ("def step", "def move", "returned a Room without step()"),
+        ('return row["prompt"]', "return 3", "open() returned int, not the prompt as str"),
+        ('return row["prompt"]', "return [{}]", "Messages take environment.chat"),
+        ('return row["prompt"]', "raise ValueError('no')", "ValueError: no"),
+        ('return row["prompt"]', "return '1' * 64", "(64 tokens)"),
+        ('return row["prompt"]', "return 'one'", "'one' does not encode"),
+        ("return Room()", "raise RuntimeError('closed')", "RuntimeError: closed"),
+    ],
+)
+def test_an_environment_that_does_not_open_is_said(
+    place: Path, old: str, new: str, says: str
+) -> None:
+    assert old in ROOM
+    write(place, "rooms.py", ROOM.replace(old, new))
+    assert says in said(place, "environment.use=rooms:room")
+
+
+def test_an_open_that_does_not_end_has_the_environments_deadline(place: Path) -> None:
+    write(place, "rooms.py", ROOM.replace('return row["prompt"]', "while True: pass"))
+    found = said(place, "environment.use=rooms:room", "environment.step_deadline_s=0.5")
+    assert "open() of " in found and "did not end within 0.5 s" in found and "rooms.py" in found
+    assert found.startswith("--set environment.use=rooms:room")
+
+
+def test_tools_and_demonstrations_are_called_as_they_will_be(place: Path) -> None:
+    write(place, "more.py", "def tool(a, b): ...\n\ndef shown(random): ...\n")
+    assert "called as a tool is" in said(place, 'environment.tools={x = "more:tool"}')
+    assert "def shown(random, progress)" in said(place, "warm_start.demonstrations=more:shown")

@@ -1,0 +1,1 @@
+"""Commands on a run that there is already."""

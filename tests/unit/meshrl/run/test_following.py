@@ -1,0 +1,159 @@
+"""A run is watched, waited for and cancelled by another process than the one that carries it on."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from common.state.jobs import Phase
+from meshrl.__main__ import main
+from meshrl.cli import app
+from tests.unit.meshrl.run.conftest import HeldMesh, written_run
+
+PATIENCE_S = 30.0
+
+
+def meshrl(*words: str) -> Result:
+    return CliRunner().invoke(app, [*words], catch_exceptions=True)
+
+
+def beside(act: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("phases", "status", "said"),
+    [
+        ([{"phase": "finished", "error": ""}], 0, "tiny has finished its 2 steps (reward 0.500)"),
+        ([{"phase": "failed", "error": "no stop token"}], 1, "tiny failed at step 2 of 8"),
+        ([{"phase": "training", "error": ""}], 3, "tiny was stopped at step 2 of 8"),
+        ([{"phase": "stopped", "error": ""}], 3, "tiny was stopped at step 2 of 8"),
+    ],
+)
+def test_a_run_that_nobody_runs_says_how_it_ended(
+    tmp_path: Path, phases: list[dict[str, str]], status: int, said: str
+) -> None:
+    run = written_run(tmp_path / "run", phases, [0.25, 0.5])
+    torn = (run / "events.jsonl").read_bytes()
+    found = meshrl("status", str(run))
+    assert found.exit_code == 0 and said in found.stdout, found.output
+    assert ("no stop token" in found.stdout) == (status == 1)
+    assert (f"meshrl resume {run}" in found.stdout) == (status != 0)
+    for command in ("wait", "watch"):
+        assert meshrl(command, str(run)).exit_code == status
+    told = json.loads(meshrl("status", str(run), "--json").stdout)["run"]
+    assert (told["step"], told["steps"], told["reward"]) == (2, 8, 0.5)
+    assert (run / "events.jsonl").read_bytes() == torn, "a look changes nothing"
+
+
+def test_waiting_ends_with_the_job_and_its_last_file(held: HeldMesh) -> None:
+    held.phase(Phase.TRAINING)
+    held.record()
+    found = meshrl("wait", str(held.run), "--timeout", "0.1")
+    assert found.exit_code == 124 and "tiny runs: training" in found.stderr
+    ends: list[float] = []
+
+    def end() -> None:
+        held.phase(Phase.FINISHED)
+        held.record()
+        time.sleep(1.0)  # the model is written meanwhile
+        ends.append(time.monotonic())
+        held.record("finished")
+
+    ending = beside(end)
+    found = meshrl("wait", str(held.run), "--timeout", str(PATIENCE_S), "--json")
+    assert time.monotonic() > ends[0]
+    ending.join(PATIENCE_S)
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["state"] == "finished"
+
+
+def test_a_job_that_fails_is_an_exit_status_of_one_with_its_error(held: HeldMesh) -> None:
+    held.phase(Phase.FAILED, "rollout.stop: '</s>' is no token")
+    held.record("failed")
+    found = meshrl("wait", str(held.run), "--timeout", str(PATIENCE_S))
+    assert found.exit_code == 1 and "'</s>' is no token" in found.stdout
+    found = meshrl("cancel", str(held.run))
+    assert found.exit_code == 1 and "nothing to cancel" in str(found.exception)
+
+
+def test_a_cancelled_job_stops_and_says_how_it_goes_on(held: HeldMesh) -> None:
+    held.phase(Phase.TRAINING)
+
+    def notice() -> None:
+        while held.row.phase != "stopped":
+            time.sleep(0.05)
+        held.record("stopped")
+
+    noticing = beside(notice)
+    found = meshrl("cancel", str(held.run))
+    noticing.join(PATIENCE_S)
+    assert found.exit_code == 0, found.output
+    assert "was stopped" in found.stdout and f"meshrl resume {held.run}" in found.stdout
+    assert held.row.phase == "stopped"
+    assert meshrl("cancel", str(held.run)).exit_code == 0, "it stands still as was asked"
+
+
+def test_a_job_of_a_mesh_is_found_by_its_name_and_other_names_are_one_line(
+    held: HeldMesh, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.phase(Phase.FINISHED)
+    held.record("finished")
+    found = meshrl("wait", "tiny", "--mesh", str(held.root))
+    assert found.exit_code == 0, found.output
+    assert "in flight" not in found.output
+    monkeypatch.setattr("sys.argv", ["meshrl", "wait", "tinny", "--mesh", str(held.root)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "no run in tinny" in said and len(said.splitlines()) == 1
+
+
+def test_a_watched_run_is_shown_to_its_end_and_nothing_is_written(held: HeldMesh) -> None:
+    held.phase(Phase.TRAINING)
+    held.record()
+    before = {path: path.read_bytes() for path in held.run.iterdir()}
+
+    def end() -> None:
+        time.sleep(1.5)
+        held.phase(Phase.FAILED, "the reward is not there")
+
+    ending = beside(end)
+    found = meshrl("watch", str(held.run))
+    ending.join(PATIENCE_S)
+    assert "training" in found.stdout
+    assert {path: path.read_bytes() for path in held.run.iterdir()} == before
+    held.record("failed")
+    found = meshrl("watch", str(held.run))
+    assert found.exit_code == 1 and "the reward is not there" in found.stdout
+
+
+def test_a_run_and_a_mesh_are_alike_to_commands_that_look(held: HeldMesh) -> None:
+    held.record()
+    (held.root / "mesh/logs").mkdir()
+    (held.root / "mesh/logs/planner-0.log").write_text("one\ntwo\n")
+    for place in (held.run, held.root):
+        assert "tiny" in meshrl("status", str(place)).stdout
+        assert meshrl("audit", str(place)).exit_code == 0
+        for words in ([str(place), "planner/0"], ["planner/0", str(place)]):
+            found = meshrl("logs", *words, "-n", "1")
+            assert found.stdout == "two\n", found.output
+    told = json.loads(meshrl("status", "--mesh", str(held.root), "--json").stdout)
+    assert [job["id"] for job in told["jobs"]] == ["tiny"]
+    assert "give one of them" in str(
+        meshrl("status", str(held.run), "--mesh", str(held.root)).exception
+    )
+
+
+def test_the_version_is_told() -> None:
+    found = meshrl("--version")
+    assert found.exit_code == 0 and found.stdout.startswith("meshrl 0.")
