@@ -130,6 +130,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:
     """Shows the run until it is over, the user stops it, or the mesh gives up."""
+    page = report.LivePage(recorder)
     with view_for(recorder.run_dir) as view:
         while not stop.is_set() and not recorder.launcher.failed.is_set():
             shot = await recorder.look()
@@ -137,6 +138,7 @@ async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:
                 view.show(shot, recorder.rows)
                 if shot.over:
                     return
+            await page.look()
             await recorder.launcher.clock.sleep(LOOK_S)
         if stop.is_set():
             view.say("stopping; Ctrl-C again ends everything at once")

@@ -135,7 +135,12 @@ class _Plot:
         line = f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
         if not s.dots:
             return line
-        dots = (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in places)
+        measured = [point for point in s.points if math.isfinite(point[1])]
+        dots = (
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">'
+            f"<title>{at:g}: {value:.3f}</title></circle>"
+            for (x, y), (at, value) in zip(places, measured, strict=True)
+        )
         return line + "".join(dots)
 
 

@@ -48,11 +48,13 @@ async def record(launcher: Launcher, job: str, run_dir: Path, stop: asyncio.Even
         recorder: Recorder | None = None
         try:
             recorder = Recorder(launcher, job, run_dir)
+            page = report.LivePage(recorder)
             while not stop.is_set():
                 shot = await recorder.look()
                 said = ""
                 if shot is not None and shot.over:
                     break
+                await page.look()
                 await launcher.clock.sleep(LOOK_S)
             await recorder.close()
             await report.write(recorder)

@@ -1,5 +1,5 @@
-"""Writes what a run leaves: `summary.json`, `report.html`, `model/`, and a table on the
-terminal.
+"""Writes what a run leaves: `report.html`, also while it goes on, `model/`, `summary.json`, and a
+table on the terminal.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from common.state.accounting import account
 from common.state.events import Event
 from common.state.gangs import Role
 from common.state.jobs import Phase
-from meshrl import dryrun
 from meshrl.exporting import command
 from meshrl.launch.places import write_json
-from meshrl.observe import audit, charts, summary
+from meshrl.observe import audit, charts, sections, summary
 from meshrl.observe.charts import Series, Span
+from meshrl.observe.lines import lines_of
 from meshrl.observe.recorder import Recorder, job_of, read_events
+from meshrl.observe.sections import column
+from meshrl.observe.usage import Tally
 from meshrl.observe.view import clock
-from meshrl.observe.watch import Evaluation, told, unforeseen
+from meshrl.observe.watch import Evaluation, Snapshot, told, unforeseen
 
 EXPORT_S = 120.0
+PAGE_S = 10.0  # between two pages of a run that goes on
+PAGE_SHARE = 20  # times what a page takes that is between two: a twentieth of a core at most
 EXPORTED_PHASES = (Phase.TRAINING, Phase.EVALUATION, Phase.FINISHED, Phase.STOPPED)
 
 STYLE = """
@@ -64,12 +68,56 @@ async def write(recorder: Recorder) -> dict[str, Any]:
         tally=recorder.tally,
         account=account(events, audit.in_flight(run_dir, events), job),
     )
-    page = html(found, recorder.rows, evaluations, events, document)
-    (run_dir / "report.html").write_text(page, encoding="utf-8")
+    write_page(run_dir, html(found, recorder.rows, evaluations, events, document))
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
         await export_model(run_dir)
     write_json(run_dir / "summary.json", found)  # last: who waits for it finds all the rest
     return found
+
+
+class LivePage:
+    """The report of a run that goes on, written now and then."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._due = 0.0
+
+    async def look(self) -> None:
+        """Writes the page if it is time; long runs, whose page takes long, get it less often."""
+        recorder, clock = self._recorder, self._recorder.launcher.clock
+        started = clock.monotonic()
+        if recorder.shot is None or started < self._due:
+            return
+        rows, shot = list(recorder.rows), recorder.shot
+        await asyncio.to_thread(self._write, rows, shot, recorder.wall_s)
+        now = clock.monotonic()
+        self._due = now + max(PAGE_S, PAGE_SHARE * (now - started))
+
+    def _write(self, rows: list[dict[str, Any]], shot: Snapshot, wall_s: float) -> None:
+        run_dir = self._recorder.run_dir
+        job, document = job_of(run_dir)
+        lines = lines_of(run_dir / "events.jsonl")
+        events = [Event(row["id"], int(row["ms"]), row["kind"], row["fields"]) for row in lines]
+        found = summary.summarize(
+            job=job,
+            phase=shot.phase,
+            seed=shot.seed,
+            wall_s=wall_s,
+            warm_start_cached=False,
+            rows=rows,
+            evaluations=shot.evaluations,
+            events=events,
+            tally=Tally.read(run_dir / "usage.json"),
+            account=account(events, shot.in_flight, job) | {"lost": 0, "trained_twice": 0},
+        )
+        write_page(run_dir, html(found, rows, shot.evaluations, events, document, PAGE_S))
+
+
+def write_page(run_dir: Path, page: str) -> None:
+    """Whole or not at all: who opens it never sees half a page."""
+    temporary = run_dir / "report.html.new"
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(run_dir / "report.html")
 
 
 async def export_model(run_dir: Path) -> bool:
@@ -154,20 +202,16 @@ def html(
     evaluations: Sequence[Evaluation],
     events: Sequence[Event],
     document: dict[str, Any],
+    refresh_s: float = 0.0,
 ) -> str:
-    """The report as one self-contained page."""
-    held = [(float(e.step), e.sampled) for e in evaluations if e.sampled is not None]
-    greedy = [(float(e.step), e.greedy) for e in evaluations if e.greedy is not None]
+    """The report as one self-contained page, which loads itself again every `refresh_s` if that is
+    not 0.
+    """
     start_ms = events[0].ms if events else 0
     end = (events[-1].ms - start_ms) / 1000 if events else 1.0
     news = [((e.ms - start_ms) / 1000, told(e)) for e in events]
     news = [(second, text) for second, text in news if text]
     faults = [((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
-    learning = [
-        Series("reward of the step", column(rows, "reward")),
-        Series("held-out, sampled", held, dots=True),
-        Series("held-out, greedy", greedy, dots=True),
-    ]
     lengths = [
         Series("mean", column(rows, "length_mean")),
         Series("longest", column(rows, "length_max")),
@@ -177,10 +221,11 @@ def html(
         Series("waiting for trajectories", column(rows, "wait_s")),
     ]
     gap = [Series("largest of the step", column(rows, "logprob_gap"))]
-    sections = [
+    every = [
         ("Summary", _table(facts(found))),
-        ("Learning", charts.lines(learning, "step")),
+        *sections.learning(rows, evaluations),
         *_evaluated(evaluations),
+        *sections.health(rows, events),
         ("Length of trajectories, tokens", charts.lines(lengths, "step")),
         (
             "Staleness, versions",
@@ -191,12 +236,14 @@ def html(
         ("Seconds a step", charts.lines(times, "step")),
         ("What happened", _table([(f"{second:.1f} s", text) for second, text in news])),
         ("CPU-seconds", _table([(n, f"{s:.1f}") for n, s in found["cpu_s"].items()])),
-        ("Job", f"<pre>{escape(dryrun.to_toml(document))}</pre>"),
+        ("Job", sections.job(document)),
     ]
-    body = "".join(f"<h2>{title}</h2>{content}" for title, content in sections)
-    title = f"{escape(found['job'])}, seed {found['seed']}"
+    body = "".join(f"<h2>{title}</h2>{content}" for title, content in every)
+    phase = f": {found['phase'].replace('_', ' ')}" if refresh_s else ""
+    title = f"{escape(found['job'])}, seed {found['seed']}{phase}"
+    again = f'<meta http-equiv="refresh" content="{refresh_s:.0f}">' if refresh_s else ""
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8">{again}<title>{title}</title>'
         f"<style>{STYLE}</style><h1>{title}</h1>{body}</html>\n"
     )
 
@@ -209,11 +256,6 @@ def _evaluated(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:
         for n in names
     ]
     return [("Evaluation", charts.lines(curves, "step"))] if curves else []
-
-
-def column(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[float, float]]:
-    """(step, value) of the rows that have one."""
-    return [(float(r["step"]), float(r[key])) for r in rows if r.get(key) is not None]
 
 
 def spans(events: Sequence[Event], start_ms: int, end: float) -> list[Span]:

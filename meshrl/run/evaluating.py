@@ -25,7 +25,7 @@ from meshrl import exporting
 from meshrl.job import jobfile
 from meshrl.launch import places
 from meshrl.launch.places import write_json
-from meshrl.run.outcome import lines_of
+from meshrl.observe.lines import lines_of
 
 RESULT = "evaluation.json"
 FIXED = (

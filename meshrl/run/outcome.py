@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.state.jobs import ENDED, Phase
 from meshrl.launch.places import read_json
+from meshrl.observe.lines import lines_of
 from meshrl.run.target import Run, may_live
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit statuses of commands that follow a run to its end
@@ -111,15 +110,3 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
 def over(phase: str) -> bool:
     """Whether a phase ends a job."""
     return phase in ENDED
-
-
-def lines_of(path: Path, *holding: str) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file that somebody may be writing, as far as they are whole; only lines
-    that hold one of some texts, if any are given.
-    """
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n") and (not holding or any(t.encode() in line for t in holding)):
-                yield json.loads(line)

@@ -111,6 +111,24 @@ async def test_a_run_directory_that_is_deleted_costs_the_other_jobs_nothing(
     assert said and len(said) == len(set(said)), "each trouble once, however often it was tried"
 
 
+async def test_the_report_is_there_while_the_job_goes_on_and_a_resumed_job_is_recorded_again(
+    recorded: Recorded,
+) -> None:
+    run_dir = await recorded.submit("one")
+    page = run_dir / "report.html"
+    await recorded.until(page.is_file, "the report of a run that goes on")
+    assert "http-equiv" in page.read_text() and not (run_dir / "summary.json").exists()
+    await jobs.cancel(recorded.launcher.state, "one", "cancelled")
+    await recorded.until((run_dir / "summary.json").is_file, "the summary")
+    assert read_json(run_dir / "summary.json")["phase"] == "stopped"
+    assert "http-equiv" not in page.read_text()
+    await jobs.reopen(recorded.launcher.state, "one", "reopened")
+    await recorded.until(lambda: "http-equiv" in page.read_text(), "the report of the resumed run")
+    await recorded.note("one", "goes on")
+    await recorded.noted(run_dir, "goes on")
+    await recorded.end()
+
+
 @pytest.mark.parametrize("damage", ["{}", "no JSON", '{"job": "one"}'])
 async def test_a_damaged_job_file_costs_the_other_jobs_nothing(
     recorded: Recorded, damage: str

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import html
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
-from common.job.config import JobConfig
+from common.job.config import BudgetConfig, JobConfig
 from common.state.events import Event
 from meshrl.dryrun import to_toml
-from meshrl.observe import charts, report
+from meshrl.observe import charts, report, sections
 from meshrl.observe.summary import stage_time_moves, summarize
 from meshrl.observe.usage import Tally
 from meshrl.observe.watch import Evaluation
@@ -43,11 +44,12 @@ def actual(ms: int, role: str, status: str) -> Event:
     return Event(f"{ms}-0", ms, "actual", {"gang": "g1", "role": role, "status": status})
 
 
+GROUPS = [{"group": 0, "samples": 8, "scored": 6}, {"group": 1, "samples": 8, "scored": 8}]
 EVENTS = [
     actual(1000, "rollout", "starting"),
     actual(3000, "rollout", "ready"),
     move(3500),
-    Event("4000-0", 4000, "step", {"step": 1, "groups": []}),
+    Event("4000-0", 4000, "step", {"step": 1, "groups": GROUPS}),
     actual(5000, "rollout", "draining"),
     actual(6000, "training", "ready"),
     move(6010),
@@ -66,6 +68,13 @@ ROWS: list[dict[str, Any]] = [
         "staleness": 1.0,
         "train_s": 1.0,
         "wait_s": 0.5,
+        "reward_spread": 0.2,
+        "entropy": 1.5,
+        "kl": 1e-4,
+        "grad_norm": 0.5,
+        "clipped_high": 0.01,
+        "clipped_low": 0.02,
+        "wall": 1000.0 + 2.0 * step,
     }
     for step in range(1, 5)
 ]
@@ -132,7 +141,42 @@ def test_the_report_is_one_page_that_needs_nothing_else() -> None:
     assert parsed.open == []
     assert parsed.outside == []
     assert "<b>&" not in page
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 13
+
+
+def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
+    titles = [title for title, content in sections.health(ROWS, EVENTS) if "<svg" in content]
+    assert titles == [
+        "Failed trajectories, share",
+        "Reward spread",
+        "Entropy",
+        "KL divergence, nats",
+        "Gradient norm",
+        "Clipped tokens, share",
+        "Tokens a second",
+    ]
+    assert sections.failures(EVENTS) == [(1.0, 2 / 16)]
+    assert sections.per_second(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
+
+
+def test_what_was_measured_is_told_point_by_point() -> None:
+    [_, (title, table)] = sections.learning(ROWS, EVALUATIONS)
+    assert title == "Held-out"
+    assert all(f"<td class=n>{value:.3f}</td>" in table for value in (0.3, 0.02, 0.6, 0.85, 0.9))
+
+
+def test_the_defaults_of_a_job_are_folded_away() -> None:
+    document = JobConfig(name="mine", budget=BudgetConfig(steps=7)).document()
+    shown, folded = sections.job(document).split("<details>")
+    assert 'name = "mine"' in html.unescape(shown) and "steps = 7" in shown
+    assert "group_size" not in shown and "group_size" in folded
+
+
+def test_only_the_page_of_a_run_that_goes_on_loads_itself_again() -> None:
+    document = JobConfig().document()
+    ended = report.html(summary(), ROWS, EVALUATIONS, EVENTS, document)
+    live = report.html(summary(), ROWS, EVALUATIONS, EVENTS, document, refresh_s=10)
+    assert "http-equiv" not in ended and '<meta http-equiv="refresh" content="10">' in live
 
 
 def test_the_timeline_has_a_span_for_each_state_of_a_gang() -> None:
