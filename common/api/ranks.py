@@ -12,6 +12,7 @@ from common.api.role import Drainable
 from common.runtime.interface import Call
 from common.wire.frames import Array, message
 
+ADOPT_S = 30.0
 FORM_S = 60.0  # to meet the others
 MOVE_S = 600.0  # a whole state, from or to rank 0
 COMPUTE_S = 3600.0  # the group's own deadline strikes before: a rank that is lost ends a collective
@@ -72,6 +73,15 @@ class LentGradient:
 
 
 @message
+class Adopt:
+    """An order to compute with these settings from now on."""
+
+    generation: int
+    algorithm: Any  # the keys of `[algorithm]`, with their values
+    optimizer: Any  # the same of `[optimizer]`
+
+
+@message
 class Update:
     """An order to step the optimizer with the sum of the gradients of `rounds` rounds."""
 
@@ -120,6 +130,7 @@ class Ranks(Drainable):
     begin = Call(Order, Done, deadline_s=30.0)
     compute = Call(RoundPart, RoundStats, deadline_s=COMPUTE_S)
     keep = Call(LentGradient, Done, deadline_s=MOVE_S)
+    adopt = Call(Adopt, Done, deadline_s=ADOPT_S)
     apply = Call(Update, Norm, deadline_s=COMPUTE_S)
     score = Call(ScorePart, Scores, deadline_s=COMPUTE_S)
     gather = Call(Taking, Done, deadline_s=MOVE_S)

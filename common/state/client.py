@@ -123,24 +123,24 @@ class State:
                 retry=AsyncRetry(BACKOFF, RETRIES),
                 **common,
             )
+            sync_pool = redis.ConnectionPool.from_url(
+                url,
+                retry=Retry(BACKOFF, RENEWAL_RETRIES),
+                **common | {"socket_timeout": RENEWAL_TIMEOUT_S},
+            )
         except ValueError as error:
             raise ConfigError(
                 f"this is no URL of a Redis: {error}",
                 where=without_password(url),
                 fix="Write redis://HOST:PORT/0, rediss://HOST:PORT/0 (TLS) or unix:///PATH",
             ) from error
-        sync_pool = redis.ConnectionPool.from_url(
-            url,
-            retry=Retry(BACKOFF, RENEWAL_RETRIES),
-            **common | {"socket_timeout": RENEWAL_TIMEOUT_S},
-        )
         state = cls(url, redis.asyncio.Redis.from_pool(pool), redis.Redis.from_pool(sync_pool))
         try:
             await state.command("PING", deadline_s=connect_s)
         except StateUnavailable as error:
             await state.close()
-            if isinstance(error.__cause__, REFUSING):
-                raise _refused(url, error.__cause__) from error
+            if (refusal := _refusal_behind(error)) is not None:
+                raise _refused(url, refusal) from error
             raise
         except (ResponseError, InvalidResponse) as error:
             await state.close()
@@ -228,6 +228,14 @@ class State:
             where=without_password(self.url),
             fix="See whether it runs (`meshrl status`) and what $MESHRL_REDIS_URL names.",
         )
+
+
+def _refusal_behind(error: BaseException) -> BaseException | None:
+    """What redis-py made a broken connection of that the server had closed to us."""
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, REFUSING):
+        cause = cause.__cause__
+    return cause
 
 
 def _refused(url: str, error: BaseException) -> ConfigError:

@@ -163,6 +163,28 @@ async def cancel(state: State, job: str, op_id: str) -> bool:
     return bool(done["cancelled"])
 
 
+async def change(
+    state: State,
+    job: str,
+    document: dict[str, Any],
+    changes: dict[str, tuple[Any, Any]],
+    op_id: str,
+) -> bool:
+    """Gives a job that no process works on another document, from the step after its version on;
+    True when one that had done all its steps has more to do now. The event `changed` tells of
+    `changes`, (was, now) by key.
+    """
+    args = {
+        "job": job,
+        "op": op_id,
+        "document": json.dumps(document),
+        "budget_steps": document["budget"]["steps"],
+        "max_staleness": document["algorithm"]["max_staleness"],
+        "extra": json.dumps({"changes": changes}),
+    }
+    return bool((await state.run("change", [job_prefix(job)], args))["extended"])
+
+
 async def record_evaluation(
     state: State,
     job: str,
@@ -210,7 +232,7 @@ async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
     )
 
 
-@lru_cache(maxsize=16)  # rows are read several times a second, documents never change
+@lru_cache(maxsize=16)  # rows are read several times a second, documents hardly ever change
 def _document(text: str) -> dict[str, Any]:
     """For reading: all rows of a job share it."""
     found: dict[str, Any] = json.loads(text)

@@ -18,7 +18,7 @@ from common.job.pace import profile
 from common.model.chat import Chat, format_of
 from common.model.end_tokens import end_tokens
 from common.model.tokenizer import Tokenizer
-from meshrl.job import algorithm, extras, models, references, rows, sandbox, schema
+from meshrl.job import algorithm, extras, models, references, row_keys, rows, sandbox, schema
 from meshrl.job.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")
@@ -116,10 +116,10 @@ class _Checker:
         self._sizes(config)
         models.check(config, document, self.fail)
         algorithm.check(config, self.fail)
-        self._files(config)
+        sandbox.check(config, self.fail)  # options of rewards, before the rows that they name
+        self._files(config, base)
         models.shapes(config, self.fail)
         extras.check(config, self.fail)
-        sandbox.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
         return self._ends(self._chat(config))
@@ -187,7 +187,7 @@ class _Checker:
             except ConfigError as error:
                 raise self.fail("rollout.pace", error.message, error.fix) from error
 
-    def _files(self, config: JobConfig) -> None:
+    def _files(self, config: JobConfig, base: Path) -> None:
         model = config.model
         if model.path and not (Path(model.path) / "config.json").is_file():
             raise self.fail("model.path", f"model.path: {model.path} holds no config.json")
@@ -206,6 +206,7 @@ class _Checker:
                 "dataset.train", "no dataset", "Set dataset.train to a JSONL or Parquet file"
             )
         prompt = "" if config.environment.use or taskset else config.dataset.prompt
+        keys = row_keys.needed(config, base)
         seen: set[bytes] = set()
         for key in ("dataset.train", "dataset.held_out"):
             if not (name := at(config, key)):
@@ -218,6 +219,8 @@ class _Checker:
                     raise self.fail(key, f"{row.place} is also in dataset.train")
                 if config.supervised and key == "dataset.train":
                     models.answered(config, row, self.fail)
+                else:
+                    self._has(row, keys)
                 own.add(row.identity)
             if not own:
                 raise self.fail(key, f"{key}: {name} holds no rows")
@@ -226,8 +229,16 @@ class _Checker:
             key = f"evaluation.datasets[{i}].path"
             if not rows.exists(Path(d.path)):
                 raise self.fail(key, f"{key}: there is no file {d.path}")
-            if not any(True for _ in self._rows(key, d.path, config, prompt)):
+            empty = True
+            for row in self._rows(key, d.path, config, prompt):
+                self._has(row, keys)
+                empty = False
+            if empty:
                 raise self.fail(key, f"{key}: {d.path} holds no rows")
+
+    def _has(self, row: rows.Row, keys: list[row_keys.Needed]) -> None:
+        if wrong := row_keys.lacking(row, keys):
+            raise self.fail(*wrong)
 
     def _rows(self, key: str, name: str, config: JobConfig, prompt: str) -> Iterator[rows.Row]:
         try:

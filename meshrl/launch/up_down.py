@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from common.errors import DeadlineExceeded, MeshError, Refused
-from common.settings import OFF, metrics_ports
 from meshrl import logs
-from meshrl.launch import leftovers, places
+from meshrl.launch import leftovers, places, plan
 from meshrl.launch.liveness import running_launcher
 from meshrl.launch.places import MeshPlace, find_mesh, read_json
+from meshrl.preflight import addresses, devices, redis_server
 
 START_S = 90.0
 STOP_S = 60.0
@@ -33,8 +33,11 @@ def up(
     ranks: int,
     sandboxes: int,
 ) -> None:
-    if metrics != OFF:
-        metrics_ports(metrics)
+    addresses.listens(bind)
+    services = plan.services(workers, shards, device, "", ranks, sandboxes)
+    addresses.serves(metrics, len(services) + 2 * workers)
+    devices.usable(device)
+    redis_server.usable()
     place = MeshPlace((root or places.home()).absolute())
     if running_launcher(place):
         raise Refused(f"a mesh runs in {place.root} already", fix="`meshrl down` stops it")

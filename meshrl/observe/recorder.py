@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, DeadlineExceeded, StateUnavailable
+from common.job.evaluation_plan import AFTER
 from common.records.checkpoints import all_checkpoints, is_first
 from common.state import events, gangs, groups, jobs, registry, steps
 from meshrl.launch.launcher import Launcher
@@ -188,6 +189,8 @@ def evaluated(known: list[events.Event], job: str) -> list[events.Event]:
             continue
         if event.kind == "evaluation":
             found.append(event)
+        elif event.kind == "changed" and event.fields.get("extended"):
+            found = [_on_the_way(e) if e.fields["tag"] == AFTER else e for e in found]
         elif event.kind == "lineage":
             version = int(event.fields["version"])
             best = next((e for e in reversed(found) if e.fields.get("best")), None)
@@ -195,6 +198,11 @@ def evaluated(known: list[events.Event], job: str) -> list[events.Event]:
             if best not in found:
                 found = [replace(e, fields=e.fields | {"best": False}) for e in found]
     return found
+
+
+def _on_the_way(after: events.Event) -> events.Event:
+    """The evaluation after training of a run that has gone on since."""
+    return replace(after, fields=after.fields | {"tag": f"step-{after.fields['step']}"})
 
 
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -71,7 +71,8 @@ def servers(job: JobFile) -> None:
             )
         script = next((word for word in command[1:] if word.endswith(".py")), "")
         if script and not (job.base / script).is_file():
-            raise job.fail(key, f"{key}: there is no file {job.base / script}")
+            wrong = f"{key}: there is no file {job.base / script}"
+            raise job.fail(key, wrong, "Name one beside the job file, or by its whole path")
 
 
 def isolation(job: JobFile) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import DeadlineExceeded, RankLost, Refused
+from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
@@ -118,6 +119,9 @@ class TinyLearner(Learner):
     @takes(GRADIENT_S)
     def round_gradient(self, bins: Any) -> tuple[Tensor, BinStats]:
         return super().round_gradient(bins)
+
+    def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        """What changes a step of the vector is `lr_factor` alone."""
 
     @takes(UPDATE_S)
     def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
@@ -261,6 +265,9 @@ class TinyRank(Rank):
             gradients.keep(index, self._own(torch.from_numpy(np.array(whole))).clone())
 
         return keep
+
+    def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        """What changes a step of the vector is `lr_factor` alone."""
 
     @takes(UPDATE_S)
     async def apply(  # type: ignore[override]

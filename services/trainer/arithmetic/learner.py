@@ -70,6 +70,13 @@ class Learner:
             critic.critic_of(self.model).requires_grad_(True)
         self._begin()
 
+    def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        """Computes with these from now on: as a step was, or is to be. The algorithm's name, and
+        what Muon trains, stay.
+        """
+        self._config, self._rates = algorithm, optimizer
+        self._optimizer.adopt(optimizer)
+
     def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
         """Flat float32 gradient of the sum of weighted token losses, in the parameters' order."""
         gradient, out = self._fresh_gradient(), self._forward(bin)

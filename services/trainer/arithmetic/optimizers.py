@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from common.errors import ConfigError
 from common.job.config import OptimizerConfig
 from common.model.lora import is_adapter
 from services.trainer.arithmetic.cut_rows import group_of, local, on_whole
@@ -54,6 +55,14 @@ class Optimizer:
         self._muons = [
             Muon(alike, config.muon_lr, config.weight_decay) for alike in by_shape(matrices)
         ]
+
+    def adopt(self, config: OptimizerConfig) -> None:
+        """Goes on with other rates; ConfigError if other parameters would be Muon's."""
+        if bool(self._muons) and not config.muon_lr:
+            raise ConfigError("matrices are trained by Muon", where="optimizer.muon_lr")
+        self._adamw.lr, self._adamw.weight_decay = config.adamw_lr, config.weight_decay
+        for muon in self._muons:
+            muon.lr, muon.weight_decay = config.muon_lr, config.weight_decay
 
     @torch.no_grad()
     def step(self, gradient: Tensor, lr_factor: float) -> None:
@@ -106,7 +115,7 @@ class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on parameters laid end to end."""
 
     def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
-        self._parts, self._lr, self._weight_decay = parts, lr, weight_decay
+        self._parts, self.lr, self.weight_decay = parts, lr, weight_decay
         self._sizes = [part.numel for part in parts]
         device = parts[0].parameter.device if parts else None
         self._mean = torch.zeros(sum(self._sizes), device=device)
@@ -120,12 +129,12 @@ class AdamW:
         self._steps += 1
         self._mean.lerp_(own, 1 - BETAS[0])
         self._square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
-        lr = self._lr * lr_factor
+        lr = self.lr * lr_factor
         scale = math.sqrt(1 - BETAS[1] ** self._steps)
         move = self._mean / (self._square.sqrt().div_(scale).add_(EPSILON))
         move *= -lr / (1 - BETAS[0] ** self._steps)
         for part, delta in zip(self._parts, torch.split(move, self._sizes), strict=True):
-            values = part.values.mul_(1 - lr * self._weight_decay)
+            values = part.values.mul_(1 - lr * self.weight_decay)
             values.add_(delta.view(part.shape))
 
     def state(self) -> dict[str, Tensor]:
@@ -146,7 +155,7 @@ class Muon:
     """Nesterov momentum, made orthogonal, on matrices of one shape (the last two dimensions)."""
 
     def __init__(self, parts: list[Part], lr: float, weight_decay: float) -> None:
-        self._parts, self._lr, self._weight_decay = parts, lr, weight_decay
+        self._parts, self.lr, self.weight_decay = parts, lr, weight_decay
         first = parts[0].parameter
         self._height = first.shape[-2]
         self._stretch = max(1.0, first.shape[-2] / first.shape[-1]) ** 0.5  # tall ones move further
@@ -162,9 +171,9 @@ class Muon:
             update = orthogonal(own)
         else:
             update = on_whole(own, self._height, orthogonal, self._group)
-        lr = self._lr * lr_factor
+        lr = self.lr * lr_factor
         for part, delta in zip(self._parts, update, strict=True):
-            values = part.values.mul_(1 - lr * self._weight_decay)
+            values = part.values.mul_(1 - lr * self.weight_decay)
             values.add_(delta, alpha=-lr * self._stretch)
 
     def state(self) -> dict[str, Tensor]:

@@ -22,6 +22,8 @@ from common.api.trainer import (
 )
 from common.api.weights import Group
 from common.errors import MeshError, NotFound, RankLost
+from common.job.changing import in_force
+from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
@@ -173,8 +175,7 @@ class TrainerCore(Actor):
         self.checkpoints.name, self.checkpoints.step = stands.checkpoint, stands.checkpoint_step
         self.gradients.announce(self.manifest)
 
-    def _make_step(self, number: int, manifest: str) -> Step:
-        config = self.data.config
+    def _make_step(self, number: int, manifest: str, config: JobConfig) -> Step:
         return Step(self.mesh, config, self.compute, self.gradients, number, manifest, self.enter)
 
     async def _row(self) -> jobs.JobRow:
@@ -269,7 +270,7 @@ class TrainerCore(Actor):
         self.gradients.busy_s = {}
         refill = Refill(self.data.config)
         groups = self.intake.groups(step, self._stale, refill.replaces)
-        done = await self._make_step(step, self.manifest).run(groups)
+        done = await self._make_step(step, self.manifest, self.data.config).run(groups)
         waited = self.intake.waited_s - waited_before
         busy = clock.monotonic() - started - waited
         done.batch.refilled = refill.count
@@ -307,7 +308,11 @@ class TrainerCore(Actor):
         if step == self.data.config.budget.steps:
             await self.checkpoints.settled(required=True)
         self.enter("committing", step)
-        record = {"ranks": self.compute.ranks, "updates": done.updates}
+        record = {
+            "ranks": self.compute.ranks,
+            "updates": done.updates,
+            "settings": in_force(self.data.config),
+        }
         committed = await patiently(
             self.mesh.clock,
             lambda: steps.commit_step(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from common.api.weights import Checkpoint, Load, Weights
 from common.errors import ConfigError
+from common.job.changing import as_it_was
+from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.model.transfer import fetch
 from common.records.checkpoints import STATE
@@ -22,7 +24,8 @@ from services.trainer.core.publishing import Publisher
 from services.trainer.core.step import Enter, Step
 from services.trainer.ranks.compute import Compute
 
-MakeStep = Callable[[int, str], Step]  # from a step's number and the manifest that it begins with
+# From a step's number, the manifest that it begins with, and the job as it is or was then.
+MakeStep = Callable[[int, str, JobConfig], Step]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Recovery:
         self._publisher = publisher
         self._compute, self._intake, self._make_step = compute, intake, make_step
         self._enter = enter
+        self._adopted = data.config  # what `compute` was made with
 
     async def recover(self, row: jobs.JobRow) -> Standing:
         """Replays what the job's checkpoint does not cover. When that does not give the committed
@@ -114,6 +118,19 @@ class Recovery:
         expected = list(range(checkpoint.step + 1, row.version + 1))
         if [record.step for record in records] != expected:
             return False
+        again = await self._repeated(records)
+        await self._adopt(self._data.config)
+        if not again or not records:
+            return again
+        self._enter("staging", row.version)
+        weights = await self._compute.weights()
+        manifest = await self._publisher.stage(
+            row.lineage, row.version, weights, checkpoint.weights
+        )
+        return manifest == row.manifest
+
+    async def _repeated(self, records: list[steps.StepRecord]) -> bool:
+        """Does the steps again, each as it was done; False when one of them cannot be."""
         for record in records:
             if record.record.get("ranks") != self._compute.ranks:
                 return False
@@ -122,15 +139,17 @@ class Recovery:
             groups = [group for group in found if group is not None]
             if len(groups) < len(found):
                 return False
-            await self._make_step(record.step, "").replay(groups, record.record["updates"])
-        if not records:
-            return True
-        self._enter("staging", row.version)
-        weights = await self._compute.weights()
-        manifest = await self._publisher.stage(
-            row.lineage, row.version, weights, checkpoint.weights
-        )
-        return manifest == row.manifest
+            config = as_it_was(self._data.config, record.record.get("settings", {}))
+            await self._adopt(config)
+            step = self._make_step(record.step, "", config)
+            await step.replay(groups, record.record["updates"])
+        return True
+
+    async def _adopt(self, config: JobConfig) -> None:
+        """Computes with `config` from now on."""
+        if config is not self._adopted:
+            await self._compute.adopt(config.algorithm, config.optimizer)
+        self._adopted = config
 
     async def _ask(
         self, action: Callable[[], Awaitable[list[steps.StepRecord]]]

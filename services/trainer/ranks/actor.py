@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.api.ranks import (
+    ADOPT_S,
     COMPUTE_S,
     FORM_S,
     MOVE_S,
+    Adopt,
     Done,
     LentGradient,
     Meeting,
@@ -27,6 +29,7 @@ from common.api.ranks import (
 )
 from common.api.role import Drain, Drained
 from common.errors import Fenced
+from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from services.trainer.arithmetic.packing import Bin
@@ -100,6 +103,13 @@ class RankActor(Actor):
             keep(lent.index, read(lent.path, lent.size))
 
         await self._mesh.host.run_blocking(take, deadline_s=MOVE_S)
+        return Done()
+
+    @call(Ranks.adopt)
+    async def adopt(self, order: Adopt) -> Done:
+        self._check(order.generation)
+        settings = AlgorithmConfig(**order.algorithm), OptimizerConfig(**order.optimizer)
+        await self._work(ADOPT_S, self._rank.adopt, *settings)
         return Done()
 
     @call(Ranks.apply)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.runtime.mesh import Mesh
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.packing import Bin
@@ -49,6 +50,9 @@ class Compute(Protocol):
         """Keeps what a hybrid computed of a round, flat, in the order of the parameters; the array
         belongs to it from then on.
         """
+
+    async def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        """Steps are computed with these from now on, until a gang is formed anew."""
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         """One optimizer step from the kept rounds 0 .. rounds - 1; the norm before clipping."""
@@ -107,6 +111,10 @@ class LocalCompute:
     async def keep(self, index: int, gradient: NDArray[np.float32]) -> None:
         there, gradients = torch.from_numpy(gradient), self._gradients
         await self._run(lambda: gradients.keep(index, there.to(self.learner.device)))
+
+    async def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        async with self._busy:
+            await self._run(self.learner.adopt, algorithm, optimizer)
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         total = self._gradients.total(rounds)

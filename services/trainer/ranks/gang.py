@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.api.ranks import (
+    ADOPT_S,
     COMPUTE_S,
     FORM_S,
     MOVE_S,
+    Adopt,
     LentGradient,
     Meeting,
     Order,
@@ -31,6 +34,7 @@ from common.api.ranks import (
     rank_name,
 )
 from common.errors import ConfigError, MeshError, RankLost, RemoteFailure
+from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.process.serial_executor import looked_at
 from common.runtime.interface import Call
 from common.runtime.mesh import Mesh
@@ -180,6 +184,14 @@ class GangCompute:
             await self._ask_all(Ranks.keep, [lent] * len(self._others))
         finally:
             await self._shelf.remove(path)
+
+    async def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        async with self._busy:
+            order = Adopt(self._current(), asdict(algorithm), asdict(optimizer))
+            orders = [order] * len(self._others)
+            await self._together(
+                ADOPT_S, Ranks.adopt, orders, self._rank.adopt, algorithm, optimizer
+            )
 
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         async with self._busy:

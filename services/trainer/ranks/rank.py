@@ -260,6 +260,10 @@ class Rank:
 
         return keep
 
+    def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        """Holds until a group is formed anew."""
+        self.learner.adopt(algorithm, optimizer)
+
     def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         norm = self.learner.apply(self._gradients.total(rounds), denominator, lr_factor)
         self.begin()

@@ -37,10 +37,10 @@ async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(tmp_path: 
         for one in groups:
             yield one
 
-    updates = (await made._make_step(1, "m0").run(arrive())).updates
+    updates = (await made._make_step(1, "m0", made.data.config).run(arrive())).updates
     seen = [made.stats()["progress"]]
     for _ in range(2):
-        await made._make_step(1, "").replay(groups, updates)
+        await made._make_step(1, "", made.data.config).replay(groups, updates)
         seen.append(made.stats()["progress"])
     made.warm_fraction = 0.5
     seen.append(made.stats()["progress"])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from common.api.ranks import (
+    Adopt,
     Done,
     LentGradient,
     Meeting,
@@ -62,6 +63,7 @@ class OtherRank(Actor):
     def __init__(self) -> None:
         self.raises: dict[str, Exception] = {}
         self.given: dict[int, np.ndarray[Any, Any]] = {}
+        self.adopted: list[tuple[float, float]] = []
 
     def _done(self, order: str) -> Done:
         if order in self.raises:
@@ -89,6 +91,11 @@ class OtherRank(Actor):
     def keep(self, lent: LentGradient) -> Done:
         self.given[lent.index] = np.array(read(lent.path, lent.size))
         return self._done("keep")
+
+    @call(Ranks.adopt)
+    def adopt(self, order: Adopt) -> Done:
+        self.adopted.append((order.algorithm["clip_high"], order.optimizer["muon_lr"]))
+        return self._done("adopt")
 
     @call(Ranks.apply)
     def apply(self, update: Update) -> Norm:
@@ -204,6 +211,14 @@ async def test_all_ranks_are_lent_a_hybrids_gradient(gang: Gang) -> None:
     assert norm == pytest.approx(float(np.linalg.norm(gradient.astype(np.float64))))
     assert gang.other.given[0].tobytes() == gradient.tobytes()
     assert not [path for path in (gang.directory / "lent").rglob("*") if path.is_file()]
+
+
+async def test_all_ranks_compute_with_other_settings_until_the_gang_is_formed_anew(
+    gang: Gang,
+) -> None:
+    algorithm = replace(VARIANTS["plain"].algorithm, clip_high=0.5)
+    await gang.compute.adopt(algorithm, replace(OPTIMIZER, muon_lr=0.25))
+    assert gang.other.adopted == [(0.5, 0.25)] and gang.in_a_group
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""Which keys of a row the job's rewards read, and the rows that lack one.
+
+Of a built-in reward the options say it. Of the author's own, its source: `row["key"]` in a
+statement that every call comes to, where no earlier one returns because of the row or looks what it
+has.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+from common.errors import ConfigError
+from common.job import builtin
+from common.job.config import JobConfig, RewardPartConfig
+from meshrl.job import references
+from meshrl.job.rows import Row
+
+ANSWER = "answer"  # the row's key, and the group of a pattern, that rewards compare with
+
+
+@dataclass(frozen=True)
+class Needed:
+    """A key of the rows that a reward reads."""
+
+    key: str
+    by: str  # what reads it, for messages
+    setting: str  # the key of the job file that names the reward
+    option: str = ""  # the option that names another key; empty: there is none
+
+
+def needed(config: JobConfig, base: Path) -> list[Needed]:
+    """The keys that all rows must have, with what reads them."""
+    found: list[Needed] = []
+    for i, part in enumerate(config.reward.declared):
+        table = f"reward.parts[{i}]" if config.reward.parts else "reward"
+        if builtin.is_builtin(part.use):
+            found += _built_in(part, table)
+        else:
+            found += _own(part.use, f"{table}.use", base)
+    return found
+
+
+def lacking(row: Row, keys: list[Needed]) -> tuple[str, str, str] | None:
+    """(the setting, what is wrong, what to do) of the first key that a row lacks."""
+    for needed in keys:
+        if needed.key not in row.value:
+            has = ", ".join(map(repr, row.value)) or "nothing"
+            wrong = f"{row.place}: the row has no {needed.key!r}, which {needed.by} reads"
+            choose = f", or name the row's key in {needed.option}" if needed.option else ""
+            return needed.setting, f"{wrong}; it has {has}", f"Add it to every row{choose}"
+    return None
+
+
+def _built_in(part: RewardPartConfig, table: str) -> Iterator[Needed]:
+    by, options = f"the reward {part.use!r}", part.options
+    name = "tests" if part.use == "code_tests" else ANSWER
+    known = builtin.REWARDS.get(part.use)
+    if known is None or name not in known.options:
+        return
+    if part.use == "regex" and not _compares(options.get("pattern")):
+        return
+    key = options.get(name, name)
+    if isinstance(key, str):
+        yield Needed(key, by, f"{table}.use", f"{table}.options.{name}")
+
+
+def _compares(pattern: object) -> bool:
+    """Whether a pattern has the group that is compared with the row."""
+    try:
+        return isinstance(pattern, str) and ANSWER in re.compile(pattern).groupindex
+    except re.error:  # said where options are checked
+        return False
+
+
+def _own(use: str, setting: str, base: Path) -> Iterator[Needed]:
+    module, _, name = use.partition(":")
+    path = references.module_file(base, module)
+    try:
+        tree = references.parse(path) if path else ast.Module([], [])
+    except ConfigError:  # said where references are checked
+        return
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            for key, line in read_always(node):
+                yield Needed(key, f"{path}, line {line},", setting)
+
+
+def read_always(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
+    """(key, line) of each `row["key"]` that every call of a function comes to, `row` being its
+    first parameter.
+    """
+    parameters = [*function.args.posonlyargs, *function.args.args]
+    if not parameters or function.decorator_list:
+        return
+    row = parameters[0].arg
+    for statement in function.body:
+        if _looks(statement, row):
+            return  # what follows may depend on what the row has
+        if isinstance(statement, ast.If | ast.Try | ast.Match | ast.For | ast.While):
+            first = {ast.If: "test", ast.Match: "subject", ast.For: "iter"}.get(type(statement))
+            always = [getattr(statement, first)] if first else []
+            yield from _keys(always, row)
+            if any(isinstance(node, ast.Return) for node in ast.walk(statement)) and any(
+                _names(part, row) for part in always
+            ):
+                return
+            continue
+        yield from _keys([statement], row)
+        if isinstance(statement, ast.Return | ast.Raise):
+            return
+
+
+def _keys(parts: list[ast.AST], row: str) -> Iterator[tuple[str, int]]:
+    """The keys in parts that are evaluated whole, but for what may be skipped in them."""
+    pending = list(parts)
+    while pending:
+        node = pending.pop(0)
+        if isinstance(node, ast.BoolOp):
+            pending.append(node.values[0])
+        elif isinstance(node, ast.IfExp):
+            pending.append(node.test)
+        elif isinstance(node, ast.Lambda | ast.FunctionDef | ast.ClassDef | _COMPREHENSIONS):
+            continue
+        else:
+            key = node.slice if _subscript(node, row) else None
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield key.value, key.lineno
+            pending.extend(ast.iter_child_nodes(node))
+
+
+_COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def _subscript(node: ast.AST, row: str) -> TypeGuard[ast.Subscript]:
+    return (
+        isinstance(node, ast.Subscript)
+        and isinstance(node.ctx, ast.Load)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == row
+    )
+
+
+def _names(part: ast.AST, row: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == row for node in ast.walk(part))
+
+
+def _looks(statement: ast.stmt, row: str) -> bool:
+    """Whether a statement uses the row otherwise than by `row[key]`: it may ask what it has, or
+    change it.
+    """
+    held = {id(node.value) for node in ast.walk(statement) if _subscript(node, row)}
+    return any(
+        isinstance(node, ast.Name) and node.id == row and id(node) not in held
+        for node in ast.walk(statement)
+    )
