@@ -15,10 +15,17 @@ from typing import Any
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
 from common.job.pace import profile
-from common.model.chat import Chat, format_of
-from common.model.end_tokens import end_tokens
-from common.model.tokenizer import Tokenizer
-from meshrl.job import algorithm, extras, models, references, row_keys, rows, sandbox, schema
+from meshrl.job import (
+    algorithm,
+    extras,
+    models,
+    references,
+    row_keys,
+    rows,
+    sandbox,
+    schema,
+    turns,
+)
 from meshrl.job.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")
@@ -122,7 +129,7 @@ class _Checker:
         extras.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
-        return self._ends(self._chat(config))
+        return turns.check(config, self.fail)
 
     def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
         lines = {k: i for i, k in enumerate(self.places, 1)}
@@ -267,39 +274,6 @@ class _Checker:
                 f"there is no interpreter at {environment.python or 'environment.python'}",
                 "Name one of an environment that `pip install verifiers==0.4.0` was run in",
             )
-
-    def _chat(self, config: JobConfig) -> JobConfig:
-        """The job with its chat format by name, and the format's stop tokens among its own."""
-        environment, path = config.environment, Path(config.model.path)
-        if not environment.chat:
-            if environment.chat_options:
-                raise self.fail("environment.chat_options", "chat_options without environment.chat")
-            return config
-        tokenizer = Path(config.model.tokenizer or path / "tokenizer.json")
-        try:
-            name = format_of(path) if environment.chat == "auto" else environment.chat
-            chat = Chat.load(name, environment.chat_options, Tokenizer.load(tokenizer))
-        except ConfigError as error:
-            raise self.fail("environment.chat", f"environment.chat: {error}") from error
-        stop = list(dict.fromkeys([*config.rollout.stop, *chat.stop_tokens]))
-        return replace(
-            config,
-            environment=replace(environment, chat=name),
-            rollout=replace(config.rollout, stop=stop),
-        )
-
-    def _ends(self, config: JobConfig) -> JobConfig:
-        """The job with the model's own end tokens among those that end a turn."""
-        model, rollout = config.model, config.rollout
-        path = Path(model.path) if model.path else None
-        tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
-        try:
-            own = end_tokens(path, model.config, tokenizer)
-        except ConfigError as error:
-            where = f" ({error.where})" if error.where else ""
-            raise self.fail("model", f"model: {error.message}{where}", error.fix) from error
-        stop = list(dict.fromkeys([*rollout.stop, *own]))
-        return replace(config, rollout=replace(rollout, stop=stop))
 
     def _references(self, config: JobConfig, base: Path) -> None:
         reward = config.reward

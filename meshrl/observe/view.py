@@ -55,6 +55,8 @@ class Lines:
         self._evaluations = 0
         self._phase: Phase | None = None
         self._trouble = False
+        self._full = ""
+        self._alerts = 0
 
     def __enter__(self) -> Self:
         return self
@@ -71,6 +73,12 @@ class Lines:
         if bool(shot.trouble) != self._trouble:
             self._trouble = bool(shot.trouble)
             self.say(f"[{clock(shot.elapsed_s)}] {shot.trouble or 'redis answers again'}")
+        if bool(shot.full) != bool(self._full):
+            self._full = shot.full
+            self.say(f"[{clock(shot.elapsed_s)}] {shot.full or 'there is room on the disk again'}")
+        for alert in shot.alerts[self._alerts :]:
+            self.say(f"[{clock(shot.elapsed_s)}] {alert}")
+        self._alerts = len(shot.alerts)
         if self._steps < 0:  # what a resumed run did before is not news
             self._steps = 0 if len(rows) <= 1 else len(rows)
         for row in rows[self._steps :]:
@@ -120,8 +128,8 @@ def screen(shot: Snapshot, run_dir: Path) -> RenderableType:
         parts.append(_in_flight(shot))
     if shot.news:
         parts.append(Text("\n".join(shot.news), style="dim"))
-    if shot.trouble or shot.error:
-        parts.append(Text(shot.trouble or shot.error, style="bold red"))
+    if wrong := shot.full or shot.trouble or shot.error:
+        parts.append(Text(wrong, style="bold red"))
     title = f"[bold]{shot.job}[/]  seed {shot.seed}  {shot.phase.replace('_', ' ')}"
     return Panel(Group(*parts), title=title, title_align="left", subtitle=str(run_dir))
 

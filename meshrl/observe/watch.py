@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from common.process.failure import told as failure_text
 from common.state.events import Event
 from common.state.gangs import Gang, Role
 from common.state.jobs import ENDED, JobRow, Phase
@@ -15,6 +16,7 @@ from common.state.registry import Entry
 
 RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
 STOPPED = "stopped"  # why a process ended that its supervisor was told to stop
+ALERTS = {"process_ended", "worker_gave_up", "unrecorded", "storage_full"}  # worth a line anywhere
 ETA_STEPS = 8  # the last steps that the time to go is judged by
 
 
@@ -65,7 +67,9 @@ class Snapshot:
     bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
     histogram: tuple[int, ...] = ()
     news: tuple[str, ...] = ()  # the last events worth a line
+    alerts: tuple[str, ...] = ()  # every process that ended unasked, and the like, so far
     trouble: str = ""  # why this is not up to date
+    full: str = ""  # which disk is full, and what to do
     error: str = ""  # why the job failed
 
     @property
@@ -92,6 +96,7 @@ class History:
 
     tokens: deque[tuple[float, float]] = field(default_factory=deque)
     news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    alerts: list[str] = field(default_factory=list)
 
     def rate(self, at: float, total: float) -> float:
         """Tokens/s over the last seconds; a counter that fell back belongs to a new process."""
@@ -107,6 +112,8 @@ class History:
         for event in events:
             if line := told(event):
                 self.news.append(line)
+                if event.kind in ALERTS:
+                    self.alerts.append(line)
 
 
 def snapshot(reading: Reading, history: History) -> Snapshot:
@@ -136,6 +143,7 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         workers=tuple(worker(gang, reading.entries) for gang in reading.gangs),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
         news=tuple(history.news),
+        alerts=tuple(history.alerts),
         error=reading.job.error,
     )
     return replace(shot, **_histogram(rollouts))
@@ -206,12 +214,30 @@ def told(event: Event) -> str:
             return f"{line}: {times} a step"
         return f"{line} ({f.get('policy', '')})"
     if unforeseen(event):
-        return f"{f['name']} ended ({f['why']}); it starts again"
+        return _ended(f)
+    if event.kind == "worker_gave_up":
+        return f"{f['name']} does not stay up: {f['why']}"
+    if event.kind == "phase" and f["phase"] == Phase.FAILED:
+        return f"the job failed: {f['error']}"
+    if event.kind == "unrecorded":
+        return f"the run is not recorded: {f['why']}"
+    if event.kind == "storage_full":
+        return f"{f['why']} It was so for {float(f['seconds']):.0f} s"
     if event.kind == "move_declined":
         return f"a move was declined: {f['reason']}"
     if event.kind == "epoch":
         return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
     return ""
+
+
+def _ended(fields: dict[str, Any]) -> str:
+    """Who ended, why, and how often already."""
+    error = failure_text(fields.get("error", {}))
+    how = f"ended by {error}" if error else f"ended ({fields['why']})"
+    times = int(fields.get("times", 1))
+    often = f", {times} times so far" if times > 1 else ""
+    then = "it is not started again" if fields.get("final") else f"it starts again{often}"
+    return f"{fields['name']} {how}; {then}"
 
 
 def _histogram(rollouts: Sequence[Entry]) -> dict[str, Any]:

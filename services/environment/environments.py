@@ -181,6 +181,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--prompt", default="prompt", help="the row's key that holds the prompt")
     found.add_argument("--chat", default="", help="chat format; empty: text as it is")
     found.add_argument("--chat-options", type=json.loads, default={})
+    found.add_argument(
+        "--chat-template", type=json.loads, default={}, help="history, parser and ends of it"
+    )
     found.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
     found.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
     return found
@@ -199,7 +202,9 @@ def made(arguments: argparse.Namespace) -> Environments:
     tokenizer = Tokenizer.load(arguments.tokenizer)
     chat, tools = None, {}
     if arguments.chat:
-        chat = Chat.load(arguments.chat, arguments.chat_options, tokenizer)
+        chat = Chat.load(
+            arguments.chat, arguments.chat_options, tokenizer, **arguments.chat_template
+        )
         tools = offered(arguments.tools, arguments.mcp, arguments.modules)
     factory = resolve(arguments.use, arguments.modules) if arguments.use else None
     return Environments(

@@ -21,6 +21,7 @@ from common.runtime.tasks import all_of
 from common.state import groups as rows
 from common.state import jobs, registry
 from common.wire.bulk import BulkClient
+from services.rollout.broken import Broken
 from services.rollout.environments.pool import EnvironmentPool
 from services.rollout.failures import Failures, TrajectoryFailed
 from services.rollout.record.finished_groups import finished_group, hand_in
@@ -72,6 +73,7 @@ class ShardJob:
         self.bulk = BulkClient(mesh)
         self.scorer = Scorer(mesh, job)
         self.judge = judge_of(mesh, job, self.scorer)
+        self.broken = Broken()
         self.groups_finished = 0
         self._dropped_in_a_row = 0
         self._groups: dict[int, asyncio.Task[None]] = {}
@@ -203,7 +205,7 @@ class ShardJob:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A group that stops without a fate would be awaited without end: begin again from the
             # ledger.
-            self.mesh.host.exit(70, f"group {group} of {self.mesh.name} failed: {error!r}")
+            self.broken.fail(error)
 
     # -- groups ----------------------------------------------------------------------------------
 

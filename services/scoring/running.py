@@ -60,7 +60,7 @@ async def main(gang: str, job_id: str, epoch: int) -> None:
         raise
     finally:
         await mesh.leave()
-    mesh.host.exit(BROKEN, f"{mesh.name} starts again: {failure!r}")
+    mesh.host.exit(BROKEN, f"{mesh.name} starts again: {failure!r}", failure)
 
 
 async def loaded(mesh: Mesh, data: JobData) -> dict[str, FrozenModel]:

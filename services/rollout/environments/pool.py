@@ -36,7 +36,7 @@ def command(job: JobData) -> list[str]:
     argv += ["--modules", str(job.modules), "--tokenizer", str(job.tokenizer)]
     argv += ["--prompt", job.config.dataset.prompt]
     if config.chat:
-        argv += ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
+        argv += chat_arguments(job)
         argv += ["--tools", json.dumps(config.tools), "--mcp", json.dumps(config.mcp)]
     return argv
 
@@ -46,8 +46,19 @@ def verifiers_command(job: JobData) -> list[str]:
     config = job.config.environment
     argv = [config.python, "-I", str(BOOT), "--taskset", config.verifiers]
     argv += ["--options", json.dumps(config.verifiers_options), "--modules", str(job.modules)]
-    argv += ["--tokenizer", str(job.tokenizer), "--chat", config.chat]
-    return [*argv, "--chat-options", json.dumps(config.chat_options)]
+    return [*argv, "--tokenizer", str(job.tokenizer), *chat_arguments(job)]
+
+
+def chat_arguments(job: JobData) -> list[str]:
+    """What tells an environment process of the job's chat format."""
+    config = job.config.environment
+    template = {
+        "history": config.chat_history,
+        "parser": config.tool_call_parser,
+        "ends": job.config.rollout.stop,
+    }
+    argv = ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
+    return [*argv, "--chat-template", json.dumps(template)]
 
 
 class EnvironmentPool:
