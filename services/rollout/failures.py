@@ -1,8 +1,8 @@
 """What fails in a job's own code: the first of each kind is told at once, then how often.
 
-Told as events `failure`: `{job, kind, text, where, count, calls, evaluation, by}`. `count` is the
-trajectories that failed so since the last event of this kind and place, `calls` the calls that had
-to be given up meanwhile: they are made again, so that the first shows what hangs before a
+Told as events `failure`: {job, kind, text, fix, where, count, calls, evaluation, by}. `count` are
+the trajectories that failed so since the last event of this kind and place, `calls` the calls that
+had to be given up meanwhile: they are made again, so that the first shows what hangs before a
 trajectory fails.
 """
 
@@ -24,17 +24,17 @@ OTHER = "failed"  # the kind of what has no other
 
 
 class TrajectoryFailed(ToolFailed):
-    """A trajectory has no reward. `kind` is what failed and how, as in `reward raised`; `place` the
-    line of the author's code, where it is known.
+    """A trajectory has no reward. `kind` is what failed and how, as in `reward raised`; `detail`
+    what is to be said beside it; `place` the line of the author's code, where it is known.
     """
 
     code = "trajectory_failed"
 
     def __init__(
-        self, message: str, *, kind: str = OTHER, place: str = "", where: str = "", fix: str = ""
+        self, message: str, *, kind: str = OTHER, detail: str = "", where: str = "", fix: str = ""
     ) -> None:
         super().__init__(message, where=where, fix=fix)
-        self.kind, self.place = kind, place or place_in(message)
+        self.kind, self.detail, self.place = kind, detail or message, place_in(message)
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ class _Kind:
     """What is to be told of a kind and place."""
 
     text: str
+    fix: str = ""
     count: int = 0
     calls: int = 0
     told: float | None = None  # when it was last
@@ -66,12 +67,14 @@ class Failures:
         self._hanging: dict[str, _Row] = {}
         self._told = 0  # events
 
-    def failed(self, error: ToolFailed, *, evaluation: bool = False) -> None:
-        """A trajectory has failed by this error."""
-        kind, place = OTHER, place_in(error.message)
+    def failed(self, error: ToolFailed, *, evaluation: bool = False) -> str:
+        """A trajectory has failed by this error; its kind."""
+        kind, place, text = OTHER, place_in(error.message), error.message
         if isinstance(error, TrajectoryFailed):
-            kind, place = error.kind, error.place
-        self._kind(kind, without_place(error.message), place, evaluation).count += 1
+            kind, place, text = error.kind, error.place, error.detail
+        found = self._kind(kind, without_place(text), place, evaluation)
+        found.count, found.fix = found.count + 1, error.fix
+        return kind
 
     def gave_up(self, what: str, kind: str, text: str, deadline_s: float) -> None:
         """A call of the function `what` took more than its deadline, and may be made again."""
@@ -116,6 +119,7 @@ class Failures:
                 "job": self._job,
                 "kind": kind,
                 "text": found.text,
+                "fix": found.fix,
                 "where": where,
                 "count": count,
                 "calls": calls,

@@ -292,6 +292,9 @@ class ShardJob:
         if self.config.supervised:
             dataset, most = self.config.dataset, self.config.rollout.max_tokens
             await supervise(t, row, dataset.response, self.environments, most)
+            if t.ending is not None and t.ending.error:
+                row_failed = TrajectoryFailed(t.ending.error, kind="row that cannot be learned")
+                t.ending = self._failed(t, row_failed)
             self.hungry.set()
         else:
             await self.run(t, row)
@@ -299,8 +302,7 @@ class ShardJob:
             try:
                 t.scores = await self.scorer.score(t.tokens)
             except ToolFailed as error:
-                self.failures.failed(error)
-                t.ending = Ending("failed", None, str(error))
+                t.ending = self._failed(t, error)
 
     async def run(self, t: Trajectory, row: dict[str, Any]) -> None:
         """A trajectory to its end, from wherever the ledger has it."""
@@ -338,8 +340,12 @@ class ShardJob:
             return Ending(reason, await self._reward(t, row, reason, score))
         except ToolFailed as error:
             self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
-            self.failures.failed(error, evaluation=t.group >= EVALUATION_GROUP)
-            return Ending("failed", None, str(error))
+            return self._failed(t, error)
+
+    def _failed(self, t: Trajectory, error: ToolFailed) -> Ending:
+        """The ending of a trajectory that fails by type, which is told."""
+        kind = self.failures.failed(error, evaluation=t.group >= EVALUATION_GROUP)
+        return Ending("failed", None, str(error), kind)
 
     def _fits(self, prompt: list[int]) -> None:
         """TrajectoryFailed when a prompt leaves no room for an answer."""

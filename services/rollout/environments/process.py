@@ -165,5 +165,6 @@ def answer_of(status: str, value: Any, name: str) -> Any:
     return TrajectoryFailed(
         f"the environment raised {value}",
         kind="environment raised",
+        detail=str(value),
         fix=f"see the job's module; what it prints is in the log of {name}",
     )

@@ -417,5 +417,6 @@ def _value(outcome: Outcome, what: str) -> Any:
     raise TrajectoryFailed(
         f"{what}: {outcome.status}: {outcome.error}",
         kind=f"{what} {SAID.get(outcome.status, outcome.status)}",
+        detail=outcome.error,
         fix="see the job's module",
     )

@@ -34,7 +34,7 @@ def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_by_thei
         await (await bench.group())
         await bench.clock.sleep(1.0)
         (first,) = await told(bench)
-        text = "reward: raised: ValueError: no"
+        text = "ValueError: no"
         assert first == first | {"kind": "reward raised", "text": text, "where": "m.py:3 in f()"}
         assert (first["job"], first["evaluation"], first["calls"]) == (JOB, False, 0)
         await (await bench.group())
