@@ -173,8 +173,14 @@ def answered(config: JobConfig, row: rows.Row, fail: Fail) -> None:
         )
 
 
-def filled(judge: JudgeConfig, base: Path) -> str:
+def filled(judge: JudgeConfig, base: Path, fail: Fail) -> str:
     """The judge's template: the text itself, or that of the file beside the job that it names."""
     template = judge.template
     named = "\n" not in template and len(template) < 256 and (base / template).is_file()
-    return (base / template).read_text(encoding="utf-8") if template and named else template
+    if not (template and named):
+        return template
+    try:
+        return (base / template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        wrong = f"reward.judge.template: {base / template} is no UTF-8 text: {error}"
+        raise fail("reward.judge.template", wrong) from error
