@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
 from common.job.pace import profile
+from common.model.tokenizer import companions
 from meshrl.job import (
     algorithm,
     extras,
@@ -58,7 +59,7 @@ def read(path: Path, overrides: list[str]) -> JobFile:
     ConfigError names the line, or the override, that is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
@@ -157,7 +158,7 @@ class _Checker:
             environment=replace(environment, python=python),  # as it is: links lead out of a venv
             models=replace(config.models, **frozen),
             reward=replace(
-                config.reward, judge=replace(judge, template=models.filled(judge, base))
+                config.reward, judge=replace(judge, template=models.filled(judge, base, self.fail))
             ),
             evaluation=replace(evaluation, datasets=held),
             sandbox=replace(config.sandbox, python=sandbox.absolute(config.sandbox, base)),
@@ -197,7 +198,13 @@ class _Checker:
     def _files(self, config: JobConfig, base: Path) -> None:
         model = config.model
         if model.path and not (Path(model.path) / "config.json").is_file():
-            raise self.fail("model.path", f"model.path: {model.path} holds no config.json")
+            there = "holds no config.json" if Path(model.path).exists() else "does not exist"
+            raise self.fail(
+                "model.path",
+                f"model.path: {model.path} {there}",
+                "Name a Hugging Face directory; `hf download OWNER/NAME --local-dir DIRECTORY` "
+                "fetches one from the Hub",
+            )
         if not model.path and not model.config:
             raise self.fail("model", "no model", "Set model.path, or [model.config] for a new one")
         tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
@@ -205,7 +212,7 @@ class _Checker:
             raise self.fail(
                 "model.tokenizer",
                 f"model.tokenizer: there is no tokenizer at {tokenizer}",
-                "Name a tokenizer.json",
+                _convert(tokenizer.parent),
             )
         taskset = config.environment.verifiers
         if not (config.dataset.train or taskset):
@@ -252,6 +259,9 @@ class _Checker:
             yield from rows.read(Path(name), prompt, chat=bool(config.environment.chat))
         except ConfigError as error:
             raise self.fail(key, f"{key}: {error.message}", error.fix) from error
+        except OSError as error:
+            wrong = f"{key}: {error.filename or name} cannot be read: {error.strerror}"
+            raise self.fail(key, wrong, "See that it is a file that you may read") from error
 
     def _verifiers(self, config: JobConfig) -> None:
         environment = config.environment
@@ -289,6 +299,17 @@ class _Checker:
                 references.resolve(reference, base)
             except ConfigError as error:
                 raise self.fail(key, f"{key}: {error}") from error
+
+
+def _convert(directory: Path) -> str:
+    """What to do about a tokenizer.json that is missing."""
+    older = [f.name for f in companions(directory / "tokenizer.json") if f.suffix == ".model"]
+    if not older:
+        return "Name a tokenizer.json"
+    return (
+        f"transformers makes one of {older[0]}: "
+        f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+    )
 
 
 def all_references(config: JobConfig) -> Iterator[tuple[str, str]]:
