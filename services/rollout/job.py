@@ -57,6 +57,7 @@ class ShardJob:
         config = job.config
         self.mesh, self.job, self.config = mesh, job, config
         self.train_rows, self.held_out = job.rows("train"), job.rows("held_out")
+        sampling = self._sampling()
         self.sandbox = SandboxClient(mesh, job)
         self.environments = EnvironmentPool(mesh, job, logs)
         self.ledger = ShardLedger(mesh, job)
@@ -65,7 +66,7 @@ class ShardJob:
         lengths = Lengths(self.history.latest if self.history else ())
         scheduler = Scheduler(buckets, len(self.train_rows), lengths)
         self.commits = GroupCommit(mesh, self.ledger)
-        self.router = Router(mesh, self.commits, self._sampling(), config.rollout.slots, scheduler)
+        self.router = Router(mesh, self.commits, sampling, config.rollout.slots, scheduler)
         tokenizer = Tokenizer.load(str(job.tokenizer))
         self.transcript = Transcript(tokenizer.decode, self.router.stop, config.rollout.stop_text)
         self.bulk = BulkClient(mesh)
@@ -102,7 +103,11 @@ class ShardJob:
         found = {text: tokenizer.token_to_id(text) for text in self.config.rollout.stop}
         unknown = [text for text, token in found.items() if token is None]
         if unknown:
-            raise ConfigError(f"rollout.stop: {unknown[0]!r} is no token of the tokenizer")
+            raise ConfigError(
+                f"{unknown[0]!r} is no token of the tokenizer",
+                where="rollout.stop",
+                fix="name one of its tokens, or put the text into rollout.stop_text",
+            )
         return [token for token in found.values() if token is not None]
 
     def seed_of(self, group: int, member: int) -> int:
@@ -314,7 +319,10 @@ class ShardJob:
         t = stay.trajectory
         try:
             if t.length == 0:
-                t.begin(await self.environments.begin(t.id, row))
+                prompt = await self.environments.begin(t.id, row)
+                if len(prompt) >= self.config.rollout.max_tokens:
+                    raise self._too_long(t, len(prompt))
+                t.begin(prompt)
                 if t.recorded:
                     head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
                     await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
@@ -324,6 +332,13 @@ class ShardJob:
         except ToolFailed as error:
             self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
             return Ending("failed", None, str(error))
+
+    def _too_long(self, t: Trajectory, length: int) -> ToolFailed:
+        return ToolFailed(
+            f"row {t.prompt}: its prompt has {length} tokens, which leaves none to sample",
+            where=f"rollout.max_tokens = {self.config.rollout.max_tokens}",
+            fix="leave the row out, or raise rollout.max_tokens",
+        )
 
     async def _reward(
         self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
