@@ -18,6 +18,7 @@ class EnvironmentLost(MeshError):
 
     code = "environment_lost"
     retryable = True
+    late = ""  # what was out when it was killed for being late, until somebody has told of it
 
 
 class EnvironmentEnds:
@@ -27,7 +28,9 @@ class EnvironmentEnds:
         self._mesh, self._job = mesh, job
         self._reports = Reports(mesh.state, mesh.clock)
 
-    async def lost(self, child: Child, log: Path, error: BaseException) -> MeshError:
+    async def lost(
+        self, child: Child, log: Path, error: BaseException
+    ) -> EnvironmentLost | ConfigError:
         """What those get who waited for it: EnvironmentLost, after which a new one may serve them;
         ConfigError where every process would end so. `error` is how its loss was noticed.
         """

@@ -153,7 +153,9 @@ class EpisodeProcess:
         return [n for n, o in self._open.items() if o.deadline < now]
 
     def _hung(self, number: int) -> EnvironmentHung:
-        return EnvironmentHung(f"no answer in {self._open[number].patience_s:.0f} s")
+        hung = EnvironmentHung(f"no answer in {self._open[number].patience_s:.0f} s")
+        hung.late = str(hung)
+        return hung
 
     def _look(self) -> None:
         """Asks a process with late answers for a sign of life, and gives up one without."""
@@ -176,6 +178,8 @@ class EpisodeProcess:
             if child is not None:
                 lost = await self._ends.lost(child, self._log, error)
             for number in held:
+                if number not in self._open:  # answered meanwhile
+                    continue
                 self._settle(number, self._hung(number) if number in late else lost)
         if child is not None:
             child.kill()

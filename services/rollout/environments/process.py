@@ -16,6 +16,7 @@ from common.process.handle import Child
 from common.runtime.batcher import Batcher
 from common.runtime.mesh import Mesh
 from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
+from services.rollout.failures import TrajectoryFailed
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
 START_S = 60.0  # importing the author's modules may take its time
@@ -91,7 +92,13 @@ class EnvironmentProcess:
             lost = await self._ends.lost(child, self._log, error)
             await self._bury(child)
             if isinstance(error, DeadlineExceeded) and len(batch) == 1 and not stopped:
-                return [EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")]
+                hung = EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")
+                hung.late = str(hung)
+                return [hung]
+            late = isinstance(error, DeadlineExceeded) and not stopped
+            if late and isinstance(lost, EnvironmentLost):
+                names = sorted({f"{operation[1]}()" for operation in batch})
+                lost.late = f"{' or '.join(names)} took over {deadline_s:.0f} s"
             return [lost] * len(batch)
         self._fresh = False
         return [answer_of(status, value, self.name) for _, status, value in answers]
@@ -146,4 +153,9 @@ def answer_of(status: str, value: Any, name: str) -> Any:
         return value
     if status == "unknown":
         return EnvironmentLost(str(value))
-    return ToolFailed(f"the environment raised {value}", where=name, fix="see the job's module")
+    return TrajectoryFailed(
+        f"the environment raised {value}",
+        kind="environment raised",
+        detail=str(value),
+        fix=f"see the job's module; what it prints is in the log of {name}",
+    )
