@@ -167,7 +167,7 @@ def test_a_run_and_a_mesh_are_alike_to_commands_that_look(held: HeldMesh) -> Non
             assert found.stdout == "two\n", found.output
     told = json.loads(meshrl("status", "--mesh", str(held.root), "--json").stdout)
     assert [job["id"] for job in told["jobs"]] == ["tiny"]
-    assert "give one of them" in str(
+    assert "Give one of them" in str(
         meshrl("status", str(held.run), "--mesh", str(held.root)).exception
     )
 
