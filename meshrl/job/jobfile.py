@@ -116,10 +116,10 @@ class _Checker:
         self._sizes(config)
         models.check(config, document, self.fail)
         algorithm.check(config, self.fail)
+        sandbox.check(config, self.fail)  # options of rewards, before the rows that they name
         self._files(config, base)
         models.shapes(config, self.fail)
         extras.check(config, self.fail)
-        sandbox.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
         return self._ends(self._chat(config))
