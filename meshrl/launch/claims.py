@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import os
 import shutil
 import sys
 import uuid
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from common.errors import ConfigError, MeshError, NotFound, Refused, StateUnavailable, StorageFull
+from common.errors import ConfigError, NotFound, Refused, StateUnavailable, StorageFull
 from common.job.config import JobConfig
 from common.state import jobs
 from common.state.jobs import ENDED
@@ -25,6 +24,7 @@ from meshrl.launch import places
 from meshrl.launch.liveness import running_launcher
 from meshrl.launch.places import MeshPlace, read_json
 
+TAKEN = ".starting"  # a file in a directory that a start has taken
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -35,24 +35,30 @@ class Claim:
     directory: Path
     made: list[Path]  # directories that were not there, innermost first
     aside: Path | None = None  # where the run that it replaces lies
+    taken: bool = False
     kept: bool = False
 
     def keep(self) -> None:
         """The run has begun: what it replaces goes."""
         self.kept = True
+        (self.directory / TAKEN).unlink(missing_ok=True)
         if self.aside is not None:
             shutil.rmtree(self.aside, onerror=_left_over)
 
+    def mark(self) -> None:
+        """Takes the directory: it is not empty from here on."""
+        with (self.directory / TAKEN).open("x") as mark:
+            self.taken = True
+            mark.write("a run is being started here\n")
+
     def give_back(self) -> None:
         """Leaves everything as it was before."""
-        if self.made and self.made[0] == self.directory:
-            shutil.rmtree(self.directory, ignore_errors=True)
-        else:
+        if self.taken:
             for path in self.directory.iterdir():
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         with contextlib.suppress(OSError):  # somebody else has put something there
-            for parent in self.made[1:]:
-                parent.rmdir()
+            for path in self.made:
+                path.rmdir()
         if self.aside is not None:
             self.aside.rename(self.directory)
 
@@ -65,16 +71,18 @@ def claimed(config: JobConfig, force: bool) -> Iterator[Claim]:
     goes on.
     """
     with contextlib.ExitStack() as stack:
-        target = places.run_directory(config, force)
+        with writing(Path(config.out or "runs")):
+            target = places.run_directory(config, force)
+            there = places.occupied(target)
         aside = None
-        if places.occupied(target):
+        if there:
             stack.enter_context(_may_go(target))
             aside = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
             with writing(target):
                 target.rename(aside)
         claim = Claim(target, [], aside)
         try:
-            claim = _made(claim, config)
+            _make(claim, config)
             yield claim
         finally:
             if not claim.kept:
@@ -95,25 +103,23 @@ def writing(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _made(claim: Claim, config: JobConfig) -> Claim:
-    """The claim with its directory, or with the next one's when somebody else was faster."""
+def _make(claim: Claim, config: JobConfig) -> None:
+    """Makes the claim's directory, or the next one when somebody else was faster."""
     while True:
         missing = [p for p in (claim.directory, *claim.directory.parents) if not p.exists()]
         try:
             with writing(claim.directory):
-                for n, path in enumerate(reversed(missing)):
-                    path.mkdir(exist_ok=n < len(missing) - 1)
-                probe = claim.directory / ".writable"
-                probe.write_bytes(b"1")
-                probe.unlink()
+                for path in reversed(missing):
+                    path.mkdir()
+                    claim.made.insert(0, path)
+                claim.mark()
+            return
         except Refused as error:
-            faster = isinstance(error.__cause__, FileExistsError) and claim.directory.is_dir()
-            if not faster or config.out or claim.aside is not None:
+            numbered = not config.out and claim.aside is None
+            if not (numbered and isinstance(error.__cause__, FileExistsError)):
                 raise
-            claim = Claim(places.run_directory(config, False), [])
-            continue
-        claim.made = missing
-        return claim
+        claim.give_back()
+        claim.directory, claim.made = places.run_directory(config, False), []
 
 
 @contextlib.contextmanager
