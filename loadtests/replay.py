@@ -37,6 +37,7 @@ DEATHS = (
 )
 JOB = Path(__file__).parents[1] / "tests/mesh/jobs/digits.toml"
 # A run that stops after three steps or so, and goes on with other settings.
+SLOW = {"rollout.pace": "10/64/100000"}  # so that there is time to stop it
 STOPPED_AFTER, CHANGED_DEATHS = 3, ("computing@7", "committing@8")
 CHANGES = {"optimizer.muon_lr": 0.02, "optimizer.adamw_lr": 0.01, "algorithm.clip_high": 0.01}
 RUN_S = 300.0
@@ -64,7 +65,7 @@ def one_run(job: Path, directory: Path, deaths: Sequence[str] = ()) -> dict[str,
 
 def changed_run(job: Path, directory: Path) -> dict[str, Any]:
     """The same of a run whose settings change between two steps."""
-    words = SETTINGS | {"out": directory / "run", "training.checkpoint_every": 10 * STEPS}
+    words = SETTINGS | {"out": directory / "run", "training.checkpoint_every": 10 * STEPS, **SLOW}
     with started(["run", str(job)], words, directory, ()) as program:
         until = time.monotonic() + RUN_S
         while len(committed_in(directory)) < STOPPED_AFTER and time.monotonic() < until:

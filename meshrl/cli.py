@@ -303,6 +303,46 @@ def evaluate(
     raise typer.Exit(evaluating.evaluate(model, job, set_ or [], step, best, json))
 
 
+@app.command(rich_help_panel="Runs")
+def chat(
+    run: RunOrJob,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="One trajectory of it, and the end.")
+    ] = None,
+    row: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="One trajectory of a held-out row, from 0, and its reward."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: another each time.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="That step's model; default: the last.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The model that evaluation found best.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Talks with the trained model, with the tools and in the environment of its job.
+
+    A job with a chat format is a conversation; another one plays trajectories, of rows by their
+    number or of prompts. It ends at the end of the input (Ctrl-D).
+
+    Examples:
+
+        meshrl chat runs/chat
+
+        meshrl chat runs/calculator --prompt "?2a+3="
+
+        meshrl chat runs/mygame --row 0 --temperature 0 --json
+    """
+    from meshrl.run import chatting
+
+    raise typer.Exit(chatting.chat(run, step, best, prompt, row, temperature, seed, json))
+
+
 @app.command(rich_help_panel="Meshes")
 def up(
     workers: Annotated[int, typer.Option(metavar="N", help="Accelerators, or CPU slots.")] = 3,

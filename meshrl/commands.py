@@ -15,7 +15,7 @@ from rich.table import Table
 from common.errors import NotFound, Refused, StateUnavailable
 from common.job.config import JobConfig
 from common.process.handle import usage_of
-from common.state import events, gangs, jobs, leader, registry
+from common.state import ended, events, gangs, jobs, leader, registry
 from common.state.client import State
 from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
@@ -74,8 +74,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
     """Of a run: how it stands, and its mesh while that runs. Of a mesh: what is on it."""
-    ended = told(chosen, mesh, as_json)
-    if ended:
+    if told(chosen, mesh, as_json):
         return
     place = place_of(chosen, mesh)
 
@@ -86,9 +85,10 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
             await gangs.gangs(state),
             await leader.leader(state, PLANNER),
             await server_ms(state),
+            await ended.ended(state),
         )
 
-    rows, entries, known, (leading, _), now_ms = _ask(place, look, ANSWER_S)
+    rows, entries, known, (leading, _), now_ms, gone = _ask(place, look, ANSWER_S)
     if as_json:
         content = {
             "mesh": str(place.root),
@@ -97,6 +97,7 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
             "jobs": [{k: v for k, v in asdict(row).items() if k != "document"} for row in rows],
             "processes": [asdict(entry) for entry in entries],
             "gangs": [asdict(gang) for gang in known],
+            "ended": [ended.document(end) for end in gone],
         }
         print(json.dumps(content))
         return
@@ -123,6 +124,19 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
             table.add_row(entry.name + leads, str(entry.pid), renewed, entry.metrics, waits)
     console.print(table)
     console.print(_gang_table(known))
+    for line in troubles(rows, gone, now_ms):
+        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def troubles(rows: list[jobs.JobRow], gone: list[ended.Ended], now_ms: float) -> list[str]:
+    """Why jobs have failed, and which processes have ended unasked, a line each."""
+    failed = [f"{row.id} failed: {row.error}" for row in rows if row.error]
+    return failed + [
+        f"{end.name} ended {(now_ms - end.at_ms) / 1000:.0f} s ago"
+        + (f", {end.times} times in all" if end.times > 1 else "")
+        + f": {end.told}"
+        for end in gone
+    ]
 
 
 def told(chosen: Path | None, mesh: Path | None, as_json: bool) -> bool:
@@ -227,7 +241,8 @@ def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
         entries = await registry.entries(state)
         known = await gangs.gangs(state)
         now_ms = await server_ms(state)
-        return diagnose(entries, known, now_ms), {e.name: e.pid for e in entries}
+        gone = await ended.ended(state)
+        return diagnose(entries, known, now_ms, gone), {e.name: e.pid for e in entries}
 
     try:
         return _ask(place, look, QUICK_S)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, NotFound, PeerLost
+from common.process.failure import Failure
 from common.process.handle import Child, Usage
 from common.process.host import own_start_time, replace_file
 from common.random import Random
@@ -54,6 +55,7 @@ class SimulatedChild:
         self.channel = SimulatedChannel()
         self._clock = clock
         self._code: int | None = None
+        self.failure: Failure | None = None
         self._ended = asyncio.Event()
         self._task = asyncio.create_task(run(self.channel), name=name)
         self._task.add_done_callback(self._on_done)
@@ -64,6 +66,8 @@ class SimulatedChild:
                 self._code = -signal.SIGTERM
             else:
                 error = task.exception()
+                if error is not None and not isinstance(error, SimulatedExit):
+                    self.failure = Failure.of(error)
                 self._code = error.code if isinstance(error, SimulatedExit) else int(bool(error))
         self._ended.set()
 
@@ -183,8 +187,13 @@ class SimulatedHost:
     def replace_file(self, path: Path, content: bytes) -> None:
         replace_file(path, content)
 
-    def exit(self, code: int, why: str) -> NoReturn:
+    def exit(
+        self, code: int, why: str, error: BaseException | None = None, job: str = ""
+    ) -> NoReturn:
         raise SimulatedExit(code, why)
+
+    def failure_of(self, pid: int, log: Path | None) -> Failure | None:
+        return self.children[pid].failure
 
     @property
     def identity(self) -> tuple[int, int]:

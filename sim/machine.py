@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from common.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
+from common.process.failure import Failure
 from common.process.handle import UNKNOWN_EXIT, Usage
 from common.process.host import replace_file
 from common.random import Random
@@ -263,8 +264,16 @@ class ProcessHost:
         self._machine.disk.check()
         replace_file(path, content)
 
-    def exit(self, code: int, why: str) -> NoReturn:
+    def failure_of(self, pid: int, log: Path | None) -> Failure | None:
+        process = self._machine.processes.get(pid)
+        return None if process is None else process.failure
+
+    def exit(
+        self, code: int, why: str, error: BaseException | None = None, job: str = ""
+    ) -> NoReturn:
         self._machine.record.note(f"{self._process.label} exits {code}: {why}")
+        if error is not None:
+            self._process.failure = Failure.of(error, job)
         self._process.end(code)
         raise Exited
 

@@ -13,6 +13,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from common.process.failure import Failure
 from sim.loop import OWNER
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class VirtualProcess:
         self.parent, self.tied = parent, tied
         self.running = True
         self.code: int | None = None
+        self.failure: Failure | None = None  # the error that ended it
         self.over = asyncio.Event()
         self.channel = Channel()
         self.at_end: list[Callable[[], None]] = []  # what the kernel does for it
@@ -97,6 +99,7 @@ class VirtualProcess:
             return
         except Exception as error:
             self.machine.died(self, error)
+            self.failure = Failure.of(error)
             code = 1
         current = asyncio.current_task()
         rest = [task for task in self._tasks if task is not current and not task.done()]

@@ -98,8 +98,15 @@ class EnvironmentConfig(Table):
     """`[environment]`: what a trajectory is, and the tools that it may call."""
 
     use: str = ""  # module:function, a factory; empty: single turn, and tools in a chat
-    chat: str = ""  # chat format, as `renderers` calls it; auto: the model's; empty: plain text
+    # chat format, as `renderers` calls it; template: the tokenizer's own chat template; auto: the
+    # format of the model's published name, or else its template; empty: plain text
+    chat: str = ""
     chat_options: Options = field(default_factory=dict)  # such as enable_thinking
+    # where the template would write earlier turns otherwise, as without their reasoning: keep what
+    # was sampled, or refuse to go on, which fails the trajectory
+    chat_history: Literal["keep", "refuse"] = "keep"
+    # how tool calls are read where a template is used; auto: by what its text teaches
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
     verifiers: str = ""  # id of a taskset of the `verifiers` package, which is the environment
     verifiers_options: Options = field(default_factory=dict)  # its `[env]` table
     python: File = ""  # the interpreter that has `verifiers`

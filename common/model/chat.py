@@ -1,13 +1,16 @@
 """Chat formats: conversations as token ids of a model's own format, to which turns only append.
 
-Templates are those of the `renderers` package (Prime Intellect, Apache-2.0), which knows them as
-functions of token ids: a prompt is rendered once, a turn of the model is parsed from its ids, and
-what follows a turn is appended. Nothing that the model has seen or sampled is encoded again.
+Formats are those of the `renderers` package (Prime Intellect, Apache-2.0), which knows them as
+functions of token ids, or the chat template that a checkpoint carries (`templates/`). Either way a
+prompt is rendered once, a turn of the model is parsed from its ids, and what follows a turn is
+appended. Nothing that the model has seen or sampled is encoded again.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 from common.errors import ConfigError, MeshError
 from common.model.tokenizer import Tokenizer
 
+TEMPLATE = "template"  # the name of the format that a checkpoint's own chat template writes
 Message = dict[str, Any]  # {"role": ..., "content": ...}, as everywhere
 # What parsers raise over turns that nobody would write, such as ten thousand brackets.
 UNREADABLE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -49,26 +53,102 @@ class Reply:
     calls: list[ParsedCall] = field(default_factory=list)
 
 
-class Chat:
+class Chat(ABC):
     """A chat format over one tokenizer."""
 
-    def __init__(self, renderer: Any, tokenizer: Tokenizer) -> None:
-        self.renderer = renderer
-        self.stop_ids: list[int] = list(renderer.get_stop_token_ids())
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.stop_ids: list[int] = list(stop_ids)
 
     @classmethod
-    def load(cls, name: str, options: dict[str, Any], tokenizer: Tokenizer) -> Chat:
-        """The format that `renderers` calls `name`, with options such as `enable_thinking`.
+    def load(
+        cls,
+        name: str,
+        options: dict[str, Any],
+        tokenizer: Tokenizer,
+        *,
+        history: str = "keep",
+        parser: str = "auto",
+        ends: Sequence[str] = (),
+    ) -> Chat:
+        """The format that `renderers` calls `name`, or with the name `template` the one in the
+        tokenizer's directory, with options such as `enable_thinking`.
 
-        ConfigError for a name or option it does not know, and for a tokenizer that lacks the
+        Of a template, `history`, `parser` and `ends` say what `TemplateChat` says. ConfigError for
+        a name or option that is not known, and for a tokenizer that lacks the template or the
         format's special tokens.
         """
+        if name == TEMPLATE:
+            from common.model.templates.conversation import TemplateChat
+
+            return TemplateChat(tokenizer, options, history=history, parser=parser, ends=ends)
+        return _KnownChat.of(name, options, tokenizer)
+
+    @property
+    def stop_tokens(self) -> list[str]:
+        """The tokens that end a turn."""
+        return [t for i in self.stop_ids if (t := self.tokenizer.id_to_token(i)) is not None]
+
+    @property
+    def tool_problem(self) -> str:
+        """Why the model cannot be offered tools; empty: it can."""
+        return ""
+
+    @abstractmethod
+    def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
+        """The conversation that begins with `messages`, the model's turn next."""
+
+    @abstractmethod
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """The ids of a whole conversation, whoever has the last word."""
+
+    def answer(
+        self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = ()
+    ) -> list[int]:
+        """The ids of a given turn after `messages`, with the token that ends it; ChatBroken when
+        the format would not write it after the prompt that `begin` renders."""
+        prompt = self.begin(messages, tools).ids
+        ids = self.rendered([*messages, answer], tools)
+        ends = [n for n in range(len(prompt), len(ids)) if ids[n] in self.stop_ids]
+        if ids[: len(prompt)] != prompt or not ends:
+            raise ChatBroken("the chat format does not write this answer after its prompt")
+        return ids[len(prompt) : ends[-1] + 1]
+
+
+class Conversation(ABC):
+    """Token ids of a trajectory: rendered messages and sampled turns, in turn."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    @abstractmethod
+    def sampled(self, ids: Sequence[int]) -> Reply:
+        """Takes in a turn of the model, whole or cut short, and says what it means."""
+
+    @abstractmethod
+    def extend(self, messages: Sequence[Message]) -> list[int]:
+        """Appends messages after the model's turn, and opens its next; returns the new ids.
+
+        A turn that was cut short is closed first. ChatBroken when the format cannot do it.
+        """
+
+
+class _KnownChat(Chat):
+    """A format of the `renderers` package."""
+
+    def __init__(self, renderer: Any, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, renderer.get_stop_token_ids())
+        self.renderer = renderer
+
+    @classmethod
+    def of(cls, name: str, options: dict[str, Any], tokenizer: Tokenizer) -> _KnownChat:
+        """The one of a name; see `load`."""
         renderers = _renderers()
         known = set(renderers.base.MODEL_RENDERER_MAP.values())
         if name not in known:
             raise ConfigError(
-                f"there is no chat format {name!r}", fix=f"known are {', '.join(sorted(known))}"
+                f"there is no chat format {name!r}",
+                fix=f"known are {TEMPLATE}, {', '.join(sorted(known))}",
             )
         kind = type(renderers.config_from_name(name))
         try:
@@ -82,46 +162,28 @@ class Chat:
             ) from error
         return cls(renderer, tokenizer)
 
-    @property
-    def stop_tokens(self) -> list[str]:
-        """The tokens that end a turn."""
-        return [t for i in self.stop_ids if (t := self._tokenizer.id_to_token(i)) is not None]
-
     def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
-        """The conversation that begins with `messages`, the model's turn next."""
         ids = self.renderer.render_ids(
             list(messages), tools=list(tools) or None, add_generation_prompt=True
         )
-        return Conversation(self, [int(i) for i in ids], list(tools))
+        return _KnownConversation(self, [int(i) for i in ids], list(tools))
 
-    def answer(
-        self, messages: Sequence[Message], answer: Message, tools: Sequence[Message] = ()
-    ) -> list[int]:
-        """The ids of a given turn after `messages`, with the token that ends it; ChatBroken when
-        the format would not write it after the prompt that `begin` renders."""
-        prompt = self.begin(messages, tools).ids
-        rendered = self.renderer.render_ids(
-            [*messages, answer], tools=list(tools) or None, add_generation_prompt=False
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        ids = self.renderer.render_ids(
+            list(messages), tools=list(tools) or None, add_generation_prompt=False
         )
-        ids = [int(i) for i in rendered]
-        ends = [n for n in range(len(prompt), len(ids)) if ids[n] in self.stop_ids]
-        if ids[: len(prompt)] != prompt or not ends:
-            raise ChatBroken("the chat format does not write this answer after its prompt")
-        return ids[len(prompt) : ends[-1] + 1]
+        return [int(i) for i in ids]
 
 
-class Conversation:
-    """Token ids of a trajectory: rendered messages and sampled turns, in turn."""
-
-    def __init__(self, chat: Chat, ids: list[int], tools: list[Message]) -> None:
+class _KnownConversation(Conversation):
+    def __init__(self, chat: _KnownChat, ids: list[int], tools: list[Message]) -> None:
+        super().__init__(ids)
         self._chat = chat
         self._tools = tools
         self._prompt_length = len(ids)
         self._turn = len(ids)  # where the model's last turn begins
-        self.ids = ids
 
     def sampled(self, ids: Sequence[int]) -> Reply:
-        """Takes in a turn of the model, whole or cut short, and says what it means."""
         before = self.ids
         self._turn = len(before)
         self.ids = [*before, *ids]
@@ -135,10 +197,6 @@ class Conversation:
         return Reply(parsed.content or "", parsed.reasoning_content or "", calls)
 
     def extend(self, messages: Sequence[Message]) -> list[int]:
-        """Appends messages after the model's turn, and opens its next; returns the new ids.
-
-        A turn that was cut short is closed first. ChatBroken when the format cannot do it.
-        """
         added = self._bridge(self.ids[: self._turn], self.ids[self._turn :], messages)
         # The turn itself may be in the way: the format would cut it where it first looks closed, or
         # will not close it. What follows a closed turn does not depend on what was said before.
@@ -207,11 +265,17 @@ def _call(parsed: Any, identity: str) -> ParsedCall:
     )
 
 
-def format_of(model: Path) -> str:
-    """The chat format of a Hugging Face model directory, by the name it was published under.
+def format_of(model: Path, tokenizer: Path | None = None) -> str:
+    """The chat format of a Hugging Face model directory: what `renderers` calls it, by the name it
+    was published under, or else the template that lies beside `tokenizer`, or in it.
 
     That name is in its path (`.../Qwen/Qwen3-8B`, or the Hub's cache) or its config.json.
     """
+    from common.model.templates.files import has_template
+
+    templated = has_template(tokenizer.parent if tokenizer else model)
+    if templated and importlib.util.find_spec("renderers") is None:
+        return TEMPLATE
     published = _renderers().base.MODEL_RENDERER_MAP
     parts = model.parts
     names = ["/".join(parts[i : i + 2]) for i in range(len(parts) - 1) if "--" not in parts[i]] + [
@@ -223,9 +287,12 @@ def format_of(model: Path) -> str:
     for name in names:
         if name in published:
             return str(published[name])
+    if templated:
+        return TEMPLATE
     known = ", ".join(sorted(set(published.values())))
     raise ConfigError(
-        f"nobody knows the chat format of {model}", fix=f"name it in environment.chat: {known}"
+        f"nobody knows the chat format of {model}, and its tokenizer has no chat template",
+        fix=f"name it in environment.chat: {known}",
     )
 
 

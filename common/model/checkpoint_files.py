@@ -83,8 +83,8 @@ def files(directory: Path) -> list[Path]:
     index = directory / INDEX
     if not index.is_file():
         raise _none(directory)
-    _refuse_pointer(index)
     try:
+        _refuse_pointer(index)
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -104,14 +104,18 @@ def files(directory: Path) -> list[Path]:
 
 def header(file: Path) -> dict[str, Stored]:
     """The tensors of one file by name; ConfigError if it is no safetensors file or is cut short."""
-    size = file.stat().st_size
-    _refuse_pointer(file)
     try:
+        size = file.stat().st_size
+        _refuse_pointer(file)
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             raw = opened.read(length) if 2 <= length <= min(HEADER_BYTES, size) else b""
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(file)) from error
+        raise ConfigError(
+            f"the weights cannot be read: {error.strerror}",
+            where=str(file),
+            fix="See that it is a file that you may read",
+        ) from error
     if len(raw) != length or not raw.startswith(b"{"):
         short = size < 8 + length <= 8 + HEADER_BYTES
         raise _broken(file, f"only {size} bytes are there" if short else "this is no safetensors")

@@ -76,6 +76,12 @@ class Tokenizer:
         found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return found
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokens that the tokenizer never makes of parts of a text, with their ids."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
     def encode(self, text: str) -> list[int]:
         """Raises ConfigError when the vocabulary cannot express the text."""
         try:

@@ -147,7 +147,13 @@ def main(argv: list[str]) -> None:
     import runpy
 
     sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except BaseException as error:
+        from common.process import failure
+
+        failure.leave(error)
+        raise
 
 
 if __name__ == "__main__":

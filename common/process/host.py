@@ -5,6 +5,7 @@ simulated.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import sys
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from common.errors import DeadlineExceeded
+from common.process import failure
 from common.process.child import CHANNEL_FD
+from common.process.failure import FAILURE_ENV, Failure, path_beside
 from common.process.handle import Child, SystemChild, start_time
 from common.process.starting import Start, Starter
 from common.records.append_file import AppendFile
@@ -85,8 +88,17 @@ class Host(Protocol):
         power goes.
         """
 
-    def exit(self, code: int, why: str) -> NoReturn:
-        """Ends this process at once with `code`, and prints why."""
+    def exit(
+        self, code: int, why: str, error: BaseException | None = None, job: str = ""
+    ) -> NoReturn:
+        """Ends this process at once with `code`, and prints why. Who started it finds the error,
+        and the job that it is of.
+        """
+
+    def failure_of(self, pid: int, log: Path | None) -> Failure | None:
+        """The error that ended a process which was spawned with `log`; None for one that was
+        killed, or has left no word.
+        """
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -209,6 +221,9 @@ class SystemHost:
         """
         environment = {**os.environ, **env}
         environment.pop(CHANNEL_FD, None)
+        environment.pop(FAILURE_ENV, None)
+        if log is not None:
+            environment[FAILURE_ENV] = str(path_beside(log.absolute()))
         start = Start(
             name,
             argv,
@@ -253,10 +268,19 @@ class SystemHost:
         """Puts `content` at `path`: after a crash it holds the old content or all of the new."""
         replace_file(path, content)
 
-    def exit(self, code: int, why: str) -> NoReturn:
+    def exit(
+        self, code: int, why: str, error: BaseException | None = None, job: str = ""
+    ) -> NoReturn:
         """Ends this process at once with `code`, without clean-up, and prints why to stderr."""
-        print(f"exit {code}: {why}", file=sys.stderr, flush=True)
+        if error is not None:
+            failure.leave(error, job)
+        with contextlib.suppress(OSError):  # a full disk
+            print(f"exit {code}: {why}", file=sys.stderr, flush=True)
         os._exit(code)
+
+    def failure_of(self, pid: int, log: Path | None) -> Failure | None:
+        """The error that a process has left beside its log."""
+        return failure.found(log, pid)
 
     @property
     def identity(self) -> tuple[int, int]:

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from common.process import failure
 from common.process.birth import GO, Order
 from common.process.child import CHANNEL_FD, ORPHANED, end_with
 
@@ -145,10 +146,12 @@ def run(module: str, arguments: list[str]) -> int:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
+        failure.leave(end)
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
+        failure.leave(error)
         traceback.print_exc()
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons

@@ -48,7 +48,7 @@ class SerialExecutor:
             async with self._mesh.clock.timeout(self._patience_s, "work that nobody waits for"):
                 await asyncio.wait([task])
         except DeadlineExceeded as error:
-            self._mesh.host.exit(STUCK, str(error))
+            self._mesh.host.exit(STUCK, str(error), error)
 
 
 def looked_at(task: asyncio.Task[Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from common.clock import Clock
 from common.errors import NotFound, Refused
+from common.process.failure import Failure
 from common.process.handle import Child
 from common.process.host import Host
 
@@ -42,6 +43,22 @@ class ChildSpec:
     nice: int = 0
 
 
+@dataclass(frozen=True)
+class End:
+    """How a run of a child ended: `why` in a few words, `failure` in its own."""
+
+    code: int
+    why: str  # "signal 9", "exit status 1", "stopped"
+    failure: Failure | None = None
+    restarts: int = 0  # how often it had been started again until then
+    final: bool = False  # it is not started again: it would only fail again
+
+    @property
+    def told(self) -> str:
+        """The error if there is one, else how it ended."""
+        return str(self.failure) if self.failure is not None else self.why
+
+
 class Hooks:
     """Callbacks for the owner of a supervisor; override what is needed. An error in one is printed
     and passed over: a child is restarted though Redis is away.
@@ -50,11 +67,17 @@ class Hooks:
     async def started(self, child: Child) -> None:
         """A child has been started, for the first time or again."""
 
-    async def ended(self, child: Child, code: int, why: str) -> None:
+    async def ended(self, child: Child, end: End) -> None:
         """A child has ended and is not restarted yet: the moment to free its registry name."""
 
     def lease_expired(self, child: Child) -> bool:
         """Whether the child runs although its lease has been gone for long: it is then killed."""
+        return False
+
+    async def absolved(self, spec: ChildSpec, end: End) -> bool:
+        """Whether a child whose budget is spent starts anew with a fresh one, because what ended it
+        has been taken from it.
+        """
         return False
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
@@ -89,6 +112,10 @@ class Restarts:
         self._times.append(now)
         self.total += 1
         return delay
+
+    def forget(self) -> None:
+        """Begins a fresh budget."""
+        self._times.clear()
 
 
 @dataclass
@@ -208,47 +235,56 @@ class Supervisor:
         child = running.child
         if child is not None:
             running.child = None
-            await self._end(child, grace_s, "stopped")
+            await self._stopped(child, grace_s, "stopped")
 
-    async def _end(self, child: Child, grace_s: float, why: str) -> None:
+    async def _stopped(self, child: Child, grace_s: float, why: str) -> None:
         child.terminate()
         code = await child.wait(grace_s)
         if code is None:
             child.kill()
             code = await child.wait(LONGEST_DELAY_S)
             why = f"{why}, after SIGKILL"
-        await _tell(self._hooks.ended(child, -9 if code is None else code, why))
+        await _tell(self._hooks.ended(child, End(-9 if code is None else code, why)))
 
     async def _watch(self, running: _Running) -> None:
         while not running.stopping:
             if running.child is None:
-                code, why = NO_START, running.why_not
+                end = End(NO_START, running.why_not)
             else:
-                code, why = await self._end_of(running.child)
+                end = await self._end_of(running, running.child)
                 if running.stopping:
                     return
                 ended, running.child = running.child, None
-                await _tell(self._hooks.ended(ended, code, why))
-            if not await self._again(running, code, why):
+                await _tell(self._hooks.ended(ended, end))
+            if not await self._again(running, end):
                 return
 
-    async def _end_of(self, child: Child) -> tuple[int, str]:
+    async def _end_of(self, running: _Running, child: Child) -> End:
         killed = ""
         while (code := await child.wait(CHECK_S)) is None:
             if not killed and self._hooks.lease_expired(child):
                 killed = "its lease had expired while it ran"
                 child.kill()
-        return code, killed or (f"signal {-code}" if code < 0 else f"exit status {code}")
+        why = killed or (f"signal {-code}" if code < 0 else f"exit status {code}")
+        failure = self._host.failure_of(child.pid, running.spec.log) if code > 0 else None
+        final = failure is not None and failure.fatal
+        return End(code, why, failure, running.restarts.total, final)
 
-    async def _again(self, running: _Running, code: int, why: str) -> bool:
-        """Restarts what has ended, or gives it up. Whether its watcher goes on."""
-        spec = running.spec
-        wanted = spec.restart == "always" or (spec.restart == "on_failure" and code != 0)
+    async def _again(self, running: _Running, end: End) -> bool:
+        """Restarts what has ended, or gives it up: at once what would only fail again. Whether its
+        watcher goes on.
+        """
+        spec, why = running.spec, end.told
+        wanted = spec.restart == "always" or (spec.restart == "on_failure" and end.code != 0)
+        wanted = wanted and not end.final
         delay = running.restarts.next_delay(self._clock.monotonic()) if wanted else None
+        if delay is None and wanted:
+            most, within_s = spec.budget
+            why = f"{why}; ended more than {most} times in {within_s:g} s"
+            if await self._absolved(spec, end):
+                running.restarts.forget()
+                delay = LONGEST_DELAY_S
         if delay is None:
-            if wanted:
-                most, within_s = spec.budget
-                why = f"{why}; ended more than {most} times in {within_s:g} s"
             running.stopping = True
             await _tell(self._hooks.gave_up(spec, why))
             if spec.critical:
@@ -259,6 +295,13 @@ class Supervisor:
         await self._clock.sleep(delay)
         await self._restart(running)
         return True
+
+    async def _absolved(self, spec: ChildSpec, end: End) -> bool:
+        try:
+            return await self._hooks.absolved(spec, end)
+        except Exception:
+            traceback.print_exc()
+            return False
 
     async def _end_others(self, ended: _Running) -> None:
         """Each other child's own watcher sees the end, and restarts it without a charge."""
@@ -275,7 +318,7 @@ class Supervisor:
                 await running.watcher
         if running.child is not None:
             child, running.child = running.child, None
-            await self._end(child, FIRST_DELAY_S * 20, "a sibling ended")
+            await self._stopped(child, FIRST_DELAY_S * 20, "a sibling ended")
         # The task runs at our next suspension, when the start has succeeded or failed: a hook that
         # is cancelled leaves no child unwatched.
         running.watcher = asyncio.create_task(self._watch(running))

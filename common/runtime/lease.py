@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from common.clock import Clock
-from common.errors import DeadlineExceeded, Refused, StateUnavailable
+from common.errors import DeadlineExceeded, Fenced, Refused, StateUnavailable
 from common.state import registry
 from common.telemetry.logs import Telemetry
 from common.telemetry.watchdog import Watchdog, dump_stacks
@@ -143,7 +143,7 @@ class Lease:
             self._on_lost(text)
         else:
             dump_stacks(text, self._loop)
-            self._host.exit(LOST, text)
+            self._host.exit(LOST, text, Fenced(text))
         return False
 
     async def give_back(self) -> None:

@@ -16,10 +16,18 @@ from typing import Any
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
 from common.job.pace import profile
-from common.model.chat import Chat, format_of
-from common.model.end_tokens import end_tokens
-from common.model.tokenizer import Tokenizer
-from meshrl.job import algorithm, extras, models, references, row_keys, rows, sandbox, schema
+from common.model.tokenizer import companions
+from meshrl.job import (
+    algorithm,
+    extras,
+    models,
+    references,
+    row_keys,
+    rows,
+    sandbox,
+    schema,
+    turns,
+)
 from meshrl.job.toml_lines import key_lines, line_of
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")
@@ -52,7 +60,7 @@ def read(path: Path, overrides: list[str]) -> JobFile:
     ConfigError names the line, or the override, that is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         document = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the job file {path}: {error.strerror}") from error
@@ -136,7 +144,7 @@ class _Checker:
         extras.check(config, self.fail)
         self._verifiers(config)
         self._references(config, base)
-        return self._ends(self._chat(config))
+        return turns.check(config, self.fail)
 
     def again(self, document: dict[str, Any], bundle: Path) -> tuple[JobConfig, JobConfig]:
         """The job of a run, as its document has it, and with the absolute paths of its bundle."""
@@ -184,7 +192,7 @@ class _Checker:
             environment=replace(environment, python=python),  # as it is: links lead out of a venv
             models=replace(config.models, **frozen),
             reward=replace(
-                config.reward, judge=replace(judge, template=models.filled(judge, base))
+                config.reward, judge=replace(judge, template=models.filled(judge, base, self.fail))
             ),
             evaluation=replace(evaluation, datasets=held),
             sandbox=replace(config.sandbox, python=sandbox.absolute(config.sandbox, base)),
@@ -224,7 +232,13 @@ class _Checker:
     def _files(self, config: JobConfig, base: Path) -> None:
         model = config.model
         if model.path and not (Path(model.path) / "config.json").is_file():
-            raise self.fail("model.path", f"model.path: {model.path} holds no config.json")
+            there = "holds no config.json" if Path(model.path).exists() else "does not exist"
+            raise self.fail(
+                "model.path",
+                f"model.path: {model.path} {there}",
+                "Name a Hugging Face directory; `hf download OWNER/NAME --local-dir DIRECTORY` "
+                "fetches one from the Hub",
+            )
         if not model.path and not model.config:
             raise self.fail("model", "no model", "Set model.path, or [model.config] for a new one")
         tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
@@ -232,7 +246,7 @@ class _Checker:
             raise self.fail(
                 "model.tokenizer",
                 f"model.tokenizer: there is no tokenizer at {tokenizer}",
-                "Name a tokenizer.json",
+                _convert(tokenizer.parent),
             )
         taskset = config.environment.verifiers
         if not (config.dataset.train or taskset):
@@ -279,6 +293,9 @@ class _Checker:
             yield from rows.read(Path(name), prompt, chat=bool(config.environment.chat))
         except ConfigError as error:
             raise self.fail(key, f"{key}: {error.message}", error.fix) from error
+        except OSError as error:
+            wrong = f"{key}: {error.filename or name} cannot be read: {error.strerror}"
+            raise self.fail(key, wrong, "See that it is a file that you may read") from error
 
     def _verifiers(self, config: JobConfig) -> None:
         environment = config.environment
@@ -301,39 +318,6 @@ class _Checker:
                 f"there is no interpreter at {environment.python or 'environment.python'}",
                 "Name one of an environment that `pip install verifiers==0.4.0` was run in",
             )
-
-    def _chat(self, config: JobConfig) -> JobConfig:
-        """The job with its chat format by name, and the format's stop tokens among its own."""
-        environment, path = config.environment, Path(config.model.path)
-        if not environment.chat:
-            if environment.chat_options:
-                raise self.fail("environment.chat_options", "chat_options without environment.chat")
-            return config
-        tokenizer = Path(config.model.tokenizer or path / "tokenizer.json")
-        try:
-            name = format_of(path) if environment.chat == "auto" else environment.chat
-            chat = Chat.load(name, environment.chat_options, Tokenizer.load(tokenizer))
-        except ConfigError as error:
-            raise self.fail("environment.chat", f"environment.chat: {error}") from error
-        stop = list(dict.fromkeys([*config.rollout.stop, *chat.stop_tokens]))
-        return replace(
-            config,
-            environment=replace(environment, chat=name),
-            rollout=replace(config.rollout, stop=stop),
-        )
-
-    def _ends(self, config: JobConfig) -> JobConfig:
-        """The job with the model's own end tokens among those that end a turn."""
-        model, rollout = config.model, config.rollout
-        path = Path(model.path) if model.path else None
-        tokenizer = Path(model.tokenizer or Path(model.path) / "tokenizer.json")
-        try:
-            own = end_tokens(path, model.config, tokenizer)
-        except ConfigError as error:
-            where = f" ({error.where})" if error.where else ""
-            raise self.fail("model", f"model: {error.message}{where}", error.fix) from error
-        stop = list(dict.fromkeys([*rollout.stop, *own]))
-        return replace(config, rollout=replace(rollout, stop=stop))
 
     def _references(self, config: JobConfig, base: Path) -> None:
         reward = config.reward
@@ -369,6 +353,17 @@ def in_bundle(config: JobConfig, bundle: Path) -> JobConfig:
         dataset=replace(dataset, train=place(dataset.train), held_out=place(dataset.held_out)),
         models=replace(config.models, **frozen),
         evaluation=replace(config.evaluation, datasets=held),
+    )
+
+
+def _convert(directory: Path) -> str:
+    """What to do about a tokenizer.json that is missing."""
+    older = [f.name for f in companions(directory / "tokenizer.json") if f.suffix == ".model"]
+    if not older:
+        return "Name a tokenizer.json"
+    return (
+        f"transformers makes one of {older[0]}: "
+        f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
     )
 
 

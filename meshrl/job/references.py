@@ -30,6 +30,10 @@ def resolve(text: str, base: Path) -> Reference:
     if not match:
         raise ConfigError(f"{text!r} is not of the form module:function")
     module, function = match.groups()
+    if module.endswith(".py"):
+        raise ConfigError(
+            f"{text!r} names a file", fix=f"Write {module.removesuffix('.py')}:{function}"
+        )
     path = module_file(base, module)
     if path is None:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
@@ -57,9 +61,13 @@ def module_file(base: Path, module: str) -> Path | None:
 def parse(path: Path) -> ast.Module:
     """The syntax tree of a file; ConfigError names file and line of a syntax error."""
     try:
-        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    except SyntaxError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: {error.msg}") from error
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:  # ValueError: a zero byte
+        line = getattr(error, "lineno", None)
+        said = getattr(error, "msg", str(error))
+        raise ConfigError(f"{path}{f', line {line}' if line else ''}: {said}") from error
 
 
 def top_level_names(tree: ast.Module) -> Iterator[str]:

@@ -102,7 +102,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
         for number, raw in enumerate(file, 1):
             place = f"{path}, line {number}"
             try:
-                line = raw.decode("utf-8").strip()
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 value = json.loads(line) if line else None
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{place}: not UTF-8 ({error.reason})") from error
@@ -110,6 +110,8 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 raise ConfigError(
                     f"{place}: not JSON ({error.msg}, column {error.colno})"
                 ) from error
+            except RecursionError as error:
+                raise ConfigError(f"{place}: lists or tables are nested too deeply") from error
             if not line:
                 continue
             if not isinstance(value, dict):
@@ -119,7 +121,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 def _directory(path: Path) -> Iterator[Row]:
     if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        splits = _listed(path / "dataset_dict.json", "splits")
         raise ConfigError(
             f"{path} holds several splits: {', '.join(splits)}",
             fix=f"name one of them, such as {path / splits[0]}",
@@ -145,14 +147,31 @@ def _directory(path: Path) -> Iterator[Row]:
 def _saved(path: Path) -> Iterator[Row]:
     """What `save_to_disk` writes: Arrow streams, listed in state.json."""
     arrow = _pyarrow(path)
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    if state.get("_indices_data_files"):
+    if _listed(path / "state.json", "_indices_data_files", []):
         raise ConfigError(
             f"{path} holds a selection of rows, not rows", fix="flatten_indices() before saving it"
         )
-    for name in (entry["filename"] for entry in state["_data_files"]):
-        with arrow.OSFile(str(path / name)) as file, arrow.ipc.open_stream(file) as stream:
-            yield from _plain(path / name, stream)
+    for entry in _listed(path / "state.json", "_data_files"):
+        file = path / str(entry["filename"] if isinstance(entry, dict) else entry)
+        try:
+            with arrow.OSFile(str(file)) as opened, arrow.ipc.open_stream(opened) as stream:
+                yield from _plain(file, stream)
+        except (OSError, arrow.ArrowInvalid) as error:
+            said = str(error).partition(". Detail")[0]
+            raise ConfigError(f"{file} cannot be read: {said}", fix="save it again") from error
+
+
+def _listed(file: Path, key: str, default: list[Any] | None = None) -> list[Any]:
+    """A list in a JSON file that `datasets` wrote; ConfigError if it is not there."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        listed = found.get(key, default) or default
+        if isinstance(listed, list):
+            return listed
+        said = f"it has no list {key!r}"
+    except (OSError, ValueError, AttributeError) as error:
+        said = str(error)
+    raise ConfigError(f"{file} is not what datasets writes: {said}", fix="save it again")
 
 
 def _parquet(files: list[Path]) -> Iterator[Row]:

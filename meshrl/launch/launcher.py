@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from common.clock import SystemClock
-from common.errors import DeadlineExceeded, MeshError, Refused, StateUnavailable
+from common.errors import DeadlineExceeded, MeshError, Refused
+from common.process.failure import end_of
 from common.process.handle import Child
 from common.process.host import SystemHost, own_start_time
 from common.process.lease_watch import LeaseWatch
-from common.process.supervisor import ChildSpec, Hooks, Supervisor
+from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.settings import SETTINGS_ENV, MeshSettings
-from common.state import embedded, events, registry
+from common.state import embedded, registry
 from common.state.client import State
+from common.state.ended import Report, Reports
 from meshrl.launch import leftovers, plan, redis_guard
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.places import MeshPlace, read_json, write_json
@@ -34,7 +36,6 @@ BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few 
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
 GRACE_S = 10.0  # from SIGTERM to SIGKILL, for each stage of the stop
 ECHO_S = 1.0  # one Ctrl-C may arrive twice, from the terminal and from a parent
-EVENT_S = 2.0  # for a note in the event stream; an outage of Redis must not hold up a restart
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Launcher(Hooks):
         self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET)
         self._redis_children: list[Child] = []
         self._watch: LeaseWatch | None = None
+        self._reports: Reports | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self, begin: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -81,6 +83,7 @@ class Launcher(Hooks):
             await self._nursery.start()
             url = await self._start_redis()
             self.state = await State.open(url)
+            self._reports = Reports(self.state, self.clock)
             await self._refuse_a_second_mesh()
             self._write_settings(url)
             if begin is not None:
@@ -101,6 +104,8 @@ class Launcher(Hooks):
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=GRACE_S)
         self._tasks.clear()
+        if self._reports is not None:
+            self._reports.stop()
         if hasattr(self, "state"):
             await self.state.close()
         redis, self._redis = self._redis, None
@@ -144,19 +149,35 @@ class Launcher(Hooks):
         if child.name == "redis":
             self._redis_children.append(child)
 
-    async def ended(self, child: Child, code: int, why: str) -> None:
-        stopping = self._supervisor is None
-        if child.name == "redis" or stopping:
+    async def ended(self, child: Child, end: End) -> None:
+        if self._supervisor is None:  # the mesh stops
+            return
+        log = str(self.place.log(child.name))
+        report = Report(child.name, end.code, end.why, end.failure, final=end.final, log=log)
+        if child.name == "redis":
+            if self._reports is not None:
+                self._reports.soon(report)
             return
         if self._watch is not None:
             await self._watch.evict(child)
-        await self._note("process_ended", {"name": child.name, "code": code, "why": why})
+        if self._reports is not None:
+            await self._reports.tell(report)
 
     def lease_expired(self, child: Child) -> bool:
         return self._watch is not None and child.name != "redis" and self._watch.expired(child)
 
+    async def absolved(self, spec: ChildSpec, end: End) -> bool:
+        """Errors that one job brings about end that job; the others, and the mesh, go on."""
+        if self._reports is None or end.failure is None or not end.failure.job:
+            return False
+        log = str(spec.log)
+        return await self._reports.tell(
+            Report(spec.name, end.code, end.why, end.failure, spent=True, log=log, event=False)
+        )
+
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
-        self.why = f"{spec.name} does not stay up ({why}); its log: {spec.log}"
+        said = end_of(spec.log)
+        self.why = f"{spec.name} does not stay up: {why}; its log {spec.log} ends: {said}"
 
     async def escalate(self, name: str) -> None:
         self.failed.set()
@@ -276,11 +297,6 @@ class Launcher(Hooks):
             shape.ranks,
             shape.sandboxes,
         )
-
-    async def _note(self, kind: str, fields: dict[str, Any]) -> None:
-        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-            async with self.clock.timeout(EVENT_S, "a note in the event stream"):
-                await events.append(self.state, kind, fields)
 
     async def _end_leftovers(self) -> None:
         pids = await leftovers.end_all(self.place.settings.resolve(), GRACE_S)

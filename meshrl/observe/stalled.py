@@ -9,19 +9,22 @@ supplies entries, gangs and the time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.state.registry import LEASE_MS
 
 if TYPE_CHECKING:
+    from common.state.ended import Ended
     from common.state.gangs import Gang
     from common.state.registry import Entry
 
 OVERDUE_MS = 3_000  # two renewals missed
 LONG_WAIT_MS = 10_000  # nothing in a mesh takes this long but loading and a long generation
 SETTLE_MS = 30_000  # a gang that has not reached its role by then is stuck; loading renews this
+ANY_ENGINE = "an engine"  # what a shard waits for while none of its job is there
+ROLLOUT = "rollout"  # the role of gangs that engines serve
 REMEMBER_MS = 60_000  # an expired lease that nobody waits for is news for this long
 
 
@@ -34,17 +37,23 @@ class Stall:
     reason: str
 
 
-def diagnose(entries: Sequence[Entry], gangs: Sequence[Gang], now_ms: float) -> list[Stall]:
-    """Every stall of a mesh, the longest first; processes that nobody waits for come last."""
-    board = _Board(entries, now_ms)
+def diagnose(
+    entries: Sequence[Entry], gangs: Sequence[Gang], now_ms: float, ended: Sequence[Ended] = ()
+) -> list[Stall]:
+    """Every stall of a mesh, the longest first; processes that nobody waits for come last.
+
+    `ended`: the last ends of processes, which say why one is not there.
+    """
+    board = _Board(entries, now_ms, ended, gangs)
     stalls: dict[tuple[str, str], Stall] = {}
-    for stall in [*board.stalls(), *_unsettled(gangs, now_ms)]:
+    for stall in [*board.stalls(), *_unsettled(gangs, now_ms, board.ended)]:
         known = stalls.get((stall.waiter, stall.culprit))
         if known is None or known.since_s < stall.since_s:
             stalls[stall.waiter, stall.culprit] = stall
     waited_for = {culprit for _, culprit in stalls}
-    quiet = [s for s in board.overdue() if s.culprit not in waited_for]
-    return sorted(stalls.values(), key=lambda s: -s.since_s) + quiet
+    quiet = [s for s in [*board.failing(), *board.overdue()] if s.culprit not in waited_for]
+    once = {stall.culprit: stall for stall in reversed(quiet)}
+    return sorted(stalls.values(), key=lambda s: -s.since_s) + list(reversed(once.values()))
 
 
 def redis_silent(since_s: float) -> list[Stall]:
@@ -55,9 +64,17 @@ def redis_silent(since_s: float) -> list[Stall]:
 class _Board:
     """The graph of waits of one moment."""
 
-    def __init__(self, entries: Sequence[Entry], now_ms: float) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        now_ms: float,
+        ended: Sequence[Ended],
+        gangs: Sequence[Gang],
+    ) -> None:
         self.now_ms = now_ms
         self.entries = {entry.name: entry for entry in entries}
+        self.ended = {end.name: end for end in ended}
+        self._gangs = gangs
 
     def stalls(self) -> Iterator[Stall]:
         for entry in self.entries.values():
@@ -74,35 +91,59 @@ class _Board:
                 reason = f"{self._unwell(entry.name)}; overdue, nobody waits"
                 yield Stall("", entry.name, "its lease", age / 1000, reason)
 
+    def failing(self) -> Iterator[Stall]:
+        """Processes that errors end again and again, or have ended for good."""
+        for end in self.ended.values():
+            entry, age = self.entries.get(end.name), self.now_ms - end.at_ms
+            there = entry is not None and entry.alive
+            if age < REMEMBER_MS and end.error.get("type") and not (there and end.times == 1):
+                reason = f"it has ended {_times(end.times)}, the last time by {end.told}"
+                yield Stall("", end.name, "to stay up", age / 1000, reason)
+
     def _unwell(self, name: str) -> str:
         """Why a process cannot be expected to answer; empty when it renews (or is no process)."""
         entry = self.entries.get(name)
         if entry is None:
-            return ""
+            return self._missing(name)
         age = self.now_ms - entry.renewed_ms
         if _left(entry):
             gone_s = (self.now_ms - entry.expires_ms) / 1000
-            return f"{name} ended {gone_s:.1f} s ago and is not back"
+            why = self.ended[name].told if name in self.ended else ""
+            why = f": {why}" if why else ""
+            return f"{name} ended {gone_s:.1f} s ago and is not back{why}"
         if not entry.alive:
             return f"{name} lost its lease; last renewed {age / 1000:.1f} s ago"
         if age > OVERDUE_MS:
             return f"{name} has not renewed its lease for {age / 1000:.1f} s"
         return ""
 
+    def _missing(self, name: str) -> str:
+        """Why one is not there that has ended before it came."""
+        end = self.ended.get(name)
+        return f"{name} has ended {_times(end.times)}: {end.told}" if end is not None else ""
+
+    def _meant(self, on: str) -> str:
+        """The process that is waited for; one that is to serve where any would do."""
+        if on != ANY_ENGINE:
+            return on
+        wanted = [g.id for g in self._gangs if g.desired_role == ROLLOUT and not g.settled]
+        names = sorted(f"engine/{gang}" for gang in wanted)
+        return next((name for name in names if self._unwell(name)), next(iter(names), on))
+
     def _follow(self, waiter: str, wait: dict[str, Any]) -> Iterator[Stall]:
         since_s = (self.now_ms - wait["since_ms"]) / 1000
+        wait = wait | {"on": self._meant(wait["on"])}
         chain = self._to_unwell(wait["on"], [waiter])
         if chain:
             culprit = chain[-1]
             yield Stall(waiter, culprit, wait["what"], since_s, _told(chain, self._unwell(culprit)))
             return
-        limit_ms = LONG_WAIT_MS if wait["on"] in self.entries else OVERDUE_MS
-        if since_s * 1000 > limit_ms:
+        if since_s * 1000 > self._limit_ms(wait):
             chain, circle = self._oldest_chain(wait["on"], [waiter])
             culprit = chain[-1]
             end = "they wait in a circle" if circle else f"{culprit} renews but does not answer"
             if culprit not in self.entries:
-                end = f"{culprit} has not come"
+                end = f"{culprit} has not come" if _is_name(culprit) else "it has not ended yet"
             yield Stall(waiter, culprit, wait["what"], since_s, _told(chain, end))
 
     def _to_unwell(self, name: str, path: list[str]) -> list[str]:
@@ -117,21 +158,35 @@ class _Board:
             if self._unwell(last):
                 return chain
             if last in self.entries:
-                fringe.extend([*chain, wait["on"]] for wait in self.entries[last].waits)
+                waits = self.entries[last].waits
+                fringe.extend([*chain, self._meant(wait["on"])] for wait in waits)
         return []
 
     def _oldest_chain(self, name: str, path: list[str]) -> tuple[list[str], bool]:
         """The chain along each process's oldest long wait; True when it closes on itself."""
         chain = [*path, name]
         while (entry := self.entries.get(chain[-1])) is not None:
-            long = [w for w in entry.waits if self.now_ms - w["since_ms"] > LONG_WAIT_MS]
+            long = [w for w in entry.waits if self.now_ms - w["since_ms"] > self._limit_ms(w)]
             if not long:
                 break
-            following = min(long, key=lambda w: w["since_ms"])["on"]
+            following = self._meant(min(long, key=lambda w: w["since_ms"])["on"])
             if following in chain:
                 return chain, True
             chain.append(following)
         return chain, False
+
+    def _limit_ms(self, wait: dict[str, Any]) -> int:
+        """How long a wait is no news."""
+        return LONG_WAIT_MS if wait["on"] in self.entries else OVERDUE_MS
+
+
+def _is_name(culprit: str) -> bool:
+    """Whether it is a process of the mesh; other causes are said in words."""
+    return " " not in culprit or culprit == ANY_ENGINE
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _left(entry: Entry) -> bool:
@@ -144,10 +199,16 @@ def _told(chain: list[str], end: str) -> str:
     return f"{end} (through {' -> '.join(chain[1:-1])})" if len(chain) > 2 else end
 
 
-def _unsettled(gangs: Sequence[Gang], now_ms: float) -> Iterator[Stall]:
+def _unsettled(gangs: Sequence[Gang], now_ms: float, ended: Mapping[str, Ended]) -> Iterator[Stall]:
+    """Gangs that do not come to their role: late, or because their process fails."""
     for gang in gangs:
         age = now_ms - gang.changed_ms
-        if not gang.settled and age > SETTLE_MS:
+        failed = gang.detail if gang.actual_epoch == gang.epoch else ""
+        name = failed.split(" ")[0].rstrip(":")
+        if not gang.settled and name in ended:
+            what = f"gang {gang.id} to become {gang.desired_role}"
+            yield Stall("planner", name, what, age / 1000, failed)
+        elif not gang.settled and age > SETTLE_MS:
             yield Stall(
                 waiter="planner",
                 culprit=f"worker/{gang.id}",

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from common.process.failure import told as failure_text
 from common.state.events import Event
 from common.state.gangs import Gang, Role
 from common.state.jobs import ENDED, JobRow, Phase
 from common.state.registry import Entry
+from meshrl.observe.failures import Failure, Heard
 
 RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
 STOPPED = "stopped"  # why a process ended that its supervisor was told to stop
+ALERTS = {"process_ended", "worker_gave_up", "unrecorded", "storage_full"}  # worth a line anywhere
 ETA_STEPS = 8  # the last steps that the time to go is judged by
 
 
@@ -38,6 +41,8 @@ class Evaluation:
     greedy: float | None  # before, after, and when the best version is chosen by it
     figures: dict[str, float] = field(default_factory=dict)  # figures of all datasets, by name
     best: bool = False  # it is the best version so far
+    shares: dict[str, float] = field(default_factory=dict)  # of the samples that each figure is of
+    reasons: dict[str, int] = field(default_factory=dict)  # why samples are in no figure
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,10 @@ class Snapshot:
     bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
     histogram: tuple[int, ...] = ()
     news: tuple[str, ...] = ()  # the last events worth a line
+    alerts: tuple[str, ...] = ()  # every process that ended unasked, and the like, so far
+    failures: tuple[Failure, ...] = ()  # what failed in the job's own code in this session
     trouble: str = ""  # why this is not up to date
+    full: str = ""  # which disk is full, and what to do
     error: str = ""  # why the job failed
 
     @property
@@ -92,6 +100,8 @@ class History:
 
     tokens: deque[tuple[float, float]] = field(default_factory=deque)
     news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
+    alerts: list[str] = field(default_factory=list)
+    failures: Heard = field(default_factory=Heard)
 
     def rate(self, at: float, total: float) -> float:
         """Tokens/s over the last seconds; a counter that fell back belongs to a new process."""
@@ -105,8 +115,11 @@ class History:
 
     def hear(self, events: Sequence[Event]) -> None:
         for event in events:
+            self.failures.hear(event)
             if line := told(event):
                 self.news.append(line)
+                if event.kind in ALERTS:
+                    self.alerts.append(line)
 
 
 def snapshot(reading: Reading, history: History) -> Snapshot:
@@ -136,6 +149,8 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         workers=tuple(worker(gang, reading.entries) for gang in reading.gangs),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
         news=tuple(history.news),
+        alerts=tuple(history.alerts),
+        failures=history.failures.all,
         error=reading.job.error,
     )
     return replace(shot, **_histogram(rollouts))
@@ -151,6 +166,8 @@ def evaluation(row: dict[str, Any]) -> Evaluation:
         greedy=None if greedy is None else float(greedy),
         figures={name: float(value) for name, value in row.get("figures", {}).items()},
         best=bool(row.get("best", False)),
+        shares={name: float(share) for name, share in row.get("shares", {}).items()},
+        reasons={kind: int(n) for kind, n in row.get("reasons", {}).items()},
     )
 
 
@@ -206,12 +223,30 @@ def told(event: Event) -> str:
             return f"{line}: {times} a step"
         return f"{line} ({f.get('policy', '')})"
     if unforeseen(event):
-        return f"{f['name']} ended ({f['why']}); it starts again"
+        return _ended(f)
+    if event.kind == "worker_gave_up":
+        return f"{f['name']} does not stay up: {f['why']}"
+    if event.kind == "phase" and f["phase"] == Phase.FAILED:
+        return f"the job failed: {f['error']}"
+    if event.kind == "unrecorded":
+        return f"the run is not recorded: {f['why']}"
+    if event.kind == "storage_full":
+        return f"{f['why']} It was so for {float(f['seconds']):.0f} s"
     if event.kind == "move_declined":
         return f"a move was declined: {f['reason']}"
     if event.kind == "epoch":
         return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
     return ""
+
+
+def _ended(fields: dict[str, Any]) -> str:
+    """Who ended, why, and how often already."""
+    error = failure_text(fields.get("error", {}))
+    how = f"ended by {error}" if error else f"ended ({fields['why']})"
+    times = int(fields.get("times", 1))
+    often = f", {times} times so far" if times > 1 else ""
+    then = "it is not started again" if fields.get("final") else f"it starts again{often}"
+    return f"{fields['name']} {how}; {then}"
 
 
 def _histogram(rollouts: Sequence[Entry]) -> dict[str, Any]:

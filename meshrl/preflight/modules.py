@@ -31,6 +31,7 @@ IMPORT_S = 30.0  # as long as a sandbox lets a worker import
 QUIET_S = 5.0  # after which somebody who waits is told what for
 DUMP_S = 0.5  # for a killed import to say where it was
 SAID_LINES = 3
+OURS = ("meshrl", "common", "services", "kernels")
 MEND = "Mend it; --dry-run tries it again"
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in')
 KINDS = {"environment.use": "environment", "warm_start.demonstrations": "demonstrations"}
@@ -46,6 +47,7 @@ def imported(job: JobFile, import_s: float = IMPORT_S) -> None:
     with tempfile.TemporaryDirectory(prefix="meshrl-trial-") as scratch:
         modules = Path(scratch).resolve() / "modules"
         bundle.copy_modules(job.config, job.base, modules)
+        raise_all(_shadowing(job, modules))
         asked = {
             "modules": str(modules),
             "references": references,
@@ -53,6 +55,21 @@ def imported(job: JobFile, import_s: float = IMPORT_S) -> None:
             "chat": bool(job.config.environment.chat),
         }
         _Trial(job, modules, import_s).run(asked)
+
+
+def _shadowing(job: JobFile, modules: Path) -> Iterator[MeshError]:
+    """Modules that would be taken for others, or others for them."""
+    for path in sorted(modules.iterdir()):
+        package = path.is_dir() and (path / "__init__.py").is_file()
+        if path.suffix != ".py" and not package:
+            continue
+        theirs = "MeshRL" if path.stem in OURS else "the standard library"
+        if path.stem in OURS or path.stem in sys.stdlib_module_names - {"test"}:
+            yield job.fail(
+                "",
+                f"{job.base / path.name} has the name of a module of {theirs}",
+                "Give it another name, here and where it is imported",
+            )
 
 
 def _kind(key: str) -> str:
@@ -150,6 +167,7 @@ class _Trial:
         return self.job.config.environment.step_deadline_s if opening else self.import_s
 
     def _wrong(self, key: str, said: str, place: str, fix: str, absent: str = "") -> ConfigError:
+        said = " / ".join(line.strip() for line in said.splitlines() if line.strip())
         where = f" ({self._shown(place)})" if place else ""
         missing = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", said)
         if missing and not fix:

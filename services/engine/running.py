@@ -76,7 +76,7 @@ class Driver:
             if self._stopped:  # what it waited for was cancelled with the loop
                 return
             self.error = error
-            service.mesh.host.exit(70, f"the engine failed: {error!r}")
+            service.mesh.host.exit(70, f"the engine failed: {error!r}", error)
 
     def stop(self) -> None:
         self._stopped = True

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from common.errors import ConfigError, DeadlineExceeded, StateUnavailable
 from common.process.handle import Child
 from common.process.lease_watch import LeaseWatch
-from common.process.supervisor import ChildSpec, Hooks, Supervisor
+from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state import events, registry
+from common.state.ended import Report, Reports
 from services.node.accelerators import Accelerator
 from services.node.worker import worker_name
 
@@ -71,6 +72,7 @@ class NodeAgent(Actor, Hooks):
         self._notes = self._root / f"{mesh.name.replace('/', '-')}.json"
         self._adopted: set[str] = set()
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
+        self._reports = Reports(mesh.state, mesh.clock)
         self.leases = LeaseWatch(
             mesh.state, mesh.clock, mesh.settings.host, lambda: self._supervisor.children.values()
         )
@@ -96,6 +98,7 @@ class NodeAgent(Actor, Hooks):
         """The host leaves the mesh: its workers end. (An agent that is killed leaves them be.)"""
         for task in self._tasks:
             task.cancel()
+        self._reports.stop()
         await self._supervisor.stop(GRACE_S)
         self._notes.unlink(missing_ok=True)
 
@@ -107,11 +110,14 @@ class NodeAgent(Actor, Hooks):
             name,
             [*module, *place, "--accelerator", accelerator.name, *self._options],
             env=accelerator.env,
-            log=self._root / "logs" / (name.replace("/", "-") + ".log"),
+            log=self._log(name),
             budget=BUDGET,
             own_session=True,
             die_with_parent=False,
         )
+
+    def _log(self, name: str) -> Path:
+        return self._root / "logs" / (name.replace("/", "-") + ".log")
 
     def _running(self, name: str, known: Iterable[Mapping[str, tuple[int, int]]]) -> Child | None:
         """The worker that an earlier incarnation started, if it still runs."""
@@ -159,11 +165,14 @@ class NodeAgent(Actor, Hooks):
         how = "adopted" if child.name in self._adopted else "started"
         await self._note("worker_up", {"name": child.name, "pid": child.pid, "how": how})
 
-    async def ended(self, child: Child, code: int, why: str) -> None:
+    async def ended(self, child: Child, end: End) -> None:
         self._adopted.discard(child.name)
         await self.leases.evict(child)
         await self._end_unwatched(child.name)
-        await self._note("process_ended", {"name": child.name, "code": code, "why": why})
+        log = str(self._log(child.name))
+        await self._reports.tell(
+            Report(child.name, end.code, end.why, end.failure, final=end.final, log=log)
+        )
 
     async def _end_unwatched(self, name: str) -> None:
         """Ends the worker that holds this name and is nobody's: it was started when no note could

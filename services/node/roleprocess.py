@@ -9,11 +9,13 @@ from typing import Any
 
 from common.api.role import Drain, Drainable
 from common.errors import MeshError, NotFound
+from common.process.failure import end_of
 from common.process.handle import Child
 from common.process.lease_watch import LeaseWatch
-from common.process.supervisor import ChildSpec, Hooks, Supervisor
+from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.runtime.mesh import Mesh
 from common.state import registry
+from common.state.ended import Report, Reports
 from services.node.roles import Assignment
 
 NICE = 5  # below the services: a step may wait, a heartbeat may not
@@ -42,6 +44,7 @@ class RoleProcess(Hooks):
         self.changed = asyncio.Event()
         self._mesh, self._gang, self._commands, self._logs = mesh, gang, commands, logs
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
+        self._reports = Reports(mesh.state, mesh.clock)
         self.leases = LeaseWatch(
             mesh.state, mesh.clock, mesh.settings.host, lambda: self._supervisor.children.values()
         )
@@ -66,7 +69,7 @@ class RoleProcess(Hooks):
             name,
             assignment.argv(self._gang, self._commands),
             env=ENVIRONMENT,
-            log=self._logs / (name.replace("/", "-") + ".log"),
+            log=self._log(name),
             restart="on_failure",
             budget=BUDGET,
             nice=NICE + self._mesh.settings.nice,
@@ -76,8 +79,13 @@ class RoleProcess(Hooks):
         except OSError as error:  # no process, memory or log to be had now: `look` tries again
             self._enter("failed", f"{name} cannot be started: {error}")
 
+    def _log(self, name: str) -> Path:
+        return self._logs / (name.replace("/", "-") + ".log")
+
     async def stop(self, reason: str, *, leaving: bool = False) -> None:
         """Asks it to drain, then ends it. A process that is not up yet has nothing to drain."""
+        if leaving:
+            self._reports.stop()
         if self.assignment is None:
             return
         name = self.assignment.name(self._gang)
@@ -138,16 +146,27 @@ class RoleProcess(Hooks):
 
     # What the supervisor tells
 
-    async def ended(self, child: Child, code: int, why: str) -> None:
+    async def ended(self, child: Child, end: End) -> None:
         await self.leases.evict(child)
         if self.state in ("starting", "ready"):
             self.restarts += 1
-            self._enter("starting", f"{child.name} ended: {why}")
+            self._enter("starting", f"{child.name} ended: {end.told}")
             self.changed.set()
+            if end.code:
+                await self._report(child.name, end)
+
+    async def _report(self, name: str, end: End) -> None:
+        """An error that no restart mends ends the job."""
+        job = self.assignment.job if self.assignment is not None else ""
+        log = str(self._log(name))
+        await self._reports.tell(
+            Report(name, end.code, end.why, end.failure, job, end.final, log=log)
+        )
 
     def lease_expired(self, child: Child) -> bool:
         return self.leases.expired(child)
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
-        self._enter("failed", f"{spec.name}: {why}; its log: {spec.log}")
+        said = end_of(spec.log)
+        self._enter("failed", f"{spec.name}: {why}; its log {spec.log} ends: {said}")
         self.changed.set()

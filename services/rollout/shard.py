@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from common.errors import MeshError
 from common.job.evaluation_plan import AFTER, BEFORE, Plan, bracket, due
 from common.job.job_data import JobData
+from common.process.failure import FATAL, Failure
 from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
@@ -17,6 +19,8 @@ from common.state import jobs
 from common.state.jobs import ACTIVE, Phase
 from services.rollout.evaluation import evaluate
 from services.rollout.job import LOOK_S, ShardJob
+
+BROKEN = 70  # exit status after an error that nobody foresaw
 
 
 class RolloutShard(Actor):
@@ -41,8 +45,28 @@ class RolloutShard(Actor):
             if row is None:
                 await self._pause()
                 continue
-            data = JobData.of(row.id, row.document, row.run_dir)
+            await self._serve_or_fail(JobData.of(row.id, row.document, row.run_dir))
+
+    async def _serve_or_fail(self, data: JobData) -> None:
+        """Serves a job. It fails by an error that no restart mends, and the shard is free for the
+        next; any other error ends the process, which says of which job it is.
+        """
+        try:
             await self._serve_job(data)
+        except FATAL as error:
+            self.mesh.telemetry.log.error("job failed", job=data.id, error=str(error))
+            await self._fail(data.id, str(Failure.of(error)))
+        except Exception as error:
+            traceback.print_exc()
+            told = f"{self.mesh.name} cannot go on: {error!r}"
+            self.mesh.host.exit(BROKEN, told, error, data.id)
+
+    async def _fail(self, job: str, why: str) -> None:
+        mesh = self.mesh
+        await patiently(
+            mesh.clock,
+            lambda: jobs.set_phase(mesh.state, job, Phase.FAILED, mesh.token, mesh.name, why),
+        )
 
     async def _next_job(self) -> jobs.JobRow | None:
         try:
@@ -65,12 +89,7 @@ class RolloutShard(Actor):
         self.serving = shard
         self._lineage = -1
         try:
-            await patiently(self.mesh.clock, shard.sandbox.load)
-            await patiently(self.mesh.clock, shard.take_over)
-            self._start(shard.ledger.sync_forever())
-            self._start(shard.admit_forever())
-            while await self._turn(shard):
-                await self._pause()
+            await shard.broken.guard(self._served(shard))
         finally:
             try:
                 for task in self._background:
@@ -79,6 +98,14 @@ class RolloutShard(Actor):
             finally:
                 self.serving = None
                 await shard.close()
+
+    async def _served(self, shard: ShardJob) -> None:
+        await patiently(self.mesh.clock, shard.sandbox.load)
+        await patiently(self.mesh.clock, shard.take_over)
+        self._start(shard.ledger.sync_forever())
+        self._start(shard.admit_forever())
+        while await self._turn(shard):
+            await self._pause()
 
     async def _turn(self, shard: ShardJob) -> bool:
         """One look at the job; False when it has ended."""
@@ -155,4 +182,5 @@ class RolloutShard(Actor):
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.mesh.host.exit(70, f"{self.mesh.name} cannot go on: {error!r}")
+            assert self.serving is not None
+            self.serving.broken.fail(error)

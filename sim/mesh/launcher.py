@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import Any
 
-from common.errors import DeadlineExceeded, StateUnavailable
 from common.process.handle import Child
 from common.process.lease_watch import LeaseWatch
-from common.process.supervisor import ChildSpec, Hooks, Supervisor
-from common.state import events
+from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.state.client import State
+from common.state.ended import Report, Reports
 from meshrl.launch import plan
-from meshrl.launch.launcher import BUDGET, EVENT_S, GRACE_S
+from meshrl.launch.launcher import BUDGET, GRACE_S
 from sim.loop import VirtualClock
 from sim.machine import ProcessHost
 from sim.mesh.programs import HOST
@@ -41,6 +38,7 @@ class VirtualLauncher(Hooks):
         self._watch = LeaseWatch(
             state, self.clock, HOST, lambda: self._supervisor.children.values()
         )
+        self._reports = Reports(state, self.clock)
         self._stopping = False
 
     async def start(self) -> asyncio.Task[None]:
@@ -49,21 +47,25 @@ class VirtualLauncher(Hooks):
 
     async def stop(self) -> None:
         self._stopping = True
+        self._reports.stop()
         await self._supervisor.stop(GRACE_S)
 
-    async def ended(self, child: Child, code: int, why: str) -> None:
+    async def ended(self, child: Child, end: End) -> None:
         if self._stopping:
             return
         await self._watch.evict(child)
-        await self._note("process_ended", {"name": child.name, "code": code, "why": why})
+        await self._reports.tell(
+            Report(child.name, end.code, end.why, end.failure, final=end.final)
+        )
+
+    async def absolved(self, spec: ChildSpec, end: End) -> bool:
+        if end.failure is None or not end.failure.job:
+            return False
+        report = Report(spec.name, end.code, end.why, end.failure, spent=True, event=False)
+        return await self._reports.tell(report)
 
     def lease_expired(self, child: Child) -> bool:
         return self._watch.expired(child)
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
         self.why = f"{spec.name} does not stay up ({why})"
-
-    async def _note(self, kind: str, fields: dict[str, Any]) -> None:
-        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-            async with self.clock.timeout(EVENT_S, "a note in the event stream"):
-                await events.append(self.state, kind, fields)

@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", default="")
     parser.add_argument("--chat", default="")
     parser.add_argument("--chat-options", type=json.loads, default={})
+    parser.add_argument("--chat-template", type=json.loads, default={})
     parser.add_argument("--rows", type=Path, help="write the tasks here, one a line, and end")
     parser.add_argument("--most", type=int, default=0, help="tasks to write; 0: all")
     arguments = parser.parse_args()
@@ -153,5 +154,5 @@ def main() -> None:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
         return
     tokenizer = Tokenizer.load(arguments.tokenizer)
-    chat = Chat.load(arguments.chat, arguments.chat_options, tokenizer)
+    chat = Chat.load(arguments.chat, arguments.chat_options, tokenizer, **arguments.chat_template)
     asyncio.run(serve(env, chat, tokenizer))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import ToolFailed
 from common.job.job_data import JobData
 from common.runtime.mesh import Mesh
 from services.rollout.environments.episodes import EpisodeProcess
@@ -20,9 +19,11 @@ from services.rollout.environments.process import (
     EnvironmentLost,
     EnvironmentProcess,
 )
+from services.rollout.failures import Failures, TrajectoryFailed
 
 BOOT = Path(__file__).parents[2] / "environment" / "verifying" / "boot.py"
 HANGS = 2  # times that an operation must hang alone, in a process that nobody stopped
+TIMED_OUT = "environment timed out"
 LOSSES = 5  # processes in a row that an operation may end: somebody else may have killed a few
 
 
@@ -35,7 +36,7 @@ def command(job: JobData) -> list[str]:
     argv += ["--modules", str(job.modules), "--tokenizer", str(job.tokenizer)]
     argv += ["--prompt", job.config.dataset.prompt]
     if config.chat:
-        argv += ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
+        argv += chat_arguments(job)
         argv += ["--tools", json.dumps(config.tools), "--mcp", json.dumps(config.mcp)]
     return argv
 
@@ -45,8 +46,19 @@ def verifiers_command(job: JobData) -> list[str]:
     config = job.config.environment
     argv = [config.python, "-I", str(BOOT), "--taskset", config.verifiers]
     argv += ["--options", json.dumps(config.verifiers_options), "--modules", str(job.modules)]
-    argv += ["--tokenizer", str(job.tokenizer), "--chat", config.chat]
-    return [*argv, "--chat-options", json.dumps(config.chat_options)]
+    return [*argv, "--tokenizer", str(job.tokenizer), *chat_arguments(job)]
+
+
+def chat_arguments(job: JobData) -> list[str]:
+    """What tells an environment process of the job's chat format."""
+    config = job.config.environment
+    template = {
+        "history": config.chat_history,
+        "parser": config.tool_call_parser,
+        "ends": job.config.rollout.stop,
+    }
+    argv = ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
+    return [*argv, "--chat-template", json.dumps(template)]
 
 
 class EnvironmentPool:
@@ -57,8 +69,12 @@ class EnvironmentPool:
     repeated alone, so that only the one that hangs by itself, more than once, fails.
     """
 
-    def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
+    def __init__(
+        self, mesh: Mesh, job: JobData, logs: Path, failures: Failures | None = None
+    ) -> None:
         config = job.config.environment
+        self._failures = failures or Failures(mesh, job.id)
+        self._use, self._deadline_s = config.use or config.verifiers, config.step_deadline_s
         kind = EpisodeProcess if config.verifiers else EnvironmentProcess
         name = "environment-" + mesh.name.replace("/", "-")
         self._processes = [
@@ -123,27 +139,37 @@ class EnvironmentPool:
         hangs = losses = 0
         while True:
             try:
-                if not losses:
-                    return await process.put((key, operation, argument))
                 # It may have been the one that hung: the second time nobody rides along.
                 alone = losses > 1
-                if replay is not None:
+                if losses and replay is not None:
                     await process.put((key, "restore", replay()), alone=alone)
-                return await process.put((key, operation, argument), alone=alone)
+                answer = await process.put((key, operation, argument), alone=alone)
+                self._failures.answered(TIMED_OUT)
+                return answer
             except EnvironmentLost as error:
+                self._late(error)
                 losses += 1
                 hangs += isinstance(error, EnvironmentHung)
                 if hangs == HANGS:
-                    raise ToolFailed(
-                        f"the environment hung: {error}",
+                    raise TrajectoryFailed(
+                        f"the environment {self._use} hung: {error}",
+                        kind=TIMED_OUT,
                         where=process.name,
                         fix="make it finish, or raise environment.step_deadline_s",
                     ) from error
                 if losses > LOSSES:
-                    raise ToolFailed(
+                    raise TrajectoryFailed(
                         f"{operation}() lost its environment process {losses} times: {error}",
+                        kind="environment lost",
                         where=process.name,
                     ) from error
+
+    def _late(self, error: EnvironmentLost) -> None:
+        """Counts an operation that was given up, once for all that were lost with it."""
+        late, error.late = error.late, ""
+        if late:
+            text = f"the environment {self._use} hung: {late}"
+            self._failures.gave_up(TIMED_OUT, TIMED_OUT, text, self._deadline_s)
 
     async def close(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))

@@ -105,7 +105,7 @@ class GroupCommit:
                 self._layers, self._depth, self._backlog = [], {}, 0
                 await self._commit(flushes)
         except Exception as error:  # tokens that cannot be written would be waited for without end
-            self._mesh.host.exit(70, f"{self._mesh.name} cannot write tokens: {error!r}")
+            self._mesh.host.exit(70, f"{self._mesh.name} cannot write tokens: {error!r}", error)
         finally:
             self._task = None
 

@@ -125,7 +125,9 @@ class ShardLedger:
                     if not done.done():
                         done.set_result(None)
         except Exception as error:  # what may have been written or not must not be written again
-            self._mesh.host.exit(70, f"{self._mesh.name} cannot write its ledger: {error!r}")
+            self._mesh.host.exit(
+                70, f"{self._mesh.name} cannot write its ledger: {error!r}", error, self._job
+            )
         finally:
             self._writer = None
 

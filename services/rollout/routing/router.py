@@ -122,7 +122,7 @@ class Router:
         if isinstance(error, MeshError):  # a lost peer: its requests are already moving
             self._mesh.telemetry.log.info("engine", name=name, error=str(error))
         elif error is not None:
-            self._mesh.host.exit(70, f"{self._mesh.name} cannot read from {name}: {error!r}")
+            self._mesh.host.exit(70, f"{self._mesh.name} cannot read from {name}: {error!r}", error)
 
     def enter(self, lineage: int) -> None:
         """The job is in another lineage: engines that serve an earlier one get no more turns."""

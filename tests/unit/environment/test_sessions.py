@@ -10,9 +10,11 @@ import pytest
 
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
+from loadtests.chat_templates import directory_of
 from services.environment.environments import Environments
 from services.environment.tools import BadCall, JobTool
 from tests.unit.common.model.chatting import qwen3_tokenizer
+from tests.unit.common.model.templates.formats import FORMATS
 from tests.unit.common.model.test_tokenizer import byte_tokenizer
 
 
@@ -290,7 +292,8 @@ def test_what_cannot_travel_is_told_and_not_sent(tokenizer: Tokenizer) -> None:
 
     served = Environments(Odd, tokenizer, "", Chat.load("qwen3", {}, tokenizer))
     served.perform(1, "begin", {"secret": 1})
-    for text, says in (("raise", "ValueError: ?"), ("x", "BadMessage: OverflowError")):
+    raised = "ValueError: ? (test_sessions.py:"
+    for text, says in (("raise", raised), ("x", "BadMessage: OverflowError")):
         status, why = served.perform(1, "step", tokenizer.encode(text + "<|im_end|>"))
         assert status == "raised" and says in why
 
@@ -328,3 +331,33 @@ def test_text_begins_with_the_beginning_of_text_and_goes_on_without(tmp_path: Pa
     assert t.ids == [bos, *tokenizer.encode("what is it?")]
     assert t.step("so") == ["append", "again"]
     assert t.ids.count(bos) == 1
+
+
+@pytest.mark.parametrize("name", ["llama-3", "mistral", "qwen2.5"])
+def test_a_models_own_template_calls_tools_and_is_told_what_was_wrong(
+    tmp_path: Path, name: str
+) -> None:
+    own = Tokenizer.load(directory_of(FORMATS[name], tmp_path))
+    chat = Chat.load("template", {}, own)
+    end = chat.stop_tokens[0]
+
+    def said(*written: dict[str, Any]) -> str:
+        if name == "qwen2.5":
+            return calls(*written).replace("<|im_end|>", end)
+        if name == "mistral":
+            return "[TOOL_CALLS]" + json.dumps(written) + end
+        return json.dumps(written[0]).replace("arguments", "parameters") + end
+
+    messages = [{"role": "system", "content": "sum"}, {"role": "user", "content": "1+2?"}]
+    t = Trajectory(Environments(None, own, "prompt", chat, TOOLS), own, {"prompt": messages})
+    assert "1+2?" in own.decode(t.ids) and "Adds two" in own.decode(t.ids)
+    assert t.step(said(call("add", a=1, b=2))) == ["tool", ["add", {"a": 1, "b": 2}]]
+    action, told = t.result(3)
+    assert action == "append" and "3" in told
+    action, told = t.step(said(call("add", a="x", b=2)))
+    assert action == "append" and "error" in told
+    action, told = t.step(said(call("sub", a=1, b=2)))
+    assert action == "append" and "there is no tool" in told
+    assert t.step("3" + end) == ["done", None]
+    again = Environments(None, own, "prompt", chat, TOOLS)
+    assert again.perform(1, "restore", [t.row, t.told, t.ids]) == ("ok", None)

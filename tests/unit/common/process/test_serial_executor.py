@@ -27,7 +27,9 @@ class Exited(BaseException):
 class Host(SystemHost):
     """Real threads; an exit that can be looked at."""
 
-    def exit(self, code: int, why: str) -> NoReturn:
+    def exit(
+        self, code: int, why: str, error: BaseException | None = None, job: str = ""
+    ) -> NoReturn:
         raise Exited(code)
 
 

@@ -14,7 +14,7 @@ from common.clock import SystemClock
 from common.errors import NotFound, Refused
 from common.process.handle import Child
 from common.process.host import SystemHost
-from common.process.supervisor import ChildSpec, Hooks, Restarts, Supervisor
+from common.process.supervisor import ChildSpec, End, Hooks, Restarts, Supervisor
 
 
 class Recorded(Hooks):
@@ -22,13 +22,15 @@ class Recorded(Hooks):
         self.seen: list[tuple[str, str]] = []
         self.stopped_pid = 0
         self.whys: list[str] = []
+        self.ends: list[End] = []
 
     async def started(self, child: Child) -> None:
         self.seen.append(("started", child.name))
 
-    async def ended(self, child: Child, code: int, why: str) -> None:
+    async def ended(self, child: Child, end: End) -> None:
         self.seen.append(("ended", child.name))
-        self.whys.append(why)
+        self.whys.append(end.told)
+        self.ends.append(end)
 
     def lease_expired(self, child: Child) -> bool:
         return child.pid == self.stopped_pid
@@ -151,7 +153,7 @@ async def test_a_hook_that_raises_does_not_end_the_supervision(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken(Hooks):
-        async def ended(self, child: Child, code: int, why: str) -> None:
+        async def ended(self, child: Child, end: End) -> None:
             raise RuntimeError("redis was away")
 
     supervisor = make(sleeper("a"), hooks=Broken())

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
+from loadtests.chat_templates import directory_of
 from meshrl.job.jobfile import load
 from tests.unit.common.model.chatting import qwen3_tokenizer
+from tests.unit.common.model.templates.formats import FORMATS
 
 
 @pytest.fixture
@@ -42,6 +44,13 @@ def test_auto_is_resolved_by_the_models_published_name(chat_job: Path, shape: st
         (["environment.chat=glm-4.5"], r"chat format 'glm-4\.5'"),
         (["environment.chat=qwen3", "environment.chat_options={x=1}"], r"chat format 'qwen3'"),
         (["environment.chat_options={x=1}"], "chat_options without environment.chat"),
+        (["environment.chat_history=refuse"], "chat_history without environment.chat"),
+        (
+            ["environment.chat=qwen3", "environment.chat_history=refuse"],
+            "always keeps",
+        ),
+        (["environment.chat=qwen3", "environment.tool_call_parser=hermes"], "in its own way"),
+        (["environment.chat=template"], "has no chat template"),
     ],
 )
 def test_a_format_that_cannot_work_is_refused(
@@ -108,4 +117,49 @@ def test_an_end_token_that_is_none_is_refused(
 ) -> None:
     model = model_of(job, shape, None, config)
     with pytest.raises(ConfigError, match=says):
+        load(job, [f"model.path={model}", "model.tokenizer=''"])
+
+
+def templated(job: Path, shape: str, name: str, rows: str = "") -> list[str]:
+    """Overrides for a model directory of no published name, with a chat template."""
+    model = directory_of(FORMATS[name], job.parent / "somebodys-model")
+    (model / "config.json").write_text(shape)
+    if rows:
+        (job.parent / "train.jsonl").write_text(rows)
+    (job.parent / "tools.py").write_text("def add(a: str):\n    return a\n")
+    return [f"model.path={model}", "model.tokenizer=''", "environment.chat=auto"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [("llama-3", "<|eot_id|>"), ("gemma", "<end_of_turn>"), ("tinyllama", "</s>")],
+)
+def test_auto_is_the_models_own_template_where_its_name_is_unknown(
+    job: Path, shape: str, name: str, ends: str
+) -> None:
+    config, _ = load(job, templated(job, shape, name))
+    assert (config.environment.chat, config.rollout.stop) == ("template", [ends])
+
+
+SYSTEM_ROW = '{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "says"),
+    [
+        ("gemma", ['environment.tools={add="tools:add"}'], "tells the model of no tools"),
+        ("gemma", [], r"train\.jsonl, line 1: .*System role not supported"),
+    ],
+)
+def test_what_a_template_cannot_do_is_refused(
+    job: Path, shape: str, name: str, overrides: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load(job, [*templated(job, shape, name, SYSTEM_ROW), *overrides])
+
+
+def test_a_tokenizer_of_an_older_kind_is_told_how_to_become_one(job: Path, shape: str) -> None:
+    model = model_of(job, shape, None, None)
+    (model / "tokenizer.json").rename(model / "tokenizer.model")
+    with pytest.raises(ConfigError, match=r"makes one of tokenizer\.model.*save_pretrained"):
         load(job, [f"model.path={model}", "model.tokenizer=''"])

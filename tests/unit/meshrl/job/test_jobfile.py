@@ -192,3 +192,40 @@ def test_what_a_dry_run_prints_is_the_same_job(tmp_path: Path, example: str) -> 
     printed = base / "printed.toml"
     printed.write_text(to_toml(config.document()), encoding="utf-8")
     assert load(printed, []) == (config, base)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_job(job: Path) -> None:
+    job.write_bytes(b"\xef\xbb\xbf" + job.read_bytes())
+    assert load(job, [])[0].name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"def score(row, turns):\n    return 'caf\xe9'\n", "'utf-8' codec can't decode"),
+        (b"def score(row, turns): ...\n\0", "null bytes"),
+    ],
+)
+def test_a_module_that_is_no_text_is_named(job: Path, content: bytes, says: str) -> None:
+    (job.parent / "rewards.py").write_bytes(content)
+    assert "rewards.py" in (message := refusal(job)) and says in message
+
+
+def test_a_module_in_an_encoding_that_it_declares_is_read(job: Path) -> None:
+    source = "# coding: latin-1\n# café\ndef score(row, turns): ...\n"
+    (job.parent / "rewards.py").write_bytes(source.encode("latin-1"))
+    load(job, [])
+
+
+def test_a_file_in_place_of_a_module_is_said(job: Path) -> None:
+    assert "Write rewards:score" in refusal(job, "reward.use=rewards.py:score")
+
+
+def test_a_name_on_the_hub_is_no_directory(job: Path) -> None:
+    message = refusal(job, "model.path=Owner/Name-1B")
+    assert "Owner/Name-1B does not exist" in message and "hf download" in message
+
+
+def test_a_judges_template_that_is_no_text_is_named(job: Path) -> None:
+    (job.parent / "ask.txt").write_bytes(b"\xff{answer}")
+    assert "ask.txt is no UTF-8 text" in refusal(job, "reward.judge.template=ask.txt")

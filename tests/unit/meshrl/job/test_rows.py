@@ -173,3 +173,35 @@ def test_a_held_out_row_is_found_among_the_trained_ones_whatever_the_format(job:
     )
     with pytest.raises(ConfigError, match=r"held\.parquet, row 2 is also in dataset\.train"):
         load(job, ["dataset.held_out=held.parquet"])
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [row.value["prompt"] for row in rows.read(tmp_path / "rows.jsonl")] == ["a", "b"]
+
+
+def test_lists_in_lists_without_end_are_refused_with_their_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' + "[" * 5000 + "]" * 5000 + "\n")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: .* nested too deeply"):
+        list(rows.read(tmp_path / "rows.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("state.json", "{"),
+        ("state.json", "[]"),
+        ("state.json", "{}"),
+        ("state.json", '{"_data_files": [{"filename": "absent.arrow"}]}'),
+        ("state.json", '{"_data_files": [{"filename": "state.json"}]}'),
+        ("dataset_dict.json", "{}"),
+    ],
+)
+def test_a_saved_dataset_that_is_none_names_its_file(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        list(rows.read(tmp_path))
+    assert str(tmp_path / ("absent.arrow" if "absent" in content else file)) in str(caught.value)
+    assert "\n" not in str(caught.value) and caught.value.fix

@@ -148,3 +148,17 @@ def test_tools_and_demonstrations_are_called_as_they_will_be(place: Path) -> Non
     write(place, "more.py", "def tool(a, b): ...\n\ndef shown(random): ...\n")
     assert "called as a tool is" in said(place, 'environment.tools={x = "more:tool"}')
     assert "def shown(random, progress)" in said(place, "warm_start.demonstrations=more:shown")
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"), [("queue", "the standard library"), ("common", "MeshRL")]
+)
+def test_a_module_with_the_name_of_another_is_refused(place: Path, name: str, whose: str) -> None:
+    write(place, f"{name}.py", "def score(row, turns): ...\n")
+    found = said(place, f"reward.use={name}:score")
+    assert f"{place.parent}/{name}.py has the name of a module of {whose}" in found
+
+
+def test_an_error_of_several_lines_is_told_in_one(place: Path) -> None:
+    write(place, "rewards.py", "def score(row, turns): ...\n\nraise ValueError('a\\n  b\\n')\n")
+    assert "ValueError: a / b (" in said(place)

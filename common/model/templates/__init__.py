@@ -1,0 +1,1 @@
+"""Chats by the template that a checkpoint carries; open `conversation.py` first."""

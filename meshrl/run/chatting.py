@@ -1,0 +1,46 @@
+"""`meshrl chat`: the model of a run in its job's environment, by a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common.errors import NotFound
+from meshrl import exporting
+from meshrl.run.target import run_of
+
+INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
+
+def chat(
+    chosen: Path,
+    step: int | None,
+    best: bool,
+    prompt: str | None,
+    row: int | None,
+    temperature: float,
+    seed: int | None,
+    as_json: bool,
+) -> int:
+    """The exit status; the process says itself what the model said, or what is wrong."""
+    run = run_of(chosen, None)
+    with tempfile.TemporaryDirectory(prefix="meshrl-chat-") as made:
+        scratch = Path(made)
+        model = run.directory / "model"
+        if step is not None or best or not (model / "config.json").is_file():
+            model = scratch / "model"
+            with contextlib.redirect_stdout(sys.stderr):
+                if exporting.export(run.directory, step, best, model) != 0:
+                    raise NotFound(f"{run.shown} has no such version", fix="see the line above")
+        words = [sys.executable, "-m", "services.rollout.talking", "--run", str(run.directory)]
+        words += ["--model", str(model), "--scratch", str(scratch)]
+        words += ["--temperature", str(temperature), *(["--json"] if as_json else [])]
+        for name, value in (("--prompt", prompt), ("--row", row), ("--seed", seed)):
+            words += [f"{name}={value}"] if value is not None else []
+        try:
+            return subprocess.run(words, check=False).returncode
+        except KeyboardInterrupt:  # the process has heard it too
+            return INTERRUPTED

@@ -1,0 +1,31 @@
+"""The environment of a conversation with a person: what they say follows the model's turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PERSON = "the person"  # as a tool that the trajectory calls; no model can: it names no function
+
+
+class Conversation:
+    """A chat that ends when the person has nothing more to say."""
+
+    def open(self, row: dict[str, Any]) -> Any:
+        """What the person says first: text, or messages."""
+        return row["prompt"]
+
+    def step(self, text: str) -> dict[str, Any]:
+        """The model has said `text`, and called nothing: it is the person's turn."""
+        return {"tool": PERSON, "input": text}
+
+    def result(self, value: Any) -> dict[str, Any]:
+        """What the person says; None: nothing more."""
+        return {"done": True} if value is None else {"append": value}
+
+    def close(self) -> None:
+        """Nothing to let go."""
+
+
+def conversation() -> Conversation:
+    """The environment."""
+    return Conversation()

@@ -1,0 +1,163 @@
+"""`python -m services.rollout.talking`: a person at a terminal, and a model with its tools."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, MeshError, NotFound, ToolFailed
+from common.job.job_data import JobData
+from common.process.host import SystemHost
+from common.random import Random
+from services.rollout.talking.partner import Partner, Played
+
+THINKING_S = 7 * 86_400.0  # that a person may take for what they say
+INTERRUPTED = 130
+COLORS = {"prompt": "2", "environment": "2", "tool": "36", "model": "1"}  # of the terminal
+
+
+class Console:
+    """Turns as lines on standard output, and what the person types; `quiet`: no turns."""
+
+    def __init__(self, host: SystemHost, quiet: bool) -> None:
+        self._host, self._quiet = host, quiet
+        self._colored = sys.stdout.isatty()
+
+    def show(self, turn: dict[str, Any]) -> None:
+        role, text = str(turn["role"]), str(turn["text"])
+        if self._quiet or (role == "environment" and not text):
+            return
+        if role == "tool":
+            text = f"{turn['name']}({json.dumps(turn['input'], ensure_ascii=False)}) -> {text}"
+        if turn.get("truncated"):
+            text += " [cut: no room for more]"
+        print(f"{role + ':':<13}{self._painted(role, text)}", flush=True)
+
+    def _painted(self, role: str, text: str) -> str:
+        return f"\033[{COLORS.get(role, '0')}m{text}\033[0m" if self._colored else text
+
+    async def hear(self, ask: str) -> str | None:
+        """A line; None at the end of the input."""
+        try:
+            line = await self._host.run_blocking(input, ask, deadline_s=THINKING_S)
+        except EOFError:
+            return None
+        return line.strip() or await self.hear(ask)
+
+    def tell(self, played: Played, as_json: bool) -> None:
+        """How a trajectory ended."""
+        if as_json:
+            told = {"prompt": played.prompt, "turns": played.turns, "reason": played.reason}
+            print(json.dumps(told | {"score": played.score}, ensure_ascii=False), flush=True)
+        elif played.score is not None:
+            print(f"{'reward:':<13}{played.score:g}", flush=True)
+
+
+async def main(a: argparse.Namespace) -> None:
+    host = SystemHost()
+    document = json.loads((a.run / "job.json").read_text(encoding="utf-8"))
+    job = JobData.of(document["job"], document["document"], str(a.run))
+    config = job.config
+    if config.environment.verifiers:
+        raise ConfigError("a verifiers environment cannot be talked with", fix="meshrl eval does")
+    converse = bool(config.environment.chat and not config.environment.use and a.row is None)
+    partner = Partner(host, job, a.model, a.scratch, converse=converse)
+    console = Console(host, quiet=a.json)
+    seed = a.seed if a.seed is not None else int(Random.system().token(7), 16)
+    held_out = job.rows("held_out") or job.rows("train")
+    try:
+        if a.prompt is not None or a.row is not None:
+            await _play(partner, console, a, 0, row_of(config, held_out, a.row, a.prompt), seed)
+        elif converse:
+            await _converse(partner, console, a, seed)
+        else:
+            await _rows(partner, console, a, held_out, seed)
+    finally:
+        await partner.close()
+
+
+async def _play(
+    partner: Partner, console: Console, a: argparse.Namespace, key: int, row: Any, seed: int
+) -> None:
+    whole = a.row is not None or key > 0
+    try:
+        played = await partner.play(
+            key, row, a.temperature, seed + key, console.show, reward=whole and a.prompt is None
+        )
+    except ToolFailed as error:
+        if "KeyError" in error.message and a.row is None:
+            error.fix = "It needs more of a row than the prompt: --row N plays a whole one"
+        raise
+    console.tell(played, a.json)
+
+
+async def _converse(partner: Partner, console: Console, a: argparse.Namespace, seed: int) -> None:
+    """One conversation, until the person has nothing more to say."""
+    first = await console.hear("you:         ")
+    if first is None:
+        return
+
+    async def hear() -> str | None:
+        return await console.hear("you:         ")
+
+    row = {"prompt": first}
+    played = await partner.play(0, row, a.temperature, seed, console.show, hear)
+    if played.reason == "length":
+        print(f"the conversation is full: {partner.most} tokens")
+
+
+async def _rows(
+    partner: Partner,
+    console: Console,
+    a: argparse.Namespace,
+    held_out: list[dict[str, Any]],
+    seed: int,
+) -> None:
+    """One trajectory after the other, of rows by their number or of prompts."""
+    config, key = partner.job.config, 0
+    while (said := await console.hear("row number, or a prompt: ")) is not None:
+        key += 1
+        number = int(said) if said.isdecimal() else None
+        try:
+            row = row_of(config, held_out, number, None if number is not None else said)
+            await _play(partner, console, a, key, row, seed)
+        except MeshError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def row_of(
+    config: Any, rows: list[dict[str, Any]], number: int | None, prompt: str | None
+) -> dict[str, Any]:
+    """A row by its number, from 0; with another prompt if one is given, or with that alone."""
+    row: dict[str, Any] = {}
+    if number is not None:
+        if not 0 <= number < len(rows):
+            raise NotFound(f"there is no row {number}", fix=f"rows go from 0 to {len(rows) - 1}")
+        row = rows[number]
+    return row if prompt is None else {**row, config.dataset.prompt: prompt}
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("--run", type=Path, required=True, help="the run, whose job it is")
+    found.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
+    found.add_argument("--scratch", type=Path, required=True, help="for logs")
+    found.add_argument("--prompt", help="one trajectory of this prompt")
+    found.add_argument("--row", type=int, help="one trajectory of a held-out row, from 0")
+    found.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    found.add_argument("--seed", type=int)
+    found.add_argument("--json", action="store_true", help="a trajectory a line")
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main(parser().parse_args()))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except MeshError as error:
+        sys.exit(f"error: {error}")

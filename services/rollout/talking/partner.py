@@ -1,0 +1,283 @@
+"""Plays trajectories with one engine in this process, the job's environment and its tools, and no
+mesh.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+
+from common.api.engine import Finish
+from common.api.sandbox import (
+    OK,
+    Loaded,
+    Outcome,
+    Outcomes,
+    RewardBatch,
+    RewardCall,
+    RunTools,
+    ToolCall,
+)
+from common.errors import ConfigError, MeshError, ToolFailed, from_wire
+from common.generation.builtin.build import TorchEngine, build
+from common.generation.contract import Request
+from common.job.job_data import JobData
+from common.model.hf import load_model
+from common.model.tokenizer import Tokenizer
+from common.process.handle import Child
+from common.process.host import Host
+from common.wire.messages import decode, encode
+from services.rollout.environments.pool import command
+from services.rollout.environments.process import START_S, answer_of, dismissed, message_of
+from services.rollout.rewards.sandboxes import KEPT, load_request
+from services.rollout.trajectory import Trajectory, Turn
+from services.rollout.transcript import Transcript, tool_turn
+
+CONVERSATION = 4096  # tokens of a conversation, where the model has positions for so many
+CONVERSE = "services.environment.person:conversation"
+PERSON = "the person"  # whom that environment calls like a tool
+LOAD_S = 120.0  # for the sandbox to import the job's modules
+CALLS = 1024  # most tool calls in a turn, as in training
+
+Hear = Callable[[], Awaitable[str | None]]  # what the person says; None: nothing more
+Show = Callable[[dict[str, Any]], None]  # a turn, as rewards get it, when it has happened
+
+
+@dataclass
+class Played:
+    """A trajectory that is over."""
+
+    prompt: str
+    turns: list[dict[str, Any]]
+    reason: str  # done, length or turns
+    score: float | None  # the environment's own, or the job's reward; None: neither has one
+
+
+class Partner:
+    """The model of a directory in a job. `converse`: trajectories are conversations with a
+    person, whatever environment the job names.
+    """
+
+    def __init__(
+        self, host: Host, job: JobData, model: Path, scratch: Path, *, converse: bool
+    ) -> None:
+        if converse:
+            environment = replace(job.config.environment, use=CONVERSE)
+            dataset = replace(job.config.dataset, prompt="prompt")
+            job = replace(job, config=replace(job.config, environment=environment, dataset=dataset))
+        self.host, self.job, self.scratch = host, job, scratch
+        self.tokenizer = Tokenizer.load(str(job.tokenizer))
+        rollout = job.config.rollout
+        shape, decoder = load_model(model)
+        wanted = max(rollout.max_tokens, CONVERSATION) if converse else rollout.max_tokens
+        self.most = min(wanted, shape.max_positions)
+        self.stop = tuple(self._stop_id(text) for text in rollout.stop)
+        self.transcript = Transcript(self.tokenizer.decode, self.stop, rollout.stop_text)
+        torch.set_num_threads(1)
+        self._engine: TorchEngine = build(
+            shape,
+            1,
+            self.most,
+            path=rollout.path,
+            dtype=rollout.dtype,
+            decode=self.tokenizer.decode,
+        )
+        self._engine.wake(decoder.state_dict(), 0)
+        self._environment: Child | None = None
+        self._sandbox: Child | None = None
+        self._fresh = True
+
+    def _stop_id(self, text: str) -> int:
+        token = self.tokenizer.token_to_id(text)
+        if token is None:
+            raise ConfigError(f"rollout.stop: {text!r} is no token of the tokenizer")
+        return token
+
+    # -- a trajectory ----------------------------------------------------------------------------
+
+    async def play(
+        self,
+        key: int,
+        row: dict[str, Any],
+        temperature: float,
+        seed: int,
+        show: Show,
+        hear: Hear | None = None,
+        reward: bool = False,
+    ) -> Played:
+        """A trajectory of a row to its end; each turn is shown when it has happened. Without
+        `hear` a conversation ends after the model's first answer. `reward`: the job's is computed.
+
+        ToolFailed when the environment, a tool or the reward fails.
+        """
+        t = Trajectory(key, 0, 0, 0, seed)
+        t.begin(await self._ask(key, "begin", row))
+        show({"role": "prompt", "text": self.transcript.prompt(t)})
+        reason, score = await self._turns(t, temperature, show, hear)
+        await self._ask(key, "close", None)
+        turns = self.transcript.turns(t, reason)
+        if reward and self.job.config.reward.declared:
+            score = await self._reward(row, turns)
+        return Played(self.transcript.prompt(t), turns, reason, score)
+
+    async def _turns(
+        self, t: Trajectory, temperature: float, show: Show, hear: Hear | None
+    ) -> tuple[str, float | None]:
+        while True:
+            cut = self._generate(t, temperature) is Finish.LENGTH
+            if cut:
+                said, score = await self._ask(t.group, "cut", t.turn.tolist())
+                t.open_turn = Turn(said, 0, cut=True)
+                show({"role": "model", "text": said, "truncated": True})
+                return "length", score
+            text, action, value = await self._ask(t.group, "step", t.turn.tolist())
+            t.open_turn = Turn(text, len(t.turn))
+            show({"role": "model", "text": text})
+            while action == "tool":
+                action, value = await self._called(t, value, show, hear)
+            if action == "done":
+                return "done", value
+            # A person says when a conversation ends; other trajectories are as in training.
+            turns = len(t.past_turns) + 1
+            spent = hear is None and turns >= self.job.config.rollout.max_turns
+            if spent or t.length + len(value) >= self.most:
+                _, score = await self._ask(t.group, "cut", [])
+                return "turns" if spent else "length", score
+            t.appended(value)
+            show({"role": "environment", "text": self.tokenizer.decode(value)})
+
+    async def _called(
+        self, t: Trajectory, call: list[Any], show: Show, hear: Hear | None
+    ) -> tuple[str, Any]:
+        """What the environment does after a call that it asked for."""
+        name, argument = call
+        assert t.open_turn is not None
+        if name == PERSON:
+            answer: Any = await hear() if hear is not None else None
+        else:
+            if len(t.open_turn.calls()) >= CALLS:
+                raise ToolFailed(f"the environment asked for over {CALLS} tool calls in a turn")
+            begun = any(n == name and _kept(value) for n, _, value in t.called())
+            answer = await self._tool(name, argument, str(t.id), begun)
+            t.open_turn.called(name, argument, answer)
+            show(tool_turn(name, argument, answer))
+        action, value = await self._ask(t.group, "result", answer)
+        return action, value
+
+    def _generate(self, t: Trajectory, temperature: float) -> Finish:
+        """Samples a turn of the model onto the trajectory; why it ended."""
+        rollout = self.job.config.rollout
+        request = Request(
+            id=t.id,
+            tokens=t.tokens.copy(),
+            max_new=self.most - t.length,
+            temperature=temperature,
+            stop_ids=self.stop,
+            seed=t.seed,
+            session=t.id,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            stop_text=tuple(rollout.stop_text),
+        )
+        self._engine.submit([request])
+        finish = Finish.RUNNING
+        while finish is Finish.RUNNING:
+            self._engine.step()
+            flush = self._engine.drain()
+            if flush is not None:
+                t.buffer.sampled(flush.tokens, flush.logprobs, flush.versions)
+                finish = Finish(int(flush.finish[-1]))
+        return finish
+
+    # -- the environment and the sandbox ---------------------------------------------------------
+
+    async def _ask(self, key: int, operation: str, argument: Any) -> Any:
+        """What the environment process answers to one operation."""
+        deadline_s = self.job.config.environment.step_deadline_s
+        if self._environment is None:
+            log = self.scratch / "environment.log"
+            argv = command(self.job)
+            self._environment = self.host.spawn(argv, name="environment", log=log, pipe=True)
+            deadline_s += START_S
+        message = message_of((key, operation, argument), operation, "environment")
+        if not isinstance(message, bytes):
+            raise message
+        try:
+            await self._environment.send(msgpack.Packer().pack_array_header(1) + message)
+            told = msgpack.unpackb(await self._environment.recv(deadline_s), raw=False)
+        except (OSError, EOFError, MeshError) as error:
+            raise ToolFailed(
+                f"the environment did not answer {operation}(): {self._last_words() or error}",
+                fix="see the job's module",
+            ) from error
+        [[_, status, value]] = told
+        answer = answer_of(status, value, "environment")
+        if isinstance(answer, MeshError):
+            raise answer
+        return answer
+
+    def _last_words(self) -> str:
+        log = self.scratch / "environment.log"
+        lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+        return lines[-1] if lines else ""
+
+    async def _tool(self, name: str, argument: Any, session: str, begun: bool) -> Any:
+        """A tool's value; ToolFailed when it raises, hangs or is not there."""
+        config = self.job.config
+        if name not in config.environment.tools:
+            known = ", ".join(sorted(config.environment.tools)) or "none"
+            raise ToolFailed(f"no tool is called {name!r}", fix=f"the job names: {known}")
+        deadline_s = max(config.environment.tool_deadline_s, config.sandbox.wall_s)
+        call = ToolCall(0, self.job.id, name, argument, deadline_s, session, begun)
+        outcome = await self._sandboxed("run", RunTools([call]), 5 * deadline_s)
+        if outcome.status != OK and outcome.value is None:
+            raise ToolFailed(f"tool {name}: {outcome.status}: {outcome.error}")
+        return outcome.value
+
+    async def _reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+        deadline_s = self.job.config.reward.deadline_s
+        call = RewardCall(0, self.job.id, row, turns, deadline_s)
+        outcome = await self._sandboxed("score", RewardBatch([call]), 5 * deadline_s)
+        if outcome.status != OK:
+            raise ToolFailed(f"the reward: {outcome.status}: {outcome.error}")
+        return float(outcome.value)
+
+    async def _sandboxed(self, method: str, request: Any, deadline_s: float) -> Outcome:
+        if self._sandbox is None:
+            argv = [sys.executable, "-m", "services.sandbox.alone"]
+            log = self.scratch / "sandbox.log"
+            self._sandbox = self.host.spawn(argv, name="sandbox", log=log, pipe=True)
+            decode(Loaded, await self._asked("load", load_request(self.job), LOAD_S))
+        answer: Outcomes = decode(Outcomes, await self._asked(method, request, deadline_s))
+        return answer.outcomes[0]
+
+    async def _asked(self, method: str, request: Any, deadline_s: float) -> bytes:
+        assert self._sandbox is not None
+        await self._sandbox.send(msgpack.packb([method, encode(request)[0]], use_bin_type=True))
+        try:
+            frame = await self._sandbox.recv(deadline_s)
+        except EOFError as error:
+            raise ToolFailed("the sandbox has ended", where=str(self.scratch)) from error
+        status, *rest = msgpack.unpackb(frame, raw=False)
+        if status != "ok":
+            raise from_wire(*rest)
+        body: bytes = rest[0]
+        return body
+
+    async def close(self) -> None:
+        """Ends what was started."""
+        for child in (self._environment, self._sandbox):
+            if child is not None:
+                await dismissed(child)
+
+
+def _kept(value: Any) -> bool:
+    """Whether a call that gave this value has left a session behind."""
+    return isinstance(value, dict) and value.get("status") in KEPT

@@ -1,0 +1,56 @@
+"""The sandbox without a mesh: one parent asks it through a channel, one request at a time.
+
+`python -m services.sandbox.alone`. A frame is [method, body] of `common.api.sandbox`; the answer is
+["ok", body] or ["error", code, text].
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgpack
+
+from common.api.sandbox import LoadJob, RewardBatch, RunTools
+from common.clock import SystemClock
+from common.errors import BadMessage, MeshError, to_wire
+from common.process.child import Channel
+from common.process.host import SystemHost
+from common.wire.messages import decode, encode
+from services.sandbox.actor import SandboxActor
+from services.sandbox.workers.pool import PoolLimits
+
+REQUESTS: dict[str, Any] = {"load": LoadJob, "run": RunTools, "score": RewardBatch}
+IDLE_S = 7 * 86_400.0  # between two requests, as long as a person may think
+SEND_S = 60.0
+
+
+async def main() -> None:
+    """Serves until the parent closes its end."""
+    host, clock, channel = SystemHost(), SystemClock(), Channel.from_env()
+    actor = SandboxActor(host, clock, None, PoolLimits(warm=1, most=2), name="sandbox")
+    await actor.start()
+    try:
+        while (frame := await host.run_blocking(channel.recv, deadline_s=IDLE_S)) is not None:
+            reply = await answered(actor, frame)
+            await host.run_blocking(channel.send, reply, deadline_s=SEND_S)
+    finally:
+        await actor.stop()
+
+
+async def answered(actor: SandboxActor, frame: bytes) -> bytes:
+    """The frame that answers a frame."""
+    try:
+        method, body = msgpack.unpackb(frame, raw=False)
+        if method not in REQUESTS:
+            raise BadMessage(f"the sandbox has no method {method!r}")
+        answer = await getattr(actor, method)(decode(REQUESTS[method], body))
+        reply: list[Any] = ["ok", encode(answer)[0]]
+    except MeshError as error:
+        reply = ["error", *to_wire(error)]
+    packed: bytes = msgpack.packb(reply, use_bin_type=True)
+    return packed
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

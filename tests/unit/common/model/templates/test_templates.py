@@ -1,0 +1,250 @@
+"""Conversations in a checkpoint's own chat template: as `transformers` writes it, ids only grow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as Backend
+
+from common.errors import ConfigError
+from common.model.chat import Chat, ChatBroken
+from common.model.tokenizer import Tokenizer
+from loadtests.chat_templates import ADD, AGAIN, ANSWER, SYSTEM, USER, compared, directory_of
+from tests.unit.common.model.templates.formats import FORMATS, QWEN3
+
+pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
+
+NO_TOOLS = "refused: the chat template tells the model of no tools"
+OUTCOMES = {  # of the conversations that are not token by token what transformers makes of them
+    "qwen3": {"system": "kept", "turns": "kept", "tools": "kept"},  # no empty reasoning later
+    "mistral": {"system": "kept", "tools": "kept"},  # which stand in the last message alone
+    "smollm2": {"tools": NO_TOOLS},
+    "tinyllama": {"tools": NO_TOOLS},
+    "gemma": {
+        "system": "refused: the chat template refuses these messages: System role not supported",
+        "tools": NO_TOOLS,
+    },
+}
+
+
+def chat_of(template: str, place: Path, **options: Any) -> Chat:
+    directory_of(template, place)
+    return Chat.load("template", {}, Tokenizer.load(place), **options)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_conversations_are_what_transformers_makes_of_them(name: str, tmp_path: Path) -> None:
+    found = compared(directory_of(FORMATS[name], tmp_path))
+    equal = dict.fromkeys(("prompt", "system", "turns", "tools"), "equal")
+    assert found == equal | OUTCOMES.get(name, {})
+
+
+@pytest.mark.parametrize("name", ["tinyllama", "mistral", "gemma"])
+def test_tokenizers_that_write_spaces_as_characters_change_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    directory_of(FORMATS[name], tmp_path)
+    special = Tokenizer.load(tmp_path).special_tokens
+    vocabulary = [f"<0x{i:02X}>" for i in range(256)] + ["▁", *map(chr, range(33, 127))]
+    backend = Backend(
+        models.BPE({t: i for i, t in enumerate(vocabulary)}, [], byte_fallback=True, fuse_unk=True)
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+    pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*pieces, decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    found = compared(tmp_path)
+    assert (found["prompt"], found["turns"]) == ("equal", "equal")
+
+
+def test_options_reach_the_template(tmp_path: Path) -> None:
+    place = directory_of(QWEN3, tmp_path)
+    tokenizer = Tokenizer.load(place)
+    quiet = Chat.load("template", {"enable_thinking": False}, tokenizer)
+    assert tokenizer.decode(quiet.begin([USER]).ids).endswith("<think>\n\n</think>\n\n")
+    assert compared(place, {"enable_thinking": False})["prompt"] == "equal"
+    with pytest.raises(ConfigError, match="'messages' is not an option"):
+        Chat.load("template", {"messages": []}, tokenizer)
+
+
+words = st.text(
+    st.characters(codec="utf-8", exclude_characters="<|>[]"), min_size=1, max_size=12
+).map(lambda t: t.strip() or "x")
+turns = st.lists(st.integers(0, 262), max_size=24)
+
+
+@pytest.fixture(scope="module", params=["qwen2.5", "llama-3", "mistral", "gemma"])
+def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    return chat_of(FORMATS[request.param], tmp_path_factory.mktemp("chat"))
+
+
+@settings(max_examples=25)
+@given(opening=words, rounds=st.lists(st.tuples(turns, words), min_size=1, max_size=4))
+def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
+    chat: Chat, opening: str, rounds: Any
+) -> None:
+    tokenizer = chat.tokenizer
+    tools = [] if chat.tool_problem else [ADD]
+    conversation = chat.begin([{"role": "user", "content": opening}], tools)
+    for sampled, text in rounds:
+        before = list(conversation.ids)
+        reply = conversation.sampled(sampled)
+        said = (
+            [{"role": "tool", "tool_call_id": c.id, "content": text} for c in reply.calls]
+            if reply.calls
+            else [{"role": "user", "content": text}]
+        )
+        added = conversation.extend(said)
+        assert conversation.ids == before + sampled + added
+        assert text in tokenizer.decode(added) or json.dumps(text) in tokenizer.decode(added)
+
+
+def sampled(chat: Chat, text: str) -> list[int]:
+    return chat.tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", ""])
+def test_a_turn_is_followed_by_what_the_template_writes_after_its_end(
+    tmp_path: Path, end: str
+) -> None:
+    template = "{# <|endoftext|> #}" + FORMATS["qwen2.5"]
+    chat = chat_of(template, tmp_path, ends=["<|endoftext|>"])
+    conversation = chat.begin([USER])
+    assert conversation.sampled(sampled(chat, "It is 3." + end)).content == "It is 3."
+    added = chat.tokenizer.decode(conversation.extend([{"role": "user", "content": "So?"}]))
+    closing = "" if end else "<|im_end|>"
+    assert added == f"{closing}\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+
+
+THOUGHT = "<think>\nOne more.\n</think>\n\nIt is 3.<|im_end|>"
+
+
+def test_reasoning_is_kept_where_the_template_drops_it_or_refused(tmp_path: Path) -> None:
+    place = directory_of(QWEN3, tmp_path)
+    tokenizer = Tokenizer.load(place)
+    keep = Chat.load("template", {}, tokenizer, history="keep").begin([USER])
+    reply = keep.sampled(tokenizer.encode(THOUGHT))
+    assert (reply.reasoning, reply.content) == ("One more.", "It is 3.")
+    keep.extend([AGAIN])
+    assert "One more." in tokenizer.decode(keep.ids)
+    refuse = Chat.load("template", {}, tokenizer, history="refuse").begin([USER], [ADD])
+    refuse.sampled(tokenizer.encode(THOUGHT.replace("It is 3.", call_of(1, 2))))
+    refuse.extend([{"role": "tool", "tool_call_id": "call00001", "content": "3"}])
+    refuse.sampled(tokenizer.encode(THOUGHT))
+    with pytest.raises(ChatBroken, match="writes an earlier turn otherwise"):
+        refuse.extend([AGAIN])
+
+
+def call_of(a: int, b: int) -> str:
+    call = json.dumps({"name": "add", "arguments": {"a": a, "b": b}})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def test_more_calls_than_the_template_can_write_are_answered(tmp_path: Path) -> None:
+    chat = chat_of(FORMATS["llama-3"], tmp_path)
+    conversation = chat.begin([SYSTEM, USER], [ADD])
+    one = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    reply = conversation.sampled(sampled(chat, f"{one}; {one}<|eot_id|>"))
+    assert [(c.name, c.arguments, c.problem) for c in reply.calls] == [
+        ("add", {"a": 1, "b": 2}, "")
+    ] * 2
+    answers = [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in reply.calls]
+    text = chat.tokenizer.decode(conversation.extend(answers))
+    assert text.count('<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|>') == 2
+    conversation.sampled(sampled(chat, "3<|eot_id|>"))
+    assert "So?" in chat.tokenizer.decode(conversation.extend([{"role": "user", "content": "So?"}]))
+
+
+@pytest.mark.parametrize("name", ["llama-3", "mistral", "gemma", "qwen3"])
+def test_a_given_answer_is_a_turn_that_ends_once(name: str, tmp_path: Path) -> None:
+    chat = chat_of(FORMATS[name], tmp_path)
+    messages = [USER] if name == "gemma" else [SYSTEM, USER]
+    ids = chat.answer(messages, ANSWER)
+    text = chat.tokenizer.decode(ids)
+    assert text.endswith(ANSWER["content"] + chat.stop_tokens[0])
+    assert [i for i in ids if i in chat.stop_ids] == ids[-1:]
+
+
+SOURCES = [  # how a directory names its templates: tokenizer_config.json, further files
+    ("A{{ messages[0].content }}", {}),
+    ([{"name": "default", "template": "B"}, {"name": "tool_use", "template": "C"}], {}),
+    ("A", {"chat_template.jinja": "D{{ bos_token }}{{ '<é>' | tojson }}"}),
+    ("A", {"chat_template.jinja": "D", "additional_chat_templates/tool_use.jinja": "E"}),
+    (
+        None,
+        {"special_tokens_map.json": '{"bos_token": "<q>"}', "chat_template.jinja": "{{bos_token}}"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("held", "files"), SOURCES)
+def test_templates_are_found_where_transformers_finds_them(
+    tmp_path: Path, held: Any, files: dict[str, str]
+) -> None:
+    import transformers
+
+    directory_of("x", tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": held}))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chat: Any = Chat.load("template", {}, Tokenizer.load(tmp_path))
+    for tools in ([], [ADD]):
+        assert chat.rendering.text([USER], tools, generate=True) == theirs.apply_chat_template(
+            [USER], tools=tools or None, tokenize=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{{ messages.__class__.__mro__ }}", "refuses these messages"),
+        ("{% set ns = namespace() %}{% set ns._a = 1 %}", "_a"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{{ messages[7].content }}", "refuses these messages"),
+    ],
+)
+def test_what_a_template_may_not_do_fails_by_type(tmp_path: Path, template: str, says: str) -> None:
+    chat = chat_of(template, tmp_path)
+    with pytest.raises(ChatBroken, match=says):
+        chat.begin([USER])
+
+
+def test_a_directory_without_a_template_that_ends_turns_is_refused(tmp_path: Path) -> None:
+    directory_of("{% for %}", tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    with pytest.raises(ConfigError, match="not Jinja"):
+        Chat.load("template", {}, tokenizer)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="has no chat template"):
+        Chat.load("template", {}, tokenizer)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"name one in rollout\.stop"):
+        Chat.load("template", {}, tokenizer)
+    assert Chat.load("template", {}, tokenizer, ends=["</s>"]).stop_tokens == ["</s>"]
+
+
+def test_tools_that_the_template_does_not_teach_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ChatBroken, match="tells the model of no tools"):
+        chat_of(FORMATS["smollm2"], tmp_path).begin([USER], [ADD])
+    told = "{{ tools | tojson if tools }}" + FORMATS["smollm2"]
+    with pytest.raises(ChatBroken, match="nobody knows how"):
+        chat_of(told, tmp_path).begin([USER], [ADD])
+    conversation = chat_of(told, tmp_path, parser="hermes").begin([USER], [ADD])
+    ids = Tokenizer.load(tmp_path).encode(call_of(1, 2) + "<|im_end|>")
+    assert [c.name for c in conversation.sampled(ids).calls] == ["add"]
+    unread = chat_of(told, tmp_path, parser="none").begin([USER], [ADD])
+    assert unread.sampled(ids).content == call_of(1, 2)

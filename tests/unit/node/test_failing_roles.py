@@ -1,0 +1,103 @@
+"""A role process that an error ends: its job fails where no restart helps, and all is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, PeerLost
+from common.random import Random
+from common.runtime.mesh import MeshSettings
+from common.state import events, jobs
+from common.state.ended import ended
+from common.state.jobs import JobRow
+from services.node.roleprocess import RoleProcess
+from services.node.roles import Assignment
+from sim.host import SimulatedChannel, SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from tests.meshes import alone
+
+ENGINE = Assignment("rollout", "calc", False, 3)
+DOCUMENT = {
+    "algorithm": {"groups_per_step": 1, "group_size": 1, "max_staleness": 1},
+    "budget": {"steps": 3},
+}
+Look = Callable[[JobRow, list[dict[str, Any]], SimulatedHost, RoleProcess], Awaitable[None]]
+
+
+def with_program(error: Exception, tmp_path: Path, look: Look) -> None:
+    """Runs an engine whose process ends by `error` 0.2 s after its start, for 20 s."""
+
+    async def fails(arguments: list[str], channel: SimulatedChannel) -> None:
+        await asyncio.sleep(0.2)
+        raise error
+
+    async def main(clock: VirtualClock, random: Random) -> None:
+        host = SimulatedHost(clock, random, {"services.engine": fails})
+        settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
+        mesh = alone("worker/g0", clock, random, host, settings=settings)
+        await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
+        role = RoleProcess(mesh, "g0", {"rollout": ["python", "-m", "services.engine"]}, tmp_path)
+        await role.start(ENGINE)
+        await clock.sleep(20.0)
+        told = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
+        await look(await jobs.job(mesh.state, "calc"), told, host, role)
+        assert (await ended(mesh.state))[0].times == len(told)
+        await role.stop("done", leaving=True)
+
+    run_virtual(main)
+
+
+def test_an_error_in_the_job_ends_it_at_once_and_nothing_is_started_again(tmp_path: Path) -> None:
+    async def look(
+        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+    ) -> None:
+        assert row.phase == "failed"
+        assert "ConfigError: too long (at rollout.max_tokens). lower it" in row.error
+        assert len(host.children) == 1 and [t["final"] for t in told] == [True]
+        assert role.state == "failed" and "too long" in role.detail
+
+    error = ConfigError("too long", where="rollout.max_tokens", fix="lower it")
+    with_program(error, tmp_path, look)
+
+
+def test_an_unforeseen_error_is_tried_again_and_then_ends_the_job(tmp_path: Path) -> None:
+    async def look(
+        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+    ) -> None:
+        assert row.phase == "failed" and "IndexError: beyond" in row.error
+        assert [t["times"] for t in told] == list(range(1, len(told) + 1)) and len(told) >= 3
+        assert told[0]["error"]["type"] == "IndexError"
+        assert "test_failing_roles.py:" in told[0]["error"]["where"]
+
+    with_program(IndexError("beyond"), tmp_path, look)
+
+
+def test_a_lost_peer_is_told_and_the_job_goes_on(tmp_path: Path) -> None:
+    async def look(
+        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+    ) -> None:
+        assert row.phase == "queued" and row.error == ""
+        assert len(told) >= 3 and told[0]["error"]["text"] == "it went"
+
+    with_program(PeerLost("it went"), tmp_path, look)
+
+
+def test_a_process_of_a_job_that_nobody_knows_is_told_too(tmp_path: Path) -> None:
+    async def fails(arguments: list[str], channel: SimulatedChannel) -> None:
+        raise ConfigError("no job")
+
+    async def main(clock: VirtualClock, random: Random) -> None:
+        host = SimulatedHost(clock, random, {"services.engine": fails})
+        settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
+        mesh = alone("worker/g0", clock, random, host, settings=settings)
+        role = RoleProcess(mesh, "g0", {"rollout": ["python", "-m", "services.engine"]}, tmp_path)
+        await role.start(Assignment("rollout", "unknown", False, 1))
+        await clock.sleep(5.0)
+        (end,) = await ended(mesh.state)
+        assert end.told.startswith("ConfigError: no job") and end.job == "unknown"
+        await role.stop("done", leaving=True)
+
+    run_virtual(main)

@@ -1,0 +1,92 @@
+"""A person talks with a model in its job's environment, without a mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import ToolFailed
+from common.job.job_data import JobData
+from common.job.model_shape import model_config
+from common.model.decoder import Decoder
+from common.model.hf import save_model
+from common.process.host import SystemHost
+from meshrl.job import bundle, jobfile
+from services.rollout.talking.partner import Partner, Played
+
+ROOT = Path(__file__).parents[3]
+GAME = ROOT / "meshrl/starter/game/job.toml"
+CHAT = ROOT / "examples/chat.toml"
+
+
+def partner_in(tmp_path: Path, job_file: Path, settings: list[str], converse: bool) -> Partner:
+    """A partner whose model is fresh: what it says is noise, and what becomes of it is not."""
+    config, base = jobfile.load(job_file, settings)
+    _, document = bundle.pack(config, base, tmp_path / "run")
+    job = JobData.of(config.name, json.loads(json.dumps(document)), str(tmp_path / "run"))
+    shape = model_config(job)
+    decoder = Decoder(shape)
+    decoder.initialise(torch.Generator().manual_seed(0))
+    save_model(tmp_path / "model", shape, decoder.state_dict(), job.tokenizer)
+    return Partner(SystemHost(), job, tmp_path / "model", tmp_path, converse=converse)
+
+
+async def playing(partner: Partner, play: Callable[[Partner], Any]) -> Any:
+    try:
+        async with asyncio.timeout(90.0):
+            return await play(partner)
+    finally:
+        await partner.close()
+
+
+async def test_a_row_is_played_in_the_jobs_environment_and_rewarded(tmp_path: Path) -> None:
+    row = {"prompt": "c-h:", "hidden": "f"}
+    shown: list[dict[str, Any]] = []
+
+    async def play(partner: Partner) -> Played:
+        with pytest.raises(ToolFailed, match="KeyError: 'hidden'"):
+            await partner.play(1, {"prompt": "c-h:"}, 1.0, 1, shown.append)
+        shown.clear()
+        for key in range(2, 30):  # a game whose first letter leaves something to ask
+            played: Played = await partner.play(key, row, 20.0, key, shown.append, reward=True)
+            if len(played.turns) > 2:
+                return played
+            shown.clear()
+        raise AssertionError("every game ended at once")
+
+    played = await playing(partner_in(tmp_path, GAME, [], False), play)
+    first, answer = played.turns[:2]
+    assert played.prompt == "c-h:" and first["role"] == "model"
+    assert answer == {"role": "environment", "text": "<" if first["text"] > "f" else ">"}
+    assert [turn["text"] for turn in shown] == ["c-h:", *(t["text"] for t in played.turns)]
+    assert played.score is not None and 0.0 <= played.score <= 1.0
+
+
+async def test_a_conversation_goes_on_until_the_person_has_nothing_to_say(tmp_path: Path) -> None:
+    words = iter(["3+4?", None])
+    shown: list[dict[str, Any]] = []
+
+    async def hear() -> str | None:
+        return next(words)
+
+    async def play(partner: Partner) -> Played:
+        # Whatever it says, one of these ends its turn soon: nearly all of its tokens.
+        tokens = partner.tokenizer.vocabulary
+        partner.stop = tuple(
+            token for text, token in tokens.items() if not text.startswith("<tool")
+        )[:480]
+        played: Played = await partner.play(1, {"prompt": "1+2?"}, 1.0, 3, shown.append, hear)
+        return played
+
+    played = await playing(partner_in(tmp_path, CHAT, [], True), play)
+    assert "1+2?<|im_end|>" in played.prompt and '"name": "add"' in played.prompt
+    models = [turn for turn in played.turns if turn["role"] == "model"]
+    assert len(models) == 2 and played.reason == "done"
+    [said] = [turn["text"] for turn in played.turns if turn["role"] == "environment"]
+    assert "<|im_start|>user\n3+4?<|im_end|>" in said
