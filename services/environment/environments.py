@@ -184,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--chat", default="", help="chat format; empty: text as it is")
     found.add_argument("--chat-options", type=json.loads, default={})
     found.add_argument(
-        "--chat-template", type=json.loads, default={}, help="history, parser and ends of it"
+        "--chat-template", type=json.loads, default={}, help="history, parser, ends and date of it"
     )
     found.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
     found.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")

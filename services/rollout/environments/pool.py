@@ -56,6 +56,7 @@ def chat_arguments(job: JobData) -> list[str]:
         "history": config.chat_history,
         "parser": config.tool_call_parser,
         "ends": job.config.rollout.stop,
+        "date": config.chat_date,
     }
     argv = ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
     return [*argv, "--chat-template", json.dumps(template)]
