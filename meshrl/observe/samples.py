@@ -1,14 +1,16 @@
-"""`meshrl samples`: the trajectories that a run has kept to be read; see `services/rollout/samples`.
+"""`meshrl samples`: the trajectories that a run has kept, which `services/rollout/samples` chose.
 
 Read from the files of the run's shards, while it goes on and after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +18,36 @@ from rich.console import Console
 from rich.text import Text
 
 from common.errors import NotFound
-from meshrl.launch.places import existing_run
 
 Sample = dict[str, Any]
+OLDER = ".older.jsonl"  # ends the name of a file that another has followed
 LOOK_S = 0.5  # between two looks for what is new
 STYLES = {"prompt": "dim", "model": "cyan", "tool": "yellow", "environment": "green"}
 ORDERS = ("best", "worst", "failed")
 
 
 def show(
-    run: Path, step: int | None, order: str, most: int, follow: bool, as_json: bool
-) -> int:
-    """Prints samples of a run; the exit status. NotFound when it has none and is not followed."""
-    run_dir = existing_run(run)
+    run_dir: Path, step: int | None, order: str, most: int, follow: bool, as_json: bool
+) -> None:
+    """Prints samples of a run; NotFound when it has none and is not followed."""
+    read_to = ends(run_dir)
     found = [s for s in read(run_dir) if step is None or s["step"] == step]
     if not found and not follow:
         of = "" if step is None else f" of step {step}"
         raise NotFound(
-            f"{run} has no samples{of} yet",
+            f"{run_dir} has no samples{of} yet",
             fix="they come as trajectories end; --follow waits for them",
         )
     console = Console(highlight=False, soft_wrap=True)
     for sample in chosen(found, order, most):
         _print(console, sample, as_json)
     if follow:
-        try:
-            for sample in followed(run_dir):
-                if (step is None or sample["step"] == step) and fits(sample, order):
-                    _print(console, sample, as_json)
-        except KeyboardInterrupt:
-            return 0
-    return 0
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                for sample in come(run_dir, read_to):
+                    if (step is None or sample["step"] == step) and fits(sample, order):
+                        _print(console, sample, as_json)
+                time.sleep(LOOK_S)
 
 
 def files(run_dir: Path) -> list[Path]:
@@ -69,22 +70,24 @@ def parsed(content: bytes) -> Iterator[Sample]:
             continue
 
 
-def followed(run_dir: Path) -> Iterator[Sample]:
-    """What comes from now on, for ever."""
-    read_to = {path: path.stat().st_size for path in files(run_dir)}
-    while True:
-        for path in files(run_dir):
-            if path.name.endswith(".older.jsonl"):
-                continue
-            at, size = read_to.get(path, 0), path.stat().st_size
-            at = at if at <= size else 0  # it has started again
-            with path.open("rb") as file:
-                file.seek(at)
-                content = file.read()
-            content = content[: content.rfind(b"\n") + 1]
-            read_to[path] = at + len(content)
-            yield from parsed(content)
-        time.sleep(LOOK_S)
+def ends(run_dir: Path) -> dict[Path, int]:
+    """Where the whole lines of each file end now."""
+    return {path: path.read_bytes().rfind(b"\n") + 1 for path in files(run_dir)}
+
+
+def come(run_dir: Path, read_to: dict[Path, int]) -> Iterator[Sample]:
+    """What has come behind `read_to`, which is moved on."""
+    for path in files(run_dir):
+        if path.name.endswith(OLDER):
+            continue
+        at = read_to.get(path, 0)
+        at = at if at <= path.stat().st_size else 0  # it has started again
+        with path.open("rb") as file:
+            file.seek(at)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        read_to[path] = at + len(content)
+        yield from parsed(content)
 
 
 def chosen(samples: Sequence[Sample], order: str, most: int) -> list[Sample]:
@@ -138,7 +141,8 @@ def ended(sample: Sample) -> str:
     if sample["error"]:
         return f"{sample['failure'] or sample['ending']}: {sample['error']}"
     known = {"length": "cut at rollout.max_tokens", "turns": "cut at rollout.max_turns"}
-    return known.get(sample["ending"], sample["ending"])
+    ending = str(sample["ending"])
+    return known.get(ending, ending)
 
 
 def parts(sample: Sample) -> Iterator[tuple[str, str, str]]:
@@ -152,3 +156,38 @@ def parts(sample: Sample) -> Iterator[tuple[str, str, str]]:
         else:
             cut = " (cut)" if turn["role"] == "model" and not turn["stop"] else ""
             yield turn["role"], turn["role"] + (cut if turn.get("truncated") else ""), turn["text"]
+
+
+def of_evaluations(samples: Sequence[Sample]) -> list[Sample]:
+    """Those of the first and the last two evaluations, by set: the best, the worst, the failed."""
+    found = [s for s in samples if s.get("evaluation")]
+    tags = list(dict.fromkeys(s["evaluation"] for s in found))
+    return [s for s in found if s["evaluation"] in {*tags[:1], *tags[-2:]}]
+
+
+def table(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One row each for a tracker: what it is, the prompt, what followed, the reward."""
+    return [
+        {
+            "set": s["set"],
+            "why": "/".join(s["why"]),
+            "reward": s["reward"],
+            "ending": ended(s),
+            "tokens": s["tokens"],
+            "prompt": s["prompt"] or json.dumps(s["row"], ensure_ascii=False),
+            "turns": "\n".join(f"{title}: {text}" for _, title, text in list(parts(s))[1:]),
+        }
+        for s in samples
+    ]
+
+
+def section(samples: Sequence[Sample]) -> str:
+    """Evaluated trajectories as HTML, each folded under its heading."""
+    found = []
+    for sample in of_evaluations(samples):
+        told = "".join(
+            f'<p><b>{escape(title)}</b></p><pre class="{role}">{escape(text)}</pre>'
+            for role, title, text in parts(sample)
+        )
+        found.append(f"<details><summary>{escape(heading(sample))}</summary>{told}</details>")
+    return "".join(found)
