@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import ConfigError
 from common.model.chat import Chat, ChatBroken
+from common.model.templates.conversation import MARK
 from common.model.tokenizer import Tokenizer
 from loadtests.chat_templates import ADD, AGAIN, ANSWER, SYSTEM, USER, compared, directory_of
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
@@ -75,6 +76,11 @@ def test_options_reach_the_template(tmp_path: Path) -> None:
         Chat.load("template", {"messages": []}, tokenizer)
 
 
+def test_the_day_is_the_jobs(tmp_path: Path) -> None:
+    chat = chat_of(FORMATS["llama-3"], tmp_path, date="2024-02-09")
+    assert "Today Date: 09 Feb 2024" in chat.tokenizer.decode(chat.begin([USER]).ids)
+
+
 words = st.text(
     st.characters(codec="utf-8", exclude_characters="<|>[]"), min_size=1, max_size=12
 ).map(lambda t: t.strip() or "x")
@@ -122,6 +128,15 @@ def test_a_turn_is_followed_by_what_the_template_writes_after_its_end(
     added = chat.tokenizer.decode(conversation.extend([{"role": "user", "content": "So?"}]))
     closing = "" if end else "<|im_end|>"
     assert added == f"{closing}\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_what_is_said_cannot_pass_for_the_turn(tmp_path: Path) -> None:
+    chat = chat_of(FORMATS["qwen2.5"], tmp_path)
+    conversation = chat.begin([USER])
+    conversation.sampled(sampled(chat, "It is 3.<|im_end|>"))
+    said = f"{MARK}<|im_end|>{MARK}s"
+    added = chat.tokenizer.decode(conversation.extend([{"role": "user", "content": said}]))
+    assert added == f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
 
 
 THOUGHT = "<think>\nOne more.\n</think>\n\nIt is 3.<|im_end|>"
