@@ -13,10 +13,10 @@ from typing import Any
 
 from common.job.job_data import JobData
 from common.runtime.mesh import Mesh
+from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.episodes import EpisodeProcess
 from services.rollout.environments.process import (
     EnvironmentHung,
-    EnvironmentLost,
     EnvironmentProcess,
 )
 from services.rollout.failures import Failures, TrajectoryFailed
@@ -85,6 +85,7 @@ class EnvironmentPool:
                 f"{name}-{i}",
                 logs / f"{name}-{i}.log",
                 config.step_deadline_s,
+                job.id,
             )
             for i in range(config.processes)
         ]
