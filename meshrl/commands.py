@@ -19,11 +19,10 @@ from common.state import ended, events, gangs, jobs, leader, registry
 from common.state.client import State
 from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
-from meshrl.asking import ANSWER_S
-from meshrl.asking import ask as _ask
-from meshrl.job import bundle
-from meshrl.launch import places
-from meshrl.launch.places import MeshPlace, find_mesh, write_json
+from meshrl.asking import ANSWER_S, ask
+from meshrl.launch.claims import claimed, writing
+from meshrl.launch.places import MeshPlace, find_mesh
+from meshrl.launch.session import pack_run
 from meshrl.observe.stalled import Stall, diagnose, redis_silent
 from meshrl.run.outcome import outcome_of
 from meshrl.run.target import may_live, place_of, run_in
@@ -40,22 +39,27 @@ async def server_ms(state: State) -> float:
     return int(seconds) * 1000 + int(micros) / 1000
 
 
-def submit(config: JobConfig, base: Path, force: bool, mesh: Path | None) -> None:
+def submit(
+    config: JobConfig, base: Path, force: bool, mesh: Path | None, job_file: Path | None = None
+) -> None:
     place = find_mesh(mesh)
-    run_dir = places.run_directory(config, force)
 
     async def taken(state: State) -> set[str]:
         return {row.id for row in await jobs.jobs(state)}
 
-    job = _free_name(config.name, _ask(place, taken, ANSWER_S))
-    _, document = bundle.pack(config, base, run_dir)
-    write_json(run_dir / "job.json", {"job": job, "document": document, "mesh": str(place.root)})
+    job = _free_name(config.name, ask(place, taken, ANSWER_S))
+    with claimed(config, force) as claim:
+        run_dir = claim.directory
+        with writing(run_dir):
+            about = {"job": job, "mesh": str(place.root)}
+            document = pack_run(config, base, run_dir, about, job_file)
+            (run_dir / "store").symlink_to(place.root / "store")  # where the mesh keeps its weights
 
-    async def hand_over(state: State) -> None:
-        await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
+        async def hand_over(state: State) -> None:
+            await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
 
-    (run_dir / "store").symlink_to(place.root / "store")  # where the mesh keeps its weights
-    _ask(place, hand_over, ANSWER_S)
+        ask(place, hand_over, ANSWER_S)
+        claim.keep()
     print(f"submitted {job}; its run directory is {run_dir}")
 
 
@@ -83,7 +87,7 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
             await ended.ended(state),
         )
 
-    rows, entries, known, (leading, _), now_ms, gone = _ask(place, look, ANSWER_S)
+    rows, entries, known, (leading, _), now_ms, gone = ask(place, look, ANSWER_S)
     if as_json:
         content = {
             "mesh": str(place.root),
@@ -150,7 +154,7 @@ def told(chosen: Path | None, mesh: Path | None, as_json: bool) -> bool:
 
 
 def workers(mesh: Path | None, as_json: bool) -> None:
-    known = _ask(find_mesh(mesh), gangs.gangs, ANSWER_S)
+    known = ask(find_mesh(mesh), gangs.gangs, ANSWER_S)
     if as_json:
         print(json.dumps([asdict(gang) for gang in known]))
     else:
@@ -189,7 +193,7 @@ def move(worker: str, role: str, mesh: Path | None) -> None:
     if role not in ROLES:
         raise Refused(f"{role!r} is no role", fix=f"Roles are {', '.join(ROLES)}")
 
-    async def ask(state: State) -> str:
+    async def request(state: State) -> str:
         known = {found.id: found for found in await gangs.gangs(state)}
         if gang not in known:
             raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
@@ -198,7 +202,7 @@ def move(worker: str, role: str, mesh: Path | None) -> None:
         await gangs.request_move(state, gang, role, op_id)
         return await _verdict(state, known[gang], op_id, last[0][0] if last else "0")
 
-    print(_ask(find_mesh(mesh), ask, ANSWER_S))
+    print(ask(find_mesh(mesh), request, ANSWER_S))
 
 
 async def _verdict(state: State, gang: gangs.Gang, op_id: str, since: str) -> str:
@@ -240,7 +244,7 @@ def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
         return diagnose(entries, known, now_ms, gone), {e.name: e.pid for e in entries}
 
     try:
-        return _ask(place, look, QUICK_S)
+        return ask(place, look, QUICK_S)
     except StateUnavailable:
         return redis_silent(QUICK_S), {}
 

@@ -12,6 +12,7 @@ import fcntl
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +31,7 @@ from common.state.ended import Report, Reports
 from meshrl.launch import leftovers, plan, redis_guard
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.places import MeshPlace, read_json, write_json
+from meshrl.observe import storage
 
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
@@ -71,8 +73,11 @@ class Launcher(Hooks):
         self._reports: Reports | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
-    async def start(self) -> None:
-        """Returns when every service has registered; on any error nothing is left running."""
+    async def start(self, begin: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Returns when every service has registered; on any error nothing is left running.
+
+        `begin` is awaited when Redis answers and no service runs yet.
+        """
         self._take_lock()
         try:
             await leftovers.end_all(self.place.settings.resolve(), GRACE_S)
@@ -82,6 +87,8 @@ class Launcher(Hooks):
             self._reports = Reports(self.state, self.clock)
             await self._refuse_a_second_mesh()
             self._write_settings(url)
+            if begin is not None:
+                await begin()
             await self._nursery.listens()
             await self._start_services()
             await self._all_registered()
@@ -161,7 +168,11 @@ class Launcher(Hooks):
         return self._watch is not None and child.name != "redis" and self._watch.expired(child)
 
     async def absolved(self, spec: ChildSpec, end: End) -> bool:
-        """Errors that one job brings about end that job; the others, and the mesh, go on."""
+        """Errors that one job brings about end that job; the others, and the mesh, go on. On a full
+        disk everything ends again and again, until there is room.
+        """
+        if storage.full([self.place.root]):
+            return True
         if self._reports is None or end.failure is None or not end.failure.job:
             return False
         log = str(spec.log)
