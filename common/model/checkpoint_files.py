@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATING = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types that are trained, with their bytes
 HEADER_BYTES = 100_000_000  # longest header that safetensors itself reads
 POINTER = b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins
+POINTER_IS = "this is a pointer of Git LFS, not the file itself"
+POINTER_FIX = "Run `git lfs pull` in its directory, or download it from the Hub"
 OTHERS = {  # what a directory without safetensors may hold, and what that is
     "pytorch_model*.bin": "pickles of PyTorch",
     "*.gguf": "GGUF of llama.cpp",
@@ -140,6 +143,14 @@ def header(file: Path) -> dict[str, Stored]:
     return found
 
 
+def is_pointer(file: Path) -> bool:
+    """Whether it is what Git LFS leaves in place of a file that it has not fetched."""
+    if not os.access(file, os.R_OK):
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(POINTER)) == POINTER
+
+
 def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Each tensor that is read of a model's files, by Hugging Face's name, with its shape."""
     hidden, vocab = config.hidden_size, config.vocab_size
@@ -178,13 +189,8 @@ def _experts(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int,
 
 
 def _refuse_pointer(file: Path) -> None:
-    with file.open("rb") as opened:
-        if opened.read(len(POINTER)) == POINTER:
-            raise ConfigError(
-                "this is a pointer of Git LFS, not the file itself",
-                where=str(file),
-                fix="Run `git lfs pull` in its directory, or download it from the Hub",
-            )
+    if is_pointer(file):
+        raise ConfigError(POINTER_IS, where=str(file), fix=POINTER_FIX)
 
 
 def _none(directory: Path) -> ConfigError:

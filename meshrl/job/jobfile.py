@@ -211,7 +211,8 @@ class _Checker:
             raise self.fail(
                 "model.tokenizer",
                 f"model.tokenizer: there is no tokenizer at {tokenizer}",
-                "Name a tokenizer.json",
+                "Name a tokenizer.json; of older models, `save_pretrained` of transformers' "
+                "AutoTokenizer writes one",
             )
         taskset = config.environment.verifiers
         if not (config.dataset.train or taskset):
@@ -228,13 +229,14 @@ class _Checker:
                 raise self.fail(key, f"{key}: there is no file {name}")
             own = set()
             for row in self._rows(key, name, config, prompt):
-                if row.identity in seen:
+                identity = row.identity
+                if identity in seen:
                     raise self.fail(key, f"{row.place} is also in dataset.train")
                 if config.supervised and key == "dataset.train":
                     models.answered(config, row, self.fail)
                 else:
                     self._has(row, keys)
-                own.add(row.identity)
+                own.add(identity)
             if not own:
                 raise self.fail(key, f"{key}: {name} holds no rows")
             seen = own

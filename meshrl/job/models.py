@@ -16,6 +16,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig, JudgeConfig
 from common.job.evaluation_plan import HELD_OUT, figures
+from common.model import checkpoint_files
 from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
 from meshrl.job import algorithm, rows
@@ -82,9 +83,22 @@ def models(config: JobConfig, document: dict[str, Any], fail: Fail) -> None:
         if role == "reward" and not (place / "tokenizer.json").is_file():
             raise fail(key, f"{place} holds no tokenizer.json")
         if role != "reward" and (place / "tokenizer.json").is_file() and tokenizer.is_file():
-            own, theirs = Tokenizer.load(tokenizer).vocabulary, Tokenizer.load(place).vocabulary
+            own = loaded(tokenizer, "model.tokenizer", fail).vocabulary
+            theirs = loaded(place, key, fail).vocabulary
             if not own.items() <= theirs.items():
                 raise fail(key, f"{place} has another tokenizer than the model")
+
+
+def loaded(place: Path, key: str, fail: Fail) -> Tokenizer:
+    """The tokenizer of a tokenizer.json or its directory, which `key` names."""
+    try:
+        return Tokenizer.load(place)
+    except ConfigError as error:
+        file = place / "tokenizer.json" if place.is_dir() else place
+        wrong, fix = error.message, error.fix
+        if checkpoint_files.is_pointer(file):
+            wrong, fix = checkpoint_files.POINTER_IS, checkpoint_files.POINTER_FIX
+        raise fail(key, f"{key}: {wrong} ({file})", fix) from error
 
 
 def shapes(config: JobConfig, fail: Fail) -> None:
@@ -169,6 +183,7 @@ def answered(config: JobConfig, row: rows.Row, fail: Fail) -> None:
         raise fail(
             "dataset.response",
             f"{row.place}: the row has no text {config.dataset.response!r} to learn",
+            "Set dataset.response to the row's key that holds the answer",
         )
 
 

@@ -52,9 +52,11 @@ def sandbox(job: JobFile) -> None:
     if isinstance(ran, str):
         raise job.fail("sandbox.python", f"sandbox.python: {ran}", "Name a Python interpreter")
     if ran.returncode:
-        said = (ran.stderr.strip().splitlines() or ["nothing"])[-1]
-        key = "sandbox.imports" if names else "sandbox.python"
-        raise job.fail(key, f"{key}: {config.python} says: {said}", "Install it there")
+        said = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
+        absent = "No module named" in said
+        key = "sandbox.imports" if absent else "sandbox.python"
+        fix = "Install it there" if absent else "Name a Python interpreter"
+        raise job.fail(key, f"{key}: {config.python} does not import what it is to: {said}", fix)
 
 
 def servers(job: JobFile) -> None:

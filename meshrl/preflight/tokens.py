@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -10,7 +9,9 @@ from common.job.config import INITIAL, JobConfig, RolloutConfig
 from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
 from meshrl.job.jobfile import JobFile
-from meshrl.job.models import shape
+from meshrl.job.models import loaded, shape
+
+_LOADED: dict[str, Tokenizer] = {}  # several checks ask for it
 
 
 def model_of(config: JobConfig) -> ModelConfig:
@@ -21,15 +22,10 @@ def model_of(config: JobConfig) -> ModelConfig:
 def tokenizer_of(job: JobFile) -> Tokenizer:
     """The job's tokenizer; ConfigError when the file is none."""
     model = job.config.model
-    try:
-        return _loaded(model.tokenizer or str(Path(model.path) / "tokenizer.json"))
-    except ConfigError as error:
-        raise job.fail("model.tokenizer", f"model.tokenizer: {_said(error)}", error.fix) from error
-
-
-@cache
-def _loaded(path: str) -> Tokenizer:
-    return Tokenizer.load(path)
+    file = model.tokenizer or str(Path(model.path) / "tokenizer.json")
+    if file not in _LOADED:
+        _LOADED[file] = loaded(Path(file), "model.tokenizer", job.fail)
+    return _LOADED[file]
 
 
 def positions(job: JobFile) -> None:
@@ -102,7 +98,3 @@ def stop(job: JobFile) -> None:
                 f"rollout.stop_text: the model can never write {text!r}: {error.message}",
                 "Keep to characters of the tokenizer's vocabulary",
             ) from error
-
-
-def _said(error: ConfigError) -> str:
-    return f"{error.message} ({error.where})" if error.where else error.message
