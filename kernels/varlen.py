@@ -1,4 +1,5 @@
-"""Causal attention within packed sequences, forward and backward, without padding.
+"""Causal attention within packed sequences, forward and backward, without padding; with a window,
+of each token's last ones only.
 
 | tensors | implementation |
 |---|---|
@@ -28,7 +29,8 @@ from kernels.ops.declined import Declined
 from kernels.ops.dispatch import notice
 
 POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SHAPE = [POINTER, *[SIZE] * 5, FLOAT]  # starts, sequences, tokens, heads, kv_heads, width, scale
+# starts, sequences, tokens, heads, kv_heads, width, window, scale
+_SHAPE = [POINTER, *[SIZE] * 6, FLOAT]
 SIGNATURES: dict[str, list[Any]] = {
     "varlen_has_width": [SIZE],
     "varlen_forward": [*[POINTER] * 3, *[SIZE] * 3, *_SHAPE, POINTER, POINTER],
@@ -42,7 +44,7 @@ FEWEST = 8  # sequences that are worth a bucket of their own
 
 class VarlenAttention:
     """Attention of a bin: called with (layer, queries [n, heads, width], keys and values
-    [n, kv_heads, width]), it gives [n, heads, width].
+    [n, kv_heads, width], window), it gives [n, heads, width].
 
     starts [s + 1] int32 are 0 and the cumulative lengths of s sequences; what lies past the last of
     them is padding, for which the result is finite and means nothing. ValueError if the starts fall
@@ -55,10 +57,12 @@ class VarlenAttention:
         self.places, self.device = places, device
         self.starts = np.ascontiguousarray(starts, np.int32)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of queries [t, heads, width] -> like queries; `layer` is not used."""
-        if q.device.type == "cuda" and q.dtype in HALF:
-            return self._flash(q, k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+        """Attention of queries [t, heads, width] -> like queries; `layer` is not used. A token sees
+        the last `window` tokens, itself among them; 0: all before it.
+        """
+        if q.device.type == "cuda" and q.dtype in HALF and (not window or _flash_slides()):
+            return self._flash(q, k, v, window)
         if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16):
             try:
                 _need_width(q.shape[-1])
@@ -67,13 +71,13 @@ class VarlenAttention:
                     notice("cpu", declined.reason)
             else:
                 out: Tensor = _Native.apply(  # type: ignore[no-untyped-call]
-                    q.float(), k.float(), v.float(), self.starts
+                    q.float(), k.float(), v.float(), self.starts, window
                 )
                 return out.to(q.dtype)
-        return self._bucketed(q, k, v)
+        return self._bucketed(q, k, v, window)
 
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        varlen, has_gqa = _flash_attention()
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        varlen, has_gqa = _flash_attention(window)
         if not has_gqa and q.shape[1] != k.shape[1]:
             shared = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
@@ -91,14 +95,15 @@ class VarlenAttention:
         longest = 1 << int(np.diff(starts).max(initial=1) - 1).bit_length()
         return torch.from_numpy(starts).to(self.device), longest
 
-    def _bucketed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         buckets, back = self._buckets
         rows = [
             scaled_dot_product_attention(
                 q[index].transpose(1, 2),
                 k[index].transpose(1, 2),
                 v[index].transpose(1, 2),
-                is_causal=True,
+                attn_mask=_within(index.shape[1], window, q.device) if window else None,
+                is_causal=not window,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
             .transpose(1, 2)
@@ -151,13 +156,15 @@ class _Native(torch.autograd.Function):
     """csrc/varlen.cpp."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: NDArray[np.int32]) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: NDArray[np.int32], window: int
+    ) -> Tensor:
         q, k, v = (_rows(tensor) for tensor in (q, k, v))
         out = q.new_empty(q.shape)
         log_sum = q.new_empty(q.shape[1], q.shape[0])
-        _call("varlen_forward", *_arguments(q, k, v, starts), out, log_sum)
+        _call("varlen_forward", *_arguments(q, k, v, starts, window), out, log_sum)
         ctx.save_for_backward(q, k, v, out, log_sum)
-        ctx.starts = starts
+        ctx.starts, ctx.window = starts, window
         return out
 
     @staticmethod
@@ -165,9 +172,9 @@ class _Native(torch.autograd.Function):
         q, k, v, out, log_sum = ctx.saved_tensors
         slope = _rows(slopes[0])
         made = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        arguments = _arguments(q, k, v, ctx.starts)
+        arguments = _arguments(q, k, v, ctx.starts, ctx.window)
         _call("varlen_backward", *arguments, out, log_sum, slope, slope.stride(0), *made)
-        return *made, None
+        return *made, None, None
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -176,11 +183,13 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if beside else tensor.contiguous()
 
 
-def _arguments(q: Tensor, k: Tensor, v: Tensor, starts: NDArray[np.int32]) -> tuple[Any, ...]:
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, starts: NDArray[np.int32], window: int
+) -> tuple[Any, ...]:
     n, heads, width = q.shape
     strides = q.stride(0), k.stride(0), v.stride(0)
     sizes = len(starts) - 1, n, heads, k.shape[1], width
-    return q, k, v, *strides, starts.ctypes.data, *sizes, width**-0.5
+    return q, k, v, *strides, starts.ctypes.data, *sizes, window, width**-0.5
 
 
 @cache
@@ -209,8 +218,22 @@ def _call(name: str, *arguments: Any) -> None:
         raise IndexError(f"{name} was given sequences that are out of range")
 
 
+def _within(length: int, window: int, device: torch.device) -> Tensor:
+    """bool [length, length]: the tokens that each one sees."""
+    key = torch.arange(length, device=device)
+    return (key <= key[:, None]) & (key > key[:, None] - window)
+
+
 @cache
-def _flash_attention() -> tuple[Callable[..., Tensor], bool]:
+def _flash_slides() -> bool:
+    """Whether PyTorch's takes a window."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
+@cache
+def _flash_attention(window: int) -> tuple[Callable[..., Tensor], bool]:
     """PyTorch's, causal, and whether it takes fewer key-value heads than heads.
 
     Since 2.11 a window says what is seen, before it `is_causal` did; `enable_gqa` came later.
@@ -220,7 +243,7 @@ def _flash_attention() -> tuple[Callable[..., Tensor], bool]:
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"is_causal": True}
     if "window_size" in known:
-        options = {"window_size": (-1, 0)}
+        options = {"window_size": (window - 1 if window else -1, 0)}
     has_gqa = "enable_gqa" in known
     if has_gqa:
         options["enable_gqa"] = True

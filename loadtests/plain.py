@@ -148,7 +148,8 @@ class Generator:
         position = torch.from_numpy(self.position)
         mask = torch.where(self.places[:width] <= position[:, None], 0.0, -1e30)[:, None, None]
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+            assert not window
             keys, values = self.keys[layer], self.values[layer]
             keys[self.index, :, position], values[self.index, :, position] = k, v
             shared = q.view(len(q), k.shape[1], -1, q.shape[2])  # queries by their kv head

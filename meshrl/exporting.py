@@ -18,11 +18,15 @@ def command(run_dir: Path, out: Path, step: int | None = None, best: bool = Fals
     return words + (["--best"] if best else [])
 
 
-def export(run: Path, step: int | None, best: bool, out: Path | None) -> int:
-    """The exit status; the process says itself what it wrote, or what is wrong."""
+def export(
+    run: Path, step: int | None, best: bool, out: Path | None, *, quiet: bool = False
+) -> int:
+    """The exit status; the process says itself what it wrote, unless `quiet`, or what is wrong."""
     if best and step is not None:
         raise ConfigError("--step and --best mean two versions", fix="give one of them")
     run_dir = places.existing_run(run)
     suffix = f"-{step}" if step is not None else "-best" if best else ""
     target = (out or run_dir / f"model{suffix}").absolute()
-    return subprocess.run(command(run_dir, target, step, best), check=False).returncode
+    said = subprocess.DEVNULL if quiet else None
+    written = subprocess.run(command(run_dir, target, step, best), check=False, stdout=said)
+    return written.returncode

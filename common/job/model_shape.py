@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
+from functools import cache
+from pathlib import Path
 
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
+from common.model.formats.checkpoint import load_config
 
 
 def model_config(data: JobData) -> ModelConfig:
-    """The shape of the model that the job trains, from its bundled config.json or from its job
-    file.
-    """
+    """The shape of the model that the job trains, from its bundle or from its job file."""
     if data.config.model.path:
-        text = (data.bundle / data.config.model.path / "config.json").read_text()
-        return ModelConfig.from_hf(json.loads(text))
+        return _of_bundle(data.bundle / data.config.model.path)
     return ModelConfig.from_hf(data.config.model.config)
+
+
+@cache
+def _of_bundle(directory: Path) -> ModelConfig:
+    """Read once: a bundle never changes."""
+    return load_config(directory)

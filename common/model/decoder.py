@@ -1,5 +1,5 @@
-"""The model definition for training and for generating: a Llama, Qwen or Mixtral decoder, dense or
-with a mixture of experts (`moe.py`).
+"""The model definition for training and for generating: a Llama, Mistral, Qwen, SmolLM3 or Mixtral
+decoder, dense or with a mixture of experts (`moe.py`).
 
 It differs from the textbook in two ways. Attention is passed in, and what lies between products may
 be, so the model knows nothing of packing, caches, parallelism or processors. Query, key and value
@@ -20,6 +20,7 @@ from common.model.attention import Attention
 from common.model.config import ModelConfig
 from common.model.moe import Experts, Routed, Routing
 from common.model.pointwise import PLAIN, Pointwise
+from common.model.rope import rope_table
 
 if TYPE_CHECKING:
     from common.model.lora import Adapters
@@ -78,10 +79,13 @@ class Decoder(nn.Module):
         went.
         """
         hidden = embedding(tokens, self.embedding)
-        cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)
+        turned = self.rope[positions].unsqueeze(-3).unbind(-2)
+        still = torch.ones_like(turned[0]), torch.zeros_like(turned[1])
+        unrotated = self.config.unrotated_layers
         counted = routing.counted if routing is not None else None
         routed: list[Routed] = []
         for index, layer in enumerate(self.layers):
+            cos, sin = still if index in unrotated else turned
             if index in self._sparse:  # not its type: a layer may be wrapped
                 given = experts[..., len(routed), :] if experts is not None else None
                 hidden, told = layer(hidden, cos, sin, index, attention, given, counted)
@@ -166,7 +170,7 @@ class Layer(nn.Module):
             norms = self.query_norm, self.key_norm
         counts = c.heads, c.kv_heads
         q, k, v = pointwise.heads(self._projected("qkv", x), cos, sin, counts, norms, c.norm_eps)
-        mixed = attention(index, q, k, v).flatten(-2)
+        mixed = attention(index, q, k, v, c.window(index)).flatten(-2)
         return hidden + self._projected("output", mixed)
 
     def _projected(self, name: str, x: Tensor) -> Tensor:
@@ -199,23 +203,3 @@ class SparseLayer(Layer):
         x = self.pointwise.normed(hidden, self.mlp_norm, self.config.norm_eps)
         added, routed = self.experts(x, experts, counted)
         return hidden + added, routed
-
-
-def rope_table(config: ModelConfig, positions: int) -> Tensor:
-    """[positions, 2, head_dim] float32, see `Decoder.rope`."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**half
-    if config.rope_scaling:
-        frequencies = _llama3_scaled(frequencies, config.rope_scaling)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-
-
-def _llama3_scaled(frequencies: Tensor, scaling: dict[str, float]) -> Tensor:
-    """Long wavelengths stretched by `factor`, short ones kept, a ramp between (Llama 3.1)."""
-    trained = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = trained * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / scaling["factor"])

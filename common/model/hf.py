@@ -19,6 +19,14 @@ from torch import Tensor
 from common.errors import ConfigError
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
+from common.model.formats.architectures import ARCHITECTURES
+from common.model.formats.checkpoint import (
+    INDEX,
+    SINGLE,
+    UNEMBEDDING,
+    load_config,
+    weight_files,
+)
 from common.model.tokenizer import Tokenizer, companions
 
 StateDict = Mapping[str, Tensor]
@@ -37,13 +45,8 @@ _OUTSIDE = {
     "final_norm": "model.norm.weight",
     "unembedding": "lm_head.weight",
 }
-_MIXTURE = {  # architecture -> where a layer has its router, and its experts' gate, up and down
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-}
 SHARD_BYTES = 5 * 10**9  # most in one file of weights, as transformers cuts them
 _UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError)
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
 
 
@@ -59,15 +62,6 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Mo
         _check_shapes(decoder.state_dict(), state)
         decoder.load_state_dict(state)
     return config, decoder
-
-
-def load_config(path: str | Path) -> ModelConfig:
-    """The shape that a directory's config.json declares; ConfigError if there is none, or if it is
-    no decoder's.
-    """
-    file = _present(Path(path) / "config.json")
-    with _readable(file):
-        return ModelConfig.from_hf(json.loads(file.read_text()))
 
 
 def save_model(
@@ -87,7 +81,8 @@ def save_model(
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     dtype = str(state["embedding"].dtype).removeprefix("torch.")
-    _write_json(directory / "config.json", config.to_hf() | {"dtype": dtype, "torch_dtype": dtype})
+    described = config.exported() | {"dtype": dtype, "torch_dtype": dtype}
+    _write_json(directory / "config.json", described)
     if origin is not None:
         if (origin / _GENERATION).is_file():
             shutil.copyfile(origin / _GENERATION, directory / _GENERATION)
@@ -126,7 +121,8 @@ def state_from_hf(config: ModelConfig, tensors: StateDict) -> dict[str, Tensor]:
     ours = {}
     for name, source in _OUTSIDE.items():
         if name != "unembedding" or not config.tie_embeddings:
-            ours[name] = _tensor(tensors, source)
+            alone = name == "embedding" and config.tie_embeddings and source not in tensors
+            ours[name] = _tensor(tensors, UNEMBEDDING if alone else source)
     for index in range(config.layers):
         target, prefix = f"layers.{index}.", f"model.layers.{index}."
         for name, source in _WHOLE.items():
@@ -144,8 +140,14 @@ def _experts_to_hf(
     config: ModelConfig, state: StateDict, ours: str, prefix: str
 ) -> dict[str, Tensor]:
     """A layer's experts one by one, as views."""
-    block, names = _MIXTURE[config.architecture]
+    block, names = _experts_named(config)
     theirs = {f"{prefix}{block}.gate.weight": state[ours + "router"]}
+    if config.shared_ffn_size:
+        gate, up = state[ours + "shared_gate_up"].chunk(2)
+        shared = f"{prefix}{block}.shared_expert"
+        theirs[f"{shared}.gate_proj.weight"], theirs[f"{shared}.up_proj.weight"] = gate, up
+        theirs[f"{shared}.down_proj.weight"] = state[ours + "shared_down"]
+        theirs[f"{shared}_gate.weight"] = state[ours + "shared_gate"]
     both = zip(state[ours + "gate_up"].unbind(), state[ours + "down"].unbind(), strict=True)
     for expert, (gate_up, down) in enumerate(both):
         for name, part in zip(names, (*gate_up.chunk(2), down), strict=True):
@@ -157,16 +159,29 @@ def _experts_from_hf(
     config: ModelConfig, tensors: StateDict, ours: str, prefix: str
 ) -> dict[str, Tensor]:
     """A layer's experts as matrices [experts, ..]."""
-    block, names = _MIXTURE[config.architecture]
+    block, names = _experts_named(config)
     found = [
         [_tensor(tensors, f"{prefix}{block}.experts.{i}.{name}.weight") for name in names]
         for i in range(config.experts)
     ]
-    return {
+    shared: dict[str, Tensor] = {}
+    if config.shared_ffn_size:
+        source = f"{prefix}{block}.shared_expert"
+        parts = [_tensor(tensors, f"{source}.{part}_proj.weight") for part in ("gate", "up")]
+        shared[ours + "shared_gate_up"] = torch.cat(parts)
+        shared[ours + "shared_down"] = _tensor(tensors, f"{source}.down_proj.weight")
+        shared[ours + "shared_gate"] = _tensor(tensors, f"{source}_gate.weight")
+    return shared | {
         ours + "router": _tensor(tensors, f"{prefix}{block}.gate.weight"),
         ours + "gate_up": torch.stack([torch.cat((gate, up)) for gate, up, _ in found]),
         ours + "down": torch.stack([down for _, _, down in found]),
     }
+
+
+def _experts_named(config: ModelConfig) -> tuple[str, tuple[str, str, str]]:
+    """Where a layer has its router, and its experts' gate, up and down."""
+    architecture = ARCHITECTURES[config.architecture]
+    return architecture.experts, architecture.parts
 
 
 def _fused(config: ModelConfig) -> dict[str, dict[str, int]]:
@@ -201,20 +216,26 @@ def _tensor(tensors: StateDict, name: str) -> Tensor:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """A directory's tensors, each read when it is asked for; `files` keeps their files open."""
+    """A directory's tensors, each read when it is asked for; `files` keeps their files open.
+    ConfigError for one with numbers that are none.
+    """
 
     def __init__(self, directory: Path, files: ExitStack) -> None:
-        index = directory / _INDEX
-        shards = [_SINGLE]
-        if index.is_file():
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         self._shard: dict[str, Any] = {}
-        for shard in shards:
-            opened = files.enter_context(safe_open(_present(directory / shard), framework="pt"))
+        for file in weight_files(directory):
+            opened = files.enter_context(safe_open(file, framework="pt"))
             self._shard |= dict.fromkeys(opened.keys(), opened)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._shard[name].get_tensor(name)
+        if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            broken = int((~tensor.isfinite()).sum())
+            raise ConfigError(
+                f"tensor {name} has {broken} of {tensor.numel()} weights that are not finite "
+                "(NaN or infinite)",
+                where="safetensors",
+                fix="take weights that were saved whole: these were broken when they were written",
+            )
         return tensor
 
     def __contains__(self, name: object) -> bool:
@@ -230,7 +251,7 @@ class _Tensors(Mapping[str, Tensor]):
 def _write_tensors(directory: Path, tensors: StateDict, shard_bytes: int) -> None:
     """One file, or several and their index; files of an earlier, other cut are removed after."""
     shards = _cut(tensors, shard_bytes)
-    names = [_SINGLE]
+    names = [SINGLE]
     if len(shards) > 1:
         names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for file, shard in zip(names, shards, strict=True):
@@ -247,10 +268,10 @@ def _write_tensors(directory: Path, tensors: StateDict, shard_bytes: int) -> Non
         }
         size = sum(_bytes(tensor) for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        _write_json(directory / _INDEX, index)
+        _write_json(directory / INDEX, index)
     else:
-        (directory / _INDEX).unlink(missing_ok=True)
-    for old in (directory / _SINGLE, *directory.glob("model-*-of-*.safetensors")):
+        (directory / INDEX).unlink(missing_ok=True)
+    for old in (directory / SINGLE, *directory.glob("model-*-of-*.safetensors")):
         if old.name not in names:
             old.unlink(missing_ok=True)
 
@@ -270,16 +291,6 @@ def _cut(tensors: StateDict, shard_bytes: int) -> list[list[str]]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _present(file: Path) -> Path:
-    if not file.is_file():
-        raise ConfigError(
-            "the file is missing",
-            where=str(file),
-            fix="name a Hugging Face directory with config.json and safetensors",
-        )
-    return file
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a layer's feed-forward part, as Qwen3-MoE and Mixtral have it.
+"""A mixture of experts in place of a layer's feed-forward part, as Qwen's and Mixtral have it.
 
 It differs from the textbook in one way: which experts a token is sent to may be given. What an
 engine sampled with one routing is then trained with the same, although the router has changed by
@@ -48,6 +48,10 @@ class Experts(nn.Module):
         self.router = nn.Parameter(torch.empty(count, d, dtype=dtype))
         self.gate_up = nn.Parameter(torch.empty(count, 2 * width, d, dtype=dtype))
         self.down = nn.Parameter(torch.empty(count, d, width, dtype=dtype))
+        if wide := config.shared_ffn_size:
+            self.shared_gate = nn.Parameter(torch.empty(1, d, dtype=dtype))
+            self.shared_gate_up = nn.Parameter(torch.empty(2 * wide, d, dtype=dtype))
+            self.shared_down = nn.Parameter(torch.empty(d, wide, dtype=dtype))
 
     def forward(
         self, x: Tensor, experts: Tensor | None = None, counted: Tensor | None = None
@@ -68,7 +72,10 @@ class Experts(nn.Module):
         if c.normalise_routing:
             shares = shares / shares.sum(-1, keepdim=True)
         apart = self._through(x, chosen)
-        y = torch.bmm(shares.to(x.dtype).unsqueeze(1), apart).view(shape)
+        y = torch.bmm(shares.to(x.dtype).unsqueeze(1), apart).squeeze(1)
+        if c.shared_ffn_size:
+            y = y + self._shared(x)
+        y = y.view(shape)
         loss = x.new_zeros(())
         if counted is not None:
             loss = balance(probabilities, chosen, counted.reshape(-1))
@@ -86,6 +93,12 @@ class Experts(nn.Module):
         back = torch.empty_like(order)
         back[order] = torch.arange(n * k, device=x.device)
         return made.index_select(0, back).view(n, k, -1)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """What the expert that every token goes to makes of x [n, hidden_size], as far as its gate
+        lets it through."""
+        made = linear(self.pointwise.swiglu(linear(x, self.shared_gate_up)), self.shared_down)
+        return linear(x, self.shared_gate).sigmoid() * made
 
     def _one_by_one(self, rows: Tensor, ends: Tensor) -> Tensor:
         """An expert after the other, those with tokens."""

@@ -101,13 +101,15 @@ async def commit_step(
 
 async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, Any]]:
     """A row for each step after `since`, in order: its metrics, and step, lineage, manifest,
-    checkpoint, committed_ms and the trajectories trained and filtered.
+    checkpoint, committed_ms, the trajectories trained and filtered, and `failed_share`: of those
+    that have ended since the step before, the share without a reward.
     """
     rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
     return [
         json.loads(row["metrics"])
         | {key: int(row[key]) for key in ("step", "lineage", "committed_ms", "trained", "filtered")}
         | {key: row[key] for key in ("manifest", "checkpoint")}
+        | {"failed_share": int(row.get("failed", 0)) / max(1, int(row.get("ended", 0)))}
         for row in rows or []
     ]
 

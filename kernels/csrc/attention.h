@@ -122,13 +122,14 @@ inline void soften(int row, int tokens, Scratch<T>& scratch) {
 }
 
 // Attention of Queries queries for each key-value head: queries [kv_heads, Queries, Width], already
-// scaled; query q sees the first visible[q] tokens, the last of them most. Writes width * kv_heads *
-// Queries numbers: query q of head h to out[h * Queries + q].
+// scaled; query q sees the first visible[q] tokens, the last of them most, and of those the last
+// `window` (0: all). Writes width * kv_heads * Queries numbers: query q of head h to
+// out[h * Queries + q].
 //
 // Heads are the inner loop, so that blocks are read from end to end as they lie in memory.
 template <class T, int Width, int Queries>
 void attend(const Act<T>* queries, const Context<T>& context, const int32_t* visible,
-            float* const* out, Scratch<T>& scratch) {
+            int64_t window, float* const* out, Scratch<T>& scratch) {
   constexpr int vecs = Width / kLanes, chunk_blocks = kChunk / kBlock;
   constexpr int together =  // vectors of a value whose sums are held in registers
       std::min<int>(vecs, std::bit_floor(std::max(1u, kLanes / static_cast<unsigned>(Queries))));
@@ -136,11 +137,15 @@ void attend(const Act<T>* queries, const Context<T>& context, const int32_t* vis
   const int heads = context.kv_heads, rows = heads * Queries;
   const int length = visible[Queries - 1], blocks = (length + kBlock - 1) / kBlock;
   const int block_elements = heads * kBlock * Width;
+  int32_t hidden[Queries];  // tokens that lie before each query's window
+  for (int q = 0; q < Queries; q++)
+    hidden[q] = window > 0 && visible[q] > window ? static_cast<int32_t>(visible[q] - window) : 0;
+  const int begin = *std::min_element(hidden, hidden + Queries) / kBlock;
   scratch.scores.resize(rows * kChunk), scratch.weights.resize(rows * kChunk);
   scratch.mixed.assign(rows * Width, 0.0f);
   scratch.most.assign(rows, kHidden), scratch.total.assign(rows, 0.0f);
 
-  for (int first = 0; first < blocks; first += chunk_blocks) {
+  for (int first = begin; first < blocks; first += chunk_blocks) {
     const int last = std::min(first + chunk_blocks, blocks);
     for (int b = first; b < last; b++) {
       const T* block = context.keys + context.table[b] * context.stride;
@@ -155,6 +160,8 @@ void attend(const Act<T>* queries, const Context<T>& context, const int32_t* vis
             const int seen = visible[q] - b * kBlock - part * kLanes;
             Vec s = scores[q][part];
             if (seen < kLanes) s = lane_index() < seen ? s : splat(kHidden);
+            const int before = hidden[q] - b * kBlock - part * kLanes;
+            if (before > 0) s = lane_index() >= before ? s : splat(kHidden);
             store(scratch.scores.data() + (h * Queries + q) * kChunk + (b - first) * kBlock +
                       part * kLanes,
                   s);
@@ -198,11 +205,11 @@ constexpr bool is_count(int64_t n) { return (n >= 1 && n <= 4) || n == 8; }
 // As above, for sizes known at run time: is_width(width), is_count(count).
 template <class T>
 void attend_any(int64_t width, int64_t count, const Act<T>* queries, const Context<T>& context,
-                const int32_t* visible, float* const* out, Scratch<T>& scratch) {
+                const int32_t* visible, int64_t window, float* const* out, Scratch<T>& scratch) {
   switch (width * 16 + count) {
 #define MESHRL_CASE(w, n)                                          \
   case w * 16 + n:                                                 \
-    return attend<T, w, n>(queries, context, visible, out, scratch);
+    return attend<T, w, n>(queries, context, visible, window, out, scratch);
 #define MESHRL_CASES(w) \
   MESHRL_CASE(w, 1) MESHRL_CASE(w, 2) MESHRL_CASE(w, 3) MESHRL_CASE(w, 4) MESHRL_CASE(w, 8)
     MESHRL_CASES(32) MESHRL_CASES(64) MESHRL_CASES(128)

@@ -1,5 +1,5 @@
-// A decoder (Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral) over a paged cache: one call computes a step
-// of a whole batch.
+// A decoder (Llama, Mistral, Qwen, SmolLM3, Mixtral) over a paged cache: one call computes a step of
+// a whole batch.
 //
 // Every token is a row, so that prompts, their later chunks and single decoded tokens share one
 // path. Weights are packed once for each version. The caller owns the state of all slots as arrays
@@ -22,7 +22,8 @@ extern "C" {
 
 struct Shape {
   int64_t vocab, hidden, layers, heads, kv_heads, head_width, rotary_width, ffn, positions, blocks;
-  int64_t experts, experts_per_token, expert_ffn, normalise_routing;  // of the layers `sparse` names
+  int64_t experts, experts_per_token, expert_ffn, normalise_routing;  // of sparse layers
+  int64_t shared_ffn;  // of the expert that every token goes to as well; 0: none
   float norm_epsilon, attention_scale;
 };
 
@@ -67,6 +68,16 @@ enum Part {
   kRouter,
   kExpertsGateUp,
   kExpertsDown,
+  kSharedGate,
+  kSharedGateUp,
+  kSharedDown,
+};
+
+// What a layer is, as the caller describes it.
+struct LayerKind {
+  int64_t sparse;   // a mixture of experts
+  int64_t rotated;  // has rotary embedding
+  int64_t window;   // tokens that a token sees, itself the last; 0: all before it
 };
 
 // A row of a step: one token of one slot.
@@ -77,8 +88,8 @@ struct Row {
 template <class T>
 class Decoder {
  public:
-  // `sparse` [layers]: which layers are mixtures of experts.
-  Decoder(const Shape& shape, const float* rope, const uint8_t* sparse)
+  // `kinds` [layers].
+  Decoder(const Shape& shape, const float* rope, const LayerKind* kinds)
       : shape_(shape),
         queries_(shape.heads * shape.head_width),
         keys_(shape.kv_heads * shape.head_width),
@@ -91,7 +102,8 @@ class Decoder {
       Layer& layer = layers_[i];
       layer.qkv.shape(queries_ + 2 * keys_, shape.hidden);
       layer.output.shape(shape.hidden, queries_);
-      if (sparse[i]) {
+      layer.kind = kinds[i];
+      if (kinds[i].sparse) {
         shape_mixture(layer.mixture);
         sent_ += shape.experts_per_token;
       } else {
@@ -155,6 +167,9 @@ class Decoder {
         for (int64_t e = 0; e < s.experts; e++)
           layer.mixture.down[e].pack(values + e * s.hidden * s.expert_ffn, s.hidden, s.expert_ffn);
         return;
+      case kSharedGate: return layer.mixture.shared_gate.pack(values, 1, s.hidden);
+      case kSharedGateUp: return pack_gate_up(layer.mixture.shared_gate_up, values, s.shared_ffn);
+      case kSharedDown: return layer.mixture.shared_down.pack(values, s.hidden, s.shared_ffn);
     }
   }
 
@@ -226,6 +241,7 @@ class Decoder {
 
  private:
   struct Layer {
+    LayerKind kind;
     std::vector<float> attention_norm, mlp_norm, query_norm, key_norm, qkv_bias, output_bias;
     Matrix<T> qkv, output, gate_up, down;
     Mixture<T> mixture;  // in place of gate_up and down
@@ -236,8 +252,9 @@ class Decoder {
   std::vector<Matrix<T>*> matrices() {
     std::vector<Matrix<T>*> all;
     for (Layer& layer : layers_) {
-      for (Matrix<T>* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down,
-                                &layer.mixture.router})
+      for (Matrix<T>* matrix :
+           {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router,
+            &layer.mixture.shared_gate, &layer.mixture.shared_gate_up, &layer.mixture.shared_down})
         all.push_back(matrix);
       for (size_t e = 0; e < layer.mixture.down.size(); e++)
         for (Matrix<T>* matrix : {&layer.mixture.gate_up[e], &layer.mixture.down[e]})
@@ -253,6 +270,10 @@ class Decoder {
     for (Matrix<T>& matrix : mixture.gate_up)
       matrix.shape(2 * rounded_up(shape_.expert_ffn, 16), shape_.hidden);
     for (Matrix<T>& matrix : mixture.down) matrix.shape(shape_.hidden, shape_.expert_ffn);
+    if (shape_.shared_ffn == 0) return;
+    mixture.shared_gate.shape(1, shape_.hidden);
+    mixture.shared_gate_up.shape(2 * rounded_up(shape_.shared_ffn, 16), shape_.hidden);
+    mixture.shared_down.shape(shape_.hidden, shape_.shared_ffn);
   }
 
   static void padded(const float* values, int64_t n, std::vector<float>& into) {
@@ -272,7 +293,7 @@ class Decoder {
     if (rows <= rows_) return true;
     rows_ = 0;  // until all is there
     rows = rounded_up(rows, 64);
-    const int64_t ffn = rounded_up(std::max(shape_.ffn, shape_.expert_ffn), 16);
+    const int64_t ffn = rounded_up(std::max({shape_.ffn, shape_.expert_ffn, shape_.shared_ffn}), 16);
     const int64_t qkv = rounded_up(queries_ + 2 * keys_, 16);
     if (!residual_.resize(rows * wide_) || !heads_.resize(rows * qkv) ||
         !mixed_.resize(rows * queries_) || !normed_.resize(rows * wide_) ||
@@ -354,6 +375,7 @@ class Decoder {
   // Adds what the experts make of the n rows of normed_, and notes in went_, from place `sent` of
   // each row on, which they were.
   void mix(const Mixture<T>& mixture, int64_t n, int64_t sent) {
+    if (shape_.shared_ffn != 0) share(mixture, n);
     multiply(normed_.at(), n, mixture.router, nullptr, false, routed_.at());
     routes_.choose(routed_.at(), n, mixture.router.outputs);
     for (int64_t r = 0; r < n; r++)
@@ -375,6 +397,21 @@ class Decoder {
     }
   }
 
+  // Adds what the expert that every row goes to makes of the n rows of normed_, as far as its gate
+  // lets it through.
+  void share(const Mixture<T>& mixture, int64_t n) {
+    multiply(normed_.at(), n, mixture.shared_gate, nullptr, false, routed_.at());
+    multiply_swiglu(normed_.at(), n, mixture.shared_gate_up, ffn_.at());
+    multiply(ffn_.at(), n, mixture.shared_down, nullptr, false, made_.at());
+    for (int64_t r = 0; r < n; r++) {
+      const float gate = routed_.at()[r * mixture.shared_gate.outputs];
+      const Vec through = splat(1.0f / (1.0f + std::exp(-gate)));
+      float* row = residual_.at() + r * wide_;
+      for (int64_t d = 0; d < wide_; d += kLanes)
+        store(row + d, load(row + d) + through * load(made_.at() + r * wide_ + d));
+    }
+  }
+
   static const float* bias(const std::vector<float>& values) {
     return values.empty() ? nullptr : values.data();
   }
@@ -388,7 +425,7 @@ class Decoder {
       float* head = heads + h * width;
       if (!layer.query_norm.empty())
         norm_head(head, h < shape_.heads ? layer.query_norm : layer.key_norm);
-      rotate(head, row.position);
+      if (layer.kind.rotated) rotate(head, row.position);
     }
     for (int64_t i = 0; i < queries_; i++) heads[i] *= shape_.attention_scale;
     const int at = row.position % kBlock;
@@ -427,8 +464,8 @@ class Decoder {
       const Context<T> context = {layer.keys.at(), layer.values.at(),
                                   slots.table + batch_[r].slot * slots.table_width, block_,
                                   static_cast<int>(shape_.kv_heads)};
-      attend_any<T>(width, lanes, packed_.data(), context, visible_.data(), targets_.data(),
-                    scratch_);
+      attend_any<T>(width, lanes, packed_.data(), context, visible_.data(),
+                    layer.kind.window, targets_.data(), scratch_);
     }
     for (int64_t i = r * queries_; i < (r + rows) * queries_; i += kLanes)
       store_act(attended_.at() + i, load(mixed_.at() + i));
@@ -522,8 +559,8 @@ using Model = Decoder<MESHRL_STORAGE>;
 extern "C" {
 
 // nullptr: no memory.
-void* decoder_new(const Shape* shape, const float* rope, const uint8_t* sparse) {
-  return guarded<void*>(nullptr, [&] { return new Model(*shape, rope, sparse); });
+void* decoder_new(const Shape* shape, const float* rope, const LayerKind* kinds) {
+  return guarded<void*>(nullptr, [&] { return new Model(*shape, rope, kinds); });
 }
 void decoder_delete(void* d) { delete static_cast<Model*>(d); }
 

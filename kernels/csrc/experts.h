@@ -9,12 +9,13 @@
 
 namespace meshrl {
 
-// The feed-forward part of a layer: a router and its experts' matrices. Without experts the layer
-// is dense.
+// The feed-forward part of a layer: a router and its experts' matrices, and those of an expert that
+// every row goes to, if there is one. Without experts the layer is dense.
 template <class T>
 struct Mixture {
   Matrix<T> router;
   std::vector<Matrix<T>> gate_up, down;
+  Matrix<T> shared_gate, shared_gate_up, shared_down;
 
   bool empty() const { return down.empty(); }
 };

@@ -121,10 +121,10 @@ int ops_bucket_scatter(const char* packed, const int64_t* index, int64_t b, int6
 int ops_paged_decode(int narrow, const void* queries, void* keys, void* values,
                      const int32_t* table, const int32_t* lengths, int64_t n, int64_t heads,
                      int64_t width, int64_t blocks, int64_t kv_heads, int64_t table_width,
-                     float scale, void* out) {
+                     int64_t window, float scale, void* out) {
   return MESHRL_TYPED(paged_decode<T>(
       as<T>(queries), {as<T>(keys), as<T>(values), blocks, kv_heads, width}, table, lengths, n,
-      heads, table_width, scale, as<T>(out)));
+      heads, table_width, window, scale, as<T>(out)));
 }
 
 int ops_paged_write(int narrow, void* keys, void* values, const void* new_keys,
@@ -138,10 +138,10 @@ int ops_paged_write(int narrow, void* keys, void* values, const void* new_keys,
 
 int ops_varlen_prefill(int narrow, const void* queries, const void* keys, const void* values,
                        const int32_t* starts, int64_t sequences, int64_t tokens, int64_t heads,
-                       int64_t kv_heads, int64_t width, float scale, void* out) {
+                       int64_t kv_heads, int64_t width, int64_t window, float scale, void* out) {
   return MESHRL_TYPED(varlen_prefill<T>(as<T>(queries), as<T>(keys), as<T>(values), starts,
-                                         sequences, tokens, heads, kv_heads, width, scale,
-                                         as<T>(out)));
+                                         sequences, tokens, heads, kv_heads, width, window,
+                                         scale, as<T>(out)));
 }
 
 int ops_token_logprob(int narrow, const void* logits, const int64_t* tokens,

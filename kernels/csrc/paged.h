@@ -42,22 +42,24 @@ inline bool is_finite(bf16 x) { return (x & 0x7f80) != 0x7f80; }
 template <class T>
 class Attention {
  public:
-  Attention(int64_t heads, int64_t kv_heads, int64_t width, float scale)
+  Attention(int64_t heads, int64_t kv_heads, int64_t width, int64_t window, float scale)
       : heads_(heads),
         kv_heads_(kv_heads),
         width_(width),
         shared_(heads / kv_heads),
+        window_(window),
         scale_(scale) {}
 
-  // queries, out [rows, heads, width]; row r sees the first `seen` + r tokens of the context.
+  // queries, out [rows, heads, width]; row r sees the first `seen` + r tokens of the context, of
+  // those the last `window` (0: all).
   void attend(const T* queries, int64_t rows, int64_t seen, const Context<T>& context, T* out) {
     for (int64_t first = 0; first < rows * shared_; first += kMostQueries) {
       const int64_t wanted = std::min<int64_t>(kMostQueries, rows * shared_ - first);
       int64_t count = wanted;
       while (!is_count(count)) count++;
       gather(queries, first, wanted, count, seen);
-      attend_any<T>(width_, count, packed_.data(), context, visible_.data(), targets_.data(),
-                    scratch_);
+      attend_any<T>(width_, count, packed_.data(), context, visible_.data(), window_,
+                    targets_.data(), scratch_);
       for (int64_t h = 0; h < kv_heads_; h++)
         for (int64_t q = 0; q < wanted; q++) {
           T* to = out + place(h, first + q);
@@ -86,7 +88,7 @@ class Attention {
     }
   }
 
-  const int64_t heads_, kv_heads_, width_, shared_;
+  const int64_t heads_, kv_heads_, width_, shared_, window_;
   const float scale_;
   std::vector<Act<T>> packed_;
   std::vector<float> mixed_;
@@ -151,9 +153,9 @@ void attend_copy(Attention<T>& attention, const Cache<T>& cache, const int32_t* 
 
 template <class T>
 int paged_decode(const T* queries, const Cache<T>& cache, const int32_t* table,
-                 const int32_t* lengths, int64_t n, int64_t heads, int64_t table_width, float scale,
-                 T* out) {
-  Attention<T> attention(heads, cache.kv_heads, cache.width, scale);
+                 const int32_t* lengths, int64_t n, int64_t heads, int64_t table_width,
+                 int64_t window, float scale, T* out) {
+  Attention<T> attention(heads, cache.kv_heads, cache.width, window, scale);
   const int64_t row = heads * cache.width;
   for (int64_t i = 0; i < n; i++, table += table_width, queries += row, out += row) {
     const int64_t length = lengths[i], blocks = Blocks<T>::count(length);
@@ -203,11 +205,11 @@ int paged_write(const Cache<T>& cache, const T* keys, const T* values, const int
 template <class T>
 int varlen_prefill(const T* queries, const T* keys, const T* values, const int32_t* starts,
                    int64_t sequences, int64_t tokens, int64_t heads, int64_t kv_heads,
-                   int64_t width, float scale, T* out) {
+                   int64_t width, int64_t window, float scale, T* out) {
   if (starts[0] != 0 || starts[sequences] > tokens) return kOutOfRange;
   for (int64_t s = 0; s < sequences; s++)
     if (starts[s + 1] < starts[s]) return kOutOfRange;
-  Attention<T> attention(heads, kv_heads, width, scale);
+  Attention<T> attention(heads, kv_heads, width, window, scale);
   const int64_t row = heads * width;
   std::fill(out + starts[sequences] * row, out + tokens * row, T{});
   for (int64_t s = 0; s < sequences; s++) {

@@ -46,7 +46,7 @@ struct Quad {
 
 struct Problem {
   const int32_t *table, *lengths;
-  int heads, kv_heads, table_width, splits, parts;
+  int heads, kv_heads, table_width, splits, window, parts;
   int64_t blocks;
   float scale;      // of a score, in base 2
   float* partial;   // [n, heads, splits, width + 2]: sums, their maximum, their total
@@ -93,21 +93,23 @@ __device__ inline void score_block(const T* keys, const float (*queries)[Width],
         scores[g][i] += __shfl_xor_sync(kAll, scores[g][i], across);
 }
 
-// Takes a block's scores into the softmax; their weights go to `weights`. `seen` tokens count.
+// Takes a block's scores into the softmax; their weights go to `weights`. Tokens from `hidden` up to
+// `seen` count, of which there is one at least.
 template <int Queries>
-__device__ inline void soften(const float (&scores)[Queries][4], int seen,
+__device__ inline void soften(const float (&scores)[Queries][4], int hidden, int seen,
                               float (*weights)[kBlock], Running<Queries>& running) {
   const int lane = threadIdx.x % kWarp, first = lane % 4 * 4;
 #pragma unroll
   for (int g = 0; g < Queries; g++) {
     float now = running.most[g], added = 0;
     for (int i = 0; i < 4; i++)
-      if (first + i < seen) now = fmaxf(now, scores[g][i]);
+      if (first + i >= hidden && first + i < seen) now = fmaxf(now, scores[g][i]);
     for (int across = 1; across < 4; across *= 2)
       now = fmaxf(now, __shfl_xor_sync(kAll, now, across));
     float weight[4];
     for (int i = 0; i < 4; i++) {
-      weight[i] = first + i < seen ? exp2f(scores[g][i] - now) : 0;
+      const bool counts = first + i >= hidden && first + i < seen;
+      weight[i] = counts ? exp2f(scores[g][i] - now) : 0;
       added += weight[i];
     }
     for (int across = 1; across < 4; across *= 2) added += __shfl_xor_sync(kAll, added, across);
@@ -175,10 +177,12 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   const int length = max(problem.lengths[blockIdx.z], 0);
   const int blocks = (length + kBlock - 1) / kBlock;
   assert(blocks <= problem.table_width);
-  const int share = max((blocks + problem.splits - 1) / problem.splits, kWarps);
-  const int end = min(blocks, (static_cast<int>(blockIdx.x) + 1) * share);
+  const int hidden = problem.window ? max(length - problem.window, 0) : 0;
+  const int begin = hidden / kBlock;  // the first block that is seen
+  const int share = max((blocks - begin + problem.splits - 1) / problem.splits, kWarps);
+  const int end = min(blocks, begin + (static_cast<int>(blockIdx.x) + 1) * share);
   const int32_t* table = problem.table + static_cast<int64_t>(blockIdx.z) * problem.table_width;
-  int b = blockIdx.x * share + warp;
+  int b = begin + blockIdx.x * share + warp;
   int64_t next = b < end ? table[b] : 0;
   for (; b < end; b += kWarps) {
     assert(next >= 0 && next < problem.blocks);
@@ -186,7 +190,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     if (b + kWarps < end) next = table[b + kWarps];
     float scores[Queries][4];
     score_block<T, Width, Queries>(keys + place, query, scores);
-    soften<Queries>(scores, length - b * kBlock, weights[warp], running);
+    soften<Queries>(scores, hidden - b * kBlock, length - b * kBlock, weights[warp], running);
     __syncwarp();
     mix_block<T, Width, Queries>(values + place, length - b * kBlock, weights[warp], running);
     __syncwarp();
@@ -279,15 +283,15 @@ int launch_any(int width, const void* queries, const void* keys, const void* val
 
 }  // namespace
 
-// Answers a cudaError_t. All is contiguous and `keys`, `values` lie on 16 bytes; `partial` has room
+// Answers a cudaError_t. Of each sequence the last `window` tokens are seen, if it is not 0. All is contiguous and `keys`, `values` lie on 16 bytes; `partial` has room
 // for [n, heads, splits, width + 2] where splits > 1.
 extern "C" int paged_decode_launch(int narrow, const void* queries, const void* keys,
                                    const void* values, const int32_t* table,
                                    const int32_t* lengths, int n, int heads, int width,
                                    int64_t blocks, int kv_heads, int table_width, int splits,
-                                   float scale, float* partial, void* out, void* stream) {
-  const Problem problem = {table,  lengths, heads,          kv_heads, table_width, splits, 1,
-                           blocks, scale * kLog2E, partial};
+                                   int window, float scale, float* partial, void* out, void* stream) {
+  const Problem problem = {table, lengths, heads,  kv_heads,       table_width, splits,
+                           window, 1,      blocks, scale * kLog2E, partial};
   return (narrow ? launch_any<bf16> : launch_any<float>)(width, queries, keys, values, n, problem,
                                                          out, stream);
 }

@@ -18,6 +18,7 @@ constexpr int kQueries = 16;                // of a block
 constexpr int kParts = kQueries / kLanes;   // vectors that hold one number of each
 constexpr int kKeys = 128;                  // of a chunk: its scores fill a quarter of the first cache
 constexpr float kUnseen = -1e30f;
+constexpr int kAll = 1 << 30;  // a window as wide as any sequence
 constexpr int kDone = 0, kNoMemory = 1, kOutOfRange = 2;
 
 // Tiles whose sums stay in registers: 32 vectors, but for AVX2's 16.
@@ -33,7 +34,17 @@ struct Rows {
 
 struct Shape {
   int64_t heads, kv_heads;
+  int window;  // tokens that a query sees, itself the last of them; kAll: all before it
   float scale;
+
+  // The first key, of a multiple of kQueries, that a block from query `first` on sees.
+  int begin(int first) const {
+    return window > first ? 0 : (first - window + 1) / kQueries * kQueries;
+  }
+  // How many keys from `from` on the last query of the block does not see.
+  int closed(int first, int from) const {
+    return std::max(0, first + kQueries - window - from);
+  }
 };
 
 // c[M][N vectors] (+)= sum over k of a[i * Row + k * Step] * b[k * Across + vector]. Strides are
@@ -96,9 +107,11 @@ struct Block {
   }
 };
 
-// Which queries of a block see its own key number `key`: those that are not before it.
-inline Vec seen(Vec values, int part, int key, float otherwise) {
-  return lane_index() + part * kLanes >= key ? values : splat(otherwise);
+// Which queries of a block see the key that lies `key` behind its first: those that are not before
+// it, nor a window behind.
+inline Vec seen(Vec values, int part, int key, int window, float otherwise) {
+  const auto late = lane_index() + part * kLanes - key;
+  return (late >= 0) & (late < window) ? values : splat(otherwise);
 }
 
 template <int Width>
@@ -131,11 +144,11 @@ struct Forward {
     query.read(q.rows + at * q.stride + h * Width, q.stride, count, shape.scale);
     std::fill(mixed, mixed + kQueries * Width, 0.0f);
     for (int p = 0; p < kParts; p++) most[p] = splat(kUnseen), total[p] = Vec{};
-    for (int from = 0; from <= first; from += kKeys) {
+    for (int from = shape.begin(first); from <= first; from += kKeys) {
       const int count_keys = std::min(kKeys, first + kQueries - from);
       const int64_t chunk = static_cast<int64_t>(from) * Width;
       score<Width>(keys + chunk, count_keys, query.transposed, scores);
-      soften(count_keys, first - from);
+      soften(count_keys, first - from, shape.closed(first, from));
       mix<Width, 1, kQueries>(scores, values + chunk, kQueries, count_keys, mixed);
     }
     float totals[kQueries], peaks[kQueries];
@@ -150,25 +163,32 @@ struct Forward {
   }
 
   // Scores of a chunk become weights, relative to each query's largest so far; from key `own` on
-  // they are the block's own.
-  void soften(int count_keys, int own) {
-    const int open = std::min(count_keys, own);
+  // they are the block's own, and of the first `closed` not every query sees each.
+  void soften(int count_keys, int own, int closed) {
+    const int open = std::min(count_keys, own), hidden = std::min(closed, open);
     for (int p = 0; p < kParts; p++) {
       float* column = scores + p * kLanes;
       Vec peak = most[p], added{};
-      for (int j = 0; j < open; j++) peak = larger(peak, load(column + j * kQueries));
-      for (int j = open; j < count_keys; j++)
-        peak = larger(peak, seen(load(column + j * kQueries), p, j - own, kUnseen));
-      for (int j = 0; j < open; j++) {
+      const auto look = [&](int j) {
+        const Vec score = load(column + j * kQueries);
+        peak = larger(peak, seen(score, p, j - own, shape.window, kUnseen));
+      };
+      const auto weigh = [&](int j) {
+        const Vec e = exponential(load(column + j * kQueries) - peak);
+        const Vec weight = seen(e, p, j - own, shape.window, 0.0f);
+        store(column + j * kQueries, weight);
+        added += weight;
+      };
+      for (int j = 0; j < hidden; j++) look(j);
+      for (int j = hidden; j < open; j++) peak = larger(peak, load(column + j * kQueries));
+      for (int j = open; j < count_keys; j++) look(j);
+      for (int j = 0; j < hidden; j++) weigh(j);
+      for (int j = hidden; j < open; j++) {
         const Vec e = exponential(load(column + j * kQueries) - peak);
         store(column + j * kQueries, e);
         added += e;
       }
-      for (int j = open; j < count_keys; j++) {
-        const Vec e = seen(exponential(load(column + j * kQueries) - peak), p, j - own, 0.0f);
-        store(column + j * kQueries, e);
-        added += e;
-      }
+      for (int j = open; j < count_keys; j++) weigh(j);
       const Vec shrink = exponential(most[p] - peak);
       total[p] = total[p] * shrink + added;
       most[p] = peak;
@@ -233,12 +253,12 @@ struct Backward {
       log_sums[i] = log_sum[h * tokens + at + i];
     }
     std::fill(mixed, mixed + kQueries * Width, 0.0f);
-    for (int from = 0; from <= first; from += kKeys) {
+    for (int from = shape.begin(first); from <= first; from += kKeys) {
       const int count_keys = std::min(kKeys, first + kQueries - from);
       const int64_t chunk = static_cast<int64_t>(from) * Width;
       score<Width>(pair.keys + chunk, count_keys, query.transposed, weights);
       score<Width>(pair.values + chunk, count_keys, arriving.transposed, raised);
-      differentiate(count_keys, first - from, log_sums, shared_slope);
+      differentiate(count_keys, first - from, shape.closed(first, from), log_sums, shared_slope);
       mix<Width, kQueries, 1>(weights, arriving.rows, count_keys, kQueries,
                               pair.value_sums + chunk);
       mix<Width, kQueries, 1>(raised, query.rows, count_keys, kQueries, pair.key_sums + chunk);
@@ -252,20 +272,27 @@ struct Backward {
   }
 
   // Scores become weights, and gradients of weights those of scores.
-  void differentiate(int count_keys, int own, const float* log_sums, const float* shared_slope) {
+  void differentiate(int count_keys, int own, int closed, const float* log_sums,
+                     const float* shared_slope) {
     for (int p = 0; p < kParts; p++) {
       const Vec log_sum = load(log_sums + p * kLanes), common = load(shared_slope + p * kLanes);
       for (int j = 0; j < count_keys; j++) {
         float *weight = weights + j * kQueries + p * kLanes,
               *rise = raised + j * kQueries + p * kLanes;
         Vec e = exponential(load(weight) - log_sum);
-        if (j >= own) e = seen(e, p, j - own, 0.0f);
+        if (j >= own || j < closed) e = seen(e, p, j - own, shape.window, 0.0f);
         store(weight, e);
         store(rise, e * (load(rise) - common));
       }
     }
   }
 };
+
+// Of a window of so many tokens; 0: none.
+Shape shape_of(int64_t heads, int64_t kv_heads, int64_t window, float scale) {
+  const bool slides = window > 0 && window < kAll;
+  return {heads, kv_heads, slides ? static_cast<int>(window) : kAll, scale};
+}
 
 bool is_partition(const int32_t* starts, int64_t sequences, int64_t tokens) {
   if (starts[0] != 0 || starts[sequences] > tokens) return false;
@@ -307,12 +334,13 @@ int varlen_has_width(int64_t width) {
   return width == 16 || width == 32 || width == 64 || width == 96 || width == 128;
 }
 
-// Strides are in floats, between tokens. Rows behind the last sequence are zeroed.
+// Strides are in floats, between tokens. `window`: tokens that each one sees; 0: all before it.
+// Rows behind the last sequence are zeroed.
 int varlen_forward(const float* q, const float* k, const float* v, int64_t q_stride,
                    int64_t k_stride, int64_t v_stride, const int32_t* starts, int64_t sequences,
-                   int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, float scale,
-                   float* out, float* log_sum) {
-  const Shape shape{heads, kv_heads, scale};
+                   int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t window,
+                   float scale, float* out, float* log_sum) {
+  const Shape shape = shape_of(heads, kv_heads, window, scale);
   const Rows queries{q, q_stride}, keys{k, k_stride}, values{v, v_stride};
   int status = kOutOfRange;
   MESHRL_WIDE(over_sequences(
@@ -325,10 +353,10 @@ int varlen_forward(const float* q, const float* k, const float* v, int64_t q_str
 
 int varlen_backward(const float* q, const float* k, const float* v, int64_t q_stride,
                     int64_t k_stride, int64_t v_stride, const int32_t* starts, int64_t sequences,
-                    int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, float scale,
-                    const float* out, const float* log_sum, const float* slope,
+                    int64_t tokens, int64_t heads, int64_t kv_heads, int64_t width, int64_t window,
+                    float scale, const float* out, const float* log_sum, const float* slope,
                     int64_t slope_stride, float* q_slope, float* k_slope, float* v_slope) {
-  const Shape shape{heads, kv_heads, scale};
+  const Shape shape = shape_of(heads, kv_heads, window, scale);
   const Rows queries{q, q_stride}, keys{k, k_stride}, values{v, v_stride},
       arriving{slope, slope_stride};
   int status = kOutOfRange;

@@ -52,20 +52,28 @@ def paged_write(
 
 
 def paged_decode(
-    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Attention of queries [n, heads, width] over the cache -> like queries. May decline."""
     with torch.cuda.device(keys.device):
-        return launchers(keys.device).paged_decode(queries, keys, values, table, lengths, scale)
+        return launchers(keys.device).paged_decode(
+            queries, keys, values, table, lengths, scale, window
+        )
 
 
 def varlen_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float
+    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
 ) -> Tensor:
     """Causal attention of queries [t, heads, width] by sequence -> like queries. May decline."""
     tensors = [tensor.contiguous() for tensor in (queries, keys, values, starts)]
     with torch.cuda.device(queries.device):
-        out: Tensor = _triton().varlen_prefill(*tensors, scale)
+        out: Tensor = _triton().varlen_prefill(*tensors, scale, window)
     return out
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops.declined import Declined
+from kernels.ops.layout import BLOCK
 
 WIDTHS = (32, 64, 128)  # head widths that paged_decode.cu is compiled for
 WIDEST = 1024  # head that paged_write takes: a thread for each feature
@@ -26,7 +27,7 @@ SIGNATURES: dict[str, list[type]] = {
     "bucket_launch": [FLAG, *[POINTER] * 2, *[SIZE] * 3, *[POINTER] * 2],
     "paged_write_launch": [FLAG, *[POINTER] * 6, SIZE, FLAG, SIZE, *[FLAG] * 2, POINTER],
     "paged_decode_launch": [
-        *[FLAG, *[POINTER] * 5, *[FLAG] * 3, SIZE, *[FLAG] * 3],
+        *[FLAG, *[POINTER] * 5, *[FLAG] * 3, SIZE, *[FLAG] * 4],
         *[FLOAT, *[POINTER] * 3],
     ],
 }
@@ -93,6 +94,7 @@ class Launchers:
         table: Tensor,
         lengths: Tensor,
         scale: float,
+        window: int = 0,
     ) -> Tensor:
         """Attention of queries [n, heads, width] over the cache -> like queries. Declined: there is
         no kernel for the width, or the cache is not contiguous and aligned.
@@ -110,7 +112,8 @@ class Launchers:
         room = n * heads * count * (width + 2) if count > 1 else 0
         partial = torch.empty(room, dtype=torch.float32, device=queries.device)
         tensors = (queries.contiguous(), keys, values, table.contiguous(), lengths.contiguous())
-        sizes = (n, heads, width, keys.shape[0], kv_heads, table_width, count)
+        seen = min(window, table_width * BLOCK)  # a wider one is none
+        sizes = (n, heads, width, keys.shape[0], kv_heads, table_width, count, seen)
         arguments = (*tensors, *sizes, scale, partial, out)
         self._launch("paged_decode_launch", _narrow(keys), *arguments)
         return out

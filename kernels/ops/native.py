@@ -23,9 +23,9 @@ SIGNATURES: dict[str, list[type]] = {
     "ops_has_width": [SIZE],
     "ops_bucket_pack": [POINTER, SIZE, SIZE, POINTER, SIZE, POINTER],
     "ops_bucket_scatter": [POINTER, POINTER, SIZE, SIZE, SIZE, POINTER],
-    "ops_paged_decode": [FLAG, *[POINTER] * 5, *[SIZE] * 6, FLOAT, POINTER],
+    "ops_paged_decode": [FLAG, *[POINTER] * 5, *[SIZE] * 7, FLOAT, POINTER],
     "ops_paged_write": [FLAG, *[POINTER] * 6, *[SIZE] * 5],
-    "ops_varlen_prefill": [FLAG, *[POINTER] * 4, *[SIZE] * 5, FLOAT, POINTER],
+    "ops_varlen_prefill": [FLAG, *[POINTER] * 4, *[SIZE] * 6, FLOAT, POINTER],
     "ops_token_logprob": [FLAG, *[POINTER] * 3, *[SIZE] * 2, POINTER],
 }
 
@@ -64,7 +64,13 @@ def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def paged_decode(
-    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Attention of queries [n, heads, width] over the cache -> like queries. Declined: there is no
     kernel for the width, or the cache is not contiguous.
@@ -74,7 +80,7 @@ def paged_decode(
     _need_width(width)
     queries, table, lengths = queries.contiguous(), table.contiguous(), lengths.contiguous()
     out = torch.empty_like(queries)
-    sizes = (n, heads, width, keys.shape[0], keys.shape[1], table.shape[1])
+    sizes = (n, heads, width, keys.shape[0], keys.shape[1], table.shape[1], window)
     tensors = (queries, keys, values, table, lengths)
     _call("ops_paged_decode", _narrow(keys), *tensors, *sizes, scale, out)
     return out
@@ -98,7 +104,7 @@ def paged_write(
 
 
 def varlen_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float
+    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
 ) -> Tensor:
     """Causal attention of queries [t, heads, width] within sequences -> like queries. Declined:
     there is no kernel for the width.
@@ -106,7 +112,7 @@ def varlen_prefill(
     _need_width(queries.shape[2])
     queries, keys, values, starts = (t.contiguous() for t in (queries, keys, values, starts))
     out = torch.empty_like(queries)
-    sizes = (starts.shape[0] - 1, queries.shape[0], queries.shape[1], *keys.shape[1:])
+    sizes = (starts.shape[0] - 1, queries.shape[0], queries.shape[1], *keys.shape[1:], window)
     tensors = (queries, keys, values, starts)
     _call("ops_varlen_prefill", _narrow(keys), *tensors, *sizes, scale, out)
     return out

@@ -12,17 +12,24 @@ from kernels.ops.layout import check_cache
 
 @torch.library.custom_op("meshrl::paged_decode", mutates_args=())
 def paged_decode(
-    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int = 0,
 ) -> Tensor:
-    """Attention of queries [n, heads, width] to lengths [n] int32 tokens each -> like queries.
+    """Attention of queries [n, heads, width] to lengths [n] int32 tokens each -> like queries; with
+    a `window`, to the last `window` of them.
 
     Token t of sequence i is token t % 16 of block table[i, t // 16]; table [n, m] int32. keys and
     values are a cache of `cache_shapes`, in the queries' type; query heads share key-value heads in
     order. Length 0 is an empty lane: zeros. What the table or a block hold behind a sequence's end
     is never read into a result. IndexError on a CPU if a length or a block is out of range.
     """
-    _check_decode(queries, keys, values, table, lengths, scale)
-    return reference.paged_decode(queries, keys, values, table, lengths, scale)
+    _check_decode(queries, keys, values, table, lengths, scale, window)
+    return reference.paged_decode(queries, keys, values, table, lengths, scale, window)
 
 
 @torch.library.custom_op("meshrl::paged_write", mutates_args={"keys", "values"})
@@ -45,8 +52,16 @@ def paged_write(
 
 
 def _check_decode(
-    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int = 0,
 ) -> None:
+    if window < 0:
+        raise ValueError(f"a window of {window} tokens")
     if queries.dim() != 3 or keys.dim() < 2 or queries.shape[1] % keys.shape[1]:
         raise ValueError(f"queries {list(queries.shape)} for a cache of {list(keys.shape)}")
     check_cache(keys, values, keys.shape[1], queries.shape[2])

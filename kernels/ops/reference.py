@@ -28,13 +28,24 @@ def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 def paged_decode(
-    queries: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int = 0,
 ) -> Tensor:
-    """softmax(scale q K^T) V over each sequence's tokens, in float32."""
+    """softmax(scale q K^T) V over each sequence's tokens, in float32; the last `window` of them,
+    unless it is 0.
+    """
     n, heads, width = queries.shape
     kv_heads = keys.shape[1]
-    here = torch.arange(table.shape[1] * BLOCK, device=table.device) < lengths[:, None]
+    token = torch.arange(table.shape[1] * BLOCK, device=table.device)
+    here = token < lengths[:, None]
     used = here[:, ::BLOCK]
+    if window:
+        here = here & (token >= lengths[:, None] - window)
     blocks = torch.where(used, table, 0).long()
     # [n, blocks, kv_heads, 16, width] -> [n, kv_heads, tokens, width]
     k, v = (
@@ -72,17 +83,21 @@ def paged_write(
 
 
 def varlen_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float
+    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
 ) -> Tensor:
-    """Causal softmax(scale q K^T) V within each sequence, in float32; zeros behind the last."""
+    """Causal softmax(scale q K^T) V within each sequence, in float32; zeros behind the last. A
+    token sees the last `window` up to itself; 0: all.
+    """
     out = queries.new_zeros(queries.shape)
     shared = queries.shape[1] // keys.shape[1]
     for first, end in pairwise(starts.tolist()):
         q = queries[first:end].transpose(0, 1).float()  # [heads, tokens, width]
         k = keys[first:end].transpose(0, 1).repeat_interleave(shared, 0).float()
         v = values[first:end].transpose(0, 1).repeat_interleave(shared, 0).float()
-        later = torch.ones(end - first, end - first, dtype=torch.bool, device=q.device).triu(1)
-        weights = (q @ k.mT * scale).masked_fill(later, -torch.inf).softmax(-1)
+        hidden = torch.ones(end - first, end - first, dtype=torch.bool, device=q.device).triu(1)
+        if window:
+            hidden = hidden | ~torch.ones_like(hidden).triu(1 - window)
+        weights = (q @ k.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1)
         out[first:end] = (weights @ v).transpose(0, 1).to(out.dtype)
     return out
 

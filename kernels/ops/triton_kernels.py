@@ -28,6 +28,7 @@ def prefill_kernel(
     heads,
     kv_heads,
     scale,
+    window,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -63,7 +64,8 @@ def prefill_kernel(
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
     kv_head = head // (heads // kv_heads)
     end = tl.minimum((tl.program_id(0) + 1) * ROWS, last)
-    for column in range(tl.min(first), end, COLUMNS):
+    seen = tl.maximum(first, rows - window + 1)  # the first token of each row's window
+    for column in range(tl.min(seen), end, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         there = (columns * kv_heads + kv_head).to(tl.int64)[:, None] * WIDTH + features[None, :]
         real = (columns < last)[:, None] & inside
@@ -73,7 +75,7 @@ def prefill_kernel(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        visible = (columns[None, :] >= first[:, None]) & (columns[None, :] <= rows[:, None])
+        visible = (columns[None, :] >= seen[:, None]) & (columns[None, :] <= rows[:, None])
         scores = tl.where(visible, scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 1))
         finite = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet
@@ -117,7 +119,7 @@ def tile(width: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def varlen_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float
+    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
 ) -> Tensor:
     """Computes reference.varlen_prefill for contiguous tensors; starts are not checked."""
     tokens, heads, width = queries.shape
@@ -139,6 +141,7 @@ def varlen_prefill(
         heads,
         keys.shape[1],
         scale * LOG2_E,
+        window or tokens,
         WIDTH=width,
         PADDED=max(16, triton.next_power_of_2(width)),
         WIDE=interpreted or queries.dtype == torch.float32,

@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig
 from common.job.pace import profile
+from common.model.tokenizer import companions
 from meshrl.job import (
     algorithm,
     extras,
@@ -211,8 +212,7 @@ class _Checker:
             raise self.fail(
                 "model.tokenizer",
                 f"model.tokenizer: there is no tokenizer at {tokenizer}",
-                "Name a tokenizer.json; of older models, `save_pretrained` of transformers' "
-                "AutoTokenizer writes one",
+                _convert(tokenizer.parent),
             )
         taskset = config.environment.verifiers
         if not (config.dataset.train or taskset):
@@ -300,6 +300,17 @@ class _Checker:
                 references.resolve(reference, base)
             except ConfigError as error:
                 raise self.fail(key, f"{key}: {error}") from error
+
+
+def _convert(directory: Path) -> str:
+    """What to do about a tokenizer.json that is missing."""
+    older = [f.name for f in companions(directory / "tokenizer.json") if f.suffix == ".model"]
+    if not older:
+        return "Name a tokenizer.json"
+    return (
+        f"transformers makes one of {older[0]}: "
+        f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+    )
 
 
 def all_references(config: JobConfig) -> Iterator[tuple[str, str]]:

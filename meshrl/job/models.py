@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from common.job.config import INITIAL, JobConfig, JudgeConfig
 from common.job.evaluation_plan import HELD_OUT, figures
 from common.model import checkpoint_files
 from common.model.config import ModelConfig
+from common.model.formats.checkpoint import load_config
 from common.model.tokenizer import Tokenizer
 from meshrl.job import algorithm, rows
 
@@ -117,16 +117,17 @@ def shapes(config: JobConfig, fail: Fail) -> None:
 
 
 def shape(path: str, described: dict[str, Any]) -> ModelConfig:
-    """What the config.json in a directory says, or `described` without one; ConfigError when that
-    is no decoder of ours.
+    """What the files of a directory say, or `described` without one; ConfigError when that is no
+    decoder of ours.
     """
+    if path:
+        return load_config(path)
     try:
-        raw = json.loads((Path(path) / "config.json").read_text("utf-8")) if path else described
-        return ModelConfig.from_hf(raw)
+        return ModelConfig.from_hf(described)
     except (OSError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"the model's description cannot be read: {type(error).__name__}: {error}",
-            where=f"{path}/config.json" if path else "",
+            where="model.config",
         ) from error
 
 

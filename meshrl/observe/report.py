@@ -23,6 +23,7 @@ from meshrl.exporting import command
 from meshrl.launch.places import write_json
 from meshrl.observe import audit, charts, sections, summary
 from meshrl.observe.charts import Series, Span
+from meshrl.observe.failures import Failure, counted, counts, of_share
 from meshrl.observe.lines import lines_of
 from meshrl.observe.recorder import Recorder, job_of, read_events
 from meshrl.observe.sections import column
@@ -158,7 +159,11 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
 
     def accuracy(key: str) -> str:
         held = found["held_out"][key]
-        return f"{held['sampled']:.3f} sampled, {held['greedy']:.3f} greedy" if held else "-"
+        if not held:
+            return "-"
+        modes = ("sampled", "greedy")
+        said = (f"{held[m]:.3f} {m}{of_share(held.get(f'{m}_share'))}" for m in modes)
+        return ", ".join(said)
 
     cached = " (warm start from the cache)" if found["warm_start_cached"] else ""
     gap = found["logprob_gap_max"]
@@ -181,7 +186,17 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{found['typed_drops']} failed, {found['lost']} lost, "
             f"{found['trained_twice']} trained twice",
         ),
+        *_failed(found),
     ]
+
+
+def _failed(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The share of trajectories that failed, and why."""
+    kinds = [Failure(**failure) for failure in found["failures"]]
+    if not kinds and not found["typed_drops"]:
+        return []
+    why = counts(kinds).removeprefix("failed so far: ") if kinds else ""
+    return [("failed", f"{100 * found['failed_share']:.1f} %" + (f": {why}" if why else ""))]
 
 
 def _evaluations(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -190,10 +205,15 @@ def _evaluations(found: dict[str, Any]) -> list[tuple[str, str]]:
     best = [e for e in every if e["step"] == found["best_version"]]
     last = [e for e in every if any(not n.startswith(f"{HELD_OUT}.") for n in e["figures"])]
     return [
-        (what, f"{e['step']}: " + ", ".join(f"{n} {v:.3f}" for n, v in e["figures"].items()))
+        (what, f"{e['step']}: " + _figures(e))
         for what, rows in (("best version", best), ("evaluated last", last))
         for e in rows[-1:]
     ]
+
+
+def _figures(e: dict[str, Any]) -> str:
+    shares = e.get("shares", {})
+    return ", ".join(f"{n} {v:.3f}{of_share(shares.get(n))}" for n, v in e["figures"].items())
 
 
 def html(
@@ -234,6 +254,7 @@ def html(
         ("Log-probability gap between engine and trainer", charts.lines(gap, "step")),
         ("Who had which role when", charts.timeline(spans(events, start_ms, end), faults, end)),
         ("Seconds a step", charts.lines(times, "step")),
+        *_failures(found),
         ("What happened", _table([(f"{second:.1f} s", text) for second, text in news])),
         ("CPU-seconds", _table([(n, f"{s:.1f}") for n, s in found["cpu_s"].items()])),
         ("Job", sections.job(document)),
@@ -246,6 +267,13 @@ def html(
         f'<!doctype html><html lang="en"><meta charset="utf-8">{again}<title>{title}</title>'
         f"<style>{STYLE}</style><h1>{title}</h1>{body}</html>\n"
     )
+
+
+def _failures(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What failed in the job's own code, by kind and place."""
+    kinds = [Failure(**failure) for failure in found["failures"]]
+    rows = [(counted(f), ". ".join(filter(None, (f.text, f.fix)))) for f in kinds]
+    return [("Failed trajectories", _table(rows))] if rows else []
 
 
 def _evaluated(evaluations: Sequence[Evaluation]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from common.state.events import Event
 from meshrl import dryrun
 from meshrl.observe import charts
 from meshrl.observe.charts import Series
+from meshrl.observe.failures import of_share
 from meshrl.observe.watch import Evaluation
 
 Points = list[tuple[float, float]]
@@ -41,14 +42,23 @@ def learning(rows: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation]) 
 
 def _measured(evaluations: Sequence[Evaluation]) -> str:
     others = sorted({n for e in evaluations for n in e.figures} - {SAMPLED, GREEDY})
+    names = (SAMPLED, GREEDY, *others)
     head = "".join(f"<th>{escape(n)}</th>" for n in ("step", "sampled", "greedy", *others))
     body = ""
     for e in evaluations:
-        values = [e.sampled, e.greedy, *(e.figures.get(n) for n in others)]
-        cells = "".join(f"<td class=n>{'' if v is None else f'{v:.3f}'}</td>" for v in values)
+        found = e.figures | {SAMPLED: e.sampled, GREEDY: e.greedy}
+        cells = "".join(f"<td class=n>{_value(e, n, found.get(n))}</td>" for n in names)
         mark = " (best)" if e.best else ""
         body += f"<tr><td class=n>{e.step}{mark}</td>{cells}</tr>"
     return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _value(e: Evaluation, name: str, value: float | None) -> str:
+    """A figure, and of which share of its samples it is unless it is of all."""
+    share = e.shares.get(name)
+    if value is None:
+        return "no sample was scored" if share == 0 else ""
+    return f"{value:.3f}{of_share(share)}"
 
 
 def health(rows: Sequence[dict[str, Any]], events: Sequence[Event]) -> list[Section]:

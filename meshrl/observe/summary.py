@@ -8,6 +8,7 @@ from typing import Any
 from common.state.events import Event
 from common.state.gangs import Role
 from common.state.jobs import Phase
+from meshrl.observe.failures import listed
 from meshrl.observe.usage import Tally
 from meshrl.observe.watch import Evaluation, unforeseen
 
@@ -39,7 +40,7 @@ def summarize(
             "before": _accuracy(evaluations, "before"),
             "after": _accuracy(evaluations, "after"),
         },
-        "evaluations": [{"tag": e.tag, "step": e.step, "figures": e.figures} for e in evaluations],
+        "evaluations": [_evaluation(e) for e in evaluations],
         "best_version": next((e.step for e in reversed(evaluations) if e.best), None),
         "wall_s": round(wall_s, 1),
         "warm_start_cached": warm_start_cached,
@@ -57,6 +58,8 @@ def summarize(
         "lost": account["lost"],
         "trained_twice": account["trained_twice"],
         "typed_drops": account["typed_drops"],
+        "failed_share": _share(account),
+        "failures": listed(events),
         "workers_moved": len(stage_time_moves(events)),
         "logprob_gap_max": max(gaps, default=None),
         "processes_ended": sum(map(unforeseen, events)),
@@ -85,8 +88,23 @@ def stage_time_moves(events: Sequence[Event]) -> list[Event]:
     return list(found.values())
 
 
+def _evaluation(e: Evaluation) -> dict[str, Any]:
+    """Its figures, and of which share of their samples they are where that is not all."""
+    missing = {name: share for name, share in e.shares.items() if share < 1.0}
+    found: dict[str, Any] = {"tag": e.tag, "step": e.step, "figures": e.figures}
+    return found | ({"shares": missing, "reasons": e.reasons} if missing else {})
+
+
+def _share(account: dict[str, int]) -> float:
+    """Of the trajectories that have ended, those without a reward."""
+    ended = account["trained"] + account["filtered"] + account["typed_drops"]
+    return round(account["typed_drops"] / max(1, ended), 4)
+
+
 def _accuracy(evaluations: Sequence[Evaluation], tag: str) -> dict[str, float] | None:
     found = next((e for e in evaluations if e.tag == tag), None)
     if found is None or found.sampled is None:
         return None
-    return {"sampled": found.sampled, "greedy": found.greedy or 0.0}
+    shares = {name.rpartition(".")[2]: s for name, s in found.shares.items() if s < 1.0}
+    missing = {f"{name}_share": s for name, s in shares.items() if name in ("sampled", "greedy")}
+    return {"sampled": found.sampled, "greedy": found.greedy or 0.0} | missing

@@ -15,9 +15,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.job.evaluation_plan import HELD_OUT
+from common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
 from common.state.gangs import Role
 from common.state.jobs import Phase
+from meshrl.observe.failures import SHOWN, Told, counted, first, lost, of_share
 from meshrl.observe.watch import Evaluation, Snapshot, WorkerLine
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -57,6 +58,7 @@ class Lines:
         self._trouble = False
         self._full = ""
         self._alerts = 0
+        self._failures = Told()
 
     def __enter__(self) -> Self:
         return self
@@ -81,8 +83,11 @@ class Lines:
         self._alerts = len(shot.alerts)
         if self._steps < 0:  # what a resumed run did before is not news
             self._steps = 0 if len(rows) <= 1 else len(rows)
+        stepped = len(rows) > self._steps
         for row in rows[self._steps :]:
             self.say(step_line(row, shot))
+        for line in self._failures.news(shot.failures, stepped, shot.elapsed_s):
+            self.say(f"[{clock(shot.elapsed_s)}] {line}")
         self._steps = len(rows)
         self._show_phase(shot)
         for evaluation in shot.evaluations[self._evaluations :]:
@@ -126,6 +131,9 @@ def screen(shot: Snapshot, run_dir: Path) -> RenderableType:
     parts: list[RenderableType] = [_progress(shot), _learning(shot), _workers(shot.workers)]
     if shot.histogram:
         parts.append(_in_flight(shot))
+    if shot.failures:
+        parts.append(Text("\n".join(map(counted, shot.failures[-SHOWN:])), style="yellow"))
+        parts.append(Text(first(shot.failures[-1]), style="dim yellow"))
     if shot.news:
         parts.append(Text("\n".join(shot.news), style="dim"))
     if wrong := shot.full or shot.trouble or shot.error:
@@ -155,11 +163,14 @@ def _learning(shot: Snapshot) -> RenderableType:
     now = f"{shot.rewards[-1]:.3f}" if shot.rewards else "-"
     grid.add_row("reward", f"{now}  {sparkline(shot.rewards[-CURVE_WIDTH:])}")
     held = "   ".join(
-        f"{e.step}: {e.sampled:.3f}" + (f" ({e.greedy:.3f} greedy)" if e.greedy is not None else "")
+        f"{e.step}: {e.sampled:.3f}{of_share(e.shares.get(SAMPLED))}"
+        + (f" ({e.greedy:.3f} greedy)" if e.greedy is not None else "")
         for e in shot.evaluations[-4:]
         if e.sampled is not None
     )
-    grid.add_row("held-out", held or "-")
+    last = shot.evaluations[-1] if shot.evaluations else None
+    missing = lost(last.shares, last.reasons) if last else ""
+    grid.add_row("held-out", "   ".join(filter(None, (held, missing))) or "-")
     if shot.evaluations and (others := other_figures(shot.evaluations[-1])):
         grid.add_row("evaluated", f"{shot.evaluations[-1].step}: {others}")
     grid.add_row("tokens/s", f"{shot.rolled_out_s:,.0f} rolled out   {shot.trained_s:,.0f} trained")
@@ -223,6 +234,7 @@ def step_line(row: dict[str, Any], shot: Snapshot) -> str:
         f"[{clock(shot.elapsed_s)}] step {row['step']}/{shot.steps}"
         f"  reward {row['reward']:.3f}  length {row['length_mean']:.0f}"
         f"  staleness {row['staleness']:.2f}  gap {gap(row['logprob_gap'])}"
+        f"  failed {100 * row.get('failed_share', 0):.0f} %"
         f"  tokens/s {rate}  {roles(shot.workers)}"
     )
 
@@ -233,21 +245,23 @@ def gap(value: float | None) -> str:
 
 
 def evaluation_line(evaluation: Evaluation) -> str:
-    parts = []
+    parts, shares = [], evaluation.shares
     if evaluation.sampled is not None:
-        parts.append(f"{evaluation.sampled:.3f} sampled")
+        parts.append(f"{evaluation.sampled:.3f} sampled{of_share(shares.get(SAMPLED))}")
     if evaluation.greedy is not None:
-        parts.append(f"{evaluation.greedy:.3f} greedy")
+        parts.append(f"{evaluation.greedy:.3f} greedy{of_share(shares.get(GREEDY))}")
     parts += [others] if (others := other_figures(evaluation)) else []
+    parts += [missing] if (missing := lost(shares, evaluation.reasons)) else []
     best = "; the best so far" if evaluation.best else ""
     what = "held-out" if evaluation.sampled is not None else "evaluated"
-    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'nothing'}{best}"
+    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'no figure'}{best}"
 
 
 def other_figures(evaluation: Evaluation) -> str:
     """The figures of the datasets beside the held-out set."""
     others = {k: v for k, v in evaluation.figures.items() if not k.startswith(f"{HELD_OUT}.")}
-    return ", ".join(f"{name} {value:.3f}" for name, value in others.items())
+    shares = evaluation.shares
+    return ", ".join(f"{n} {value:.3f}{of_share(shares.get(n))}" for n, value in others.items())
 
 
 def roles(workers: Sequence[WorkerLine]) -> str:

@@ -13,6 +13,7 @@ from common.state.events import Event
 from common.state.gangs import Gang, Role
 from common.state.jobs import ENDED, JobRow, Phase
 from common.state.registry import Entry
+from meshrl.observe.failures import Failure, Heard
 
 RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
 STOPPED = "stopped"  # why a process ended that its supervisor was told to stop
@@ -40,6 +41,8 @@ class Evaluation:
     greedy: float | None  # before, after, and when the best version is chosen by it
     figures: dict[str, float] = field(default_factory=dict)  # figures of all datasets, by name
     best: bool = False  # it is the best version so far
+    shares: dict[str, float] = field(default_factory=dict)  # of the samples that each figure is of
+    reasons: dict[str, int] = field(default_factory=dict)  # why samples are in no figure
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Snapshot:
     histogram: tuple[int, ...] = ()
     news: tuple[str, ...] = ()  # the last events worth a line
     alerts: tuple[str, ...] = ()  # every process that ended unasked, and the like, so far
+    failures: tuple[Failure, ...] = ()  # what failed in the job's own code in this session
     trouble: str = ""  # why this is not up to date
     full: str = ""  # which disk is full, and what to do
     error: str = ""  # why the job failed
@@ -97,6 +101,7 @@ class History:
     tokens: deque[tuple[float, float]] = field(default_factory=deque)
     news: deque[str] = field(default_factory=lambda: deque(maxlen=4))
     alerts: list[str] = field(default_factory=list)
+    failures: Heard = field(default_factory=Heard)
 
     def rate(self, at: float, total: float) -> float:
         """Tokens/s over the last seconds; a counter that fell back belongs to a new process."""
@@ -110,6 +115,7 @@ class History:
 
     def hear(self, events: Sequence[Event]) -> None:
         for event in events:
+            self.failures.hear(event)
             if line := told(event):
                 self.news.append(line)
                 if event.kind in ALERTS:
@@ -144,6 +150,7 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
         news=tuple(history.news),
         alerts=tuple(history.alerts),
+        failures=history.failures.all,
         error=reading.job.error,
     )
     return replace(shot, **_histogram(rollouts))
@@ -159,6 +166,8 @@ def evaluation(row: dict[str, Any]) -> Evaluation:
         greedy=None if greedy is None else float(greedy),
         figures={name: float(value) for name, value in row.get("figures", {}).items()},
         best=bool(row.get("best", False)),
+        shares={name: float(share) for name, share in row.get("shares", {}).items()},
+        reasons={kind: int(n) for kind, n in row.get("reasons", {}).items()},
     )
 
 

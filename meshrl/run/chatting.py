@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 import tempfile
@@ -32,9 +31,8 @@ def chat(
         model = run.directory / "model"
         if step is not None or best or not (model / "config.json").is_file():
             model = scratch / "model"
-            with contextlib.redirect_stdout(sys.stderr):
-                if exporting.export(run.directory, step, best, model) != 0:
-                    raise NotFound(f"{run.shown} has no such version", fix="see the line above")
+            if exporting.export(run.directory, step, best, model, quiet=True) != 0:
+                raise NotFound(f"{run.shown} has no such version", fix="see the line above")
         words = [sys.executable, "-m", "services.rollout.talking", "--run", str(run.directory)]
         words += ["--model", str(model), "--scratch", str(scratch)]
         words += ["--temperature", str(temperature), *(["--json"] if as_json else [])]

@@ -26,6 +26,7 @@ from meshrl.job import jobfile
 from meshrl.launch import places
 from meshrl.launch.places import write_json
 from meshrl.observe.lines import lines_of
+from meshrl.preflight import checks
 
 RESULT = "evaluation.json"
 FIXED = (
@@ -49,12 +50,14 @@ def evaluate(
     """Prints the figures and writes them into the evaluation's run directory; the exit status."""
     with _directory_of(model, step, best) as directory:
         fixed = [*FIXED, TEACHERLESS] if _distils(job) else FIXED
-        config, base = jobfile.load(job, [*fixed, *_with_model(directory), *settings])
+        found = jobfile.read(job, [*fixed, *_with_model(directory), *settings])
+        config, base = found.config, found.base
         if not measurable(config):
             raise ConfigError(
                 f"{job} says nothing to evaluate on",
                 fix="name dataset.held_out or [[evaluation.datasets]], and a reward",
             )
+        checks.check(found)
         name = f"{config.name}-eval"
         asked = any(setting.partition("=")[0].strip() == "out" for setting in settings)
         config = replace(config, name=name, out=config.out if asked else "")
@@ -65,12 +68,12 @@ def evaluate(
         # Its progress is no result; standard output is for that.
         with contextlib.redirect_stdout(sys.stderr):
             status = session.run(replace(config, out=str(run_dir)), base, False)
-    found = result_of(run_dir)
-    if status != 0 or found is None:
+    result = result_of(run_dir)
+    if status != 0 or result is None:
         return status or 1
-    found = {"model": str(model), "job": str(job), "run": str(run_dir)} | found
-    write_json(run_dir / RESULT, found)
-    print(json.dumps(found)) if as_json else _show(found)
+    result = {"model": str(model), "job": str(job), "run": str(run_dir)} | result
+    write_json(run_dir / RESULT, result)
+    print(json.dumps(result)) if as_json else _show(result)
     return 0
 
 
@@ -97,9 +100,8 @@ def _directory_of(model: Path, step: int | None, best: bool) -> Iterator[Path]:
     if (model / "job.json").is_file():
         with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as made:
             out = Path(made) / "model"
-            with contextlib.redirect_stdout(sys.stderr):
-                if exporting.export(model, step, best, out) != 0:
-                    raise NotFound(f"{model} has no such version", fix="see the line above")
+            if exporting.export(model, step, best, out, quiet=True) != 0:
+                raise NotFound(f"{model} has no such version", fix="see the line above")
             yield out
     elif step is not None or best:
         raise ConfigError(f"--step and --best choose a version of a run; {model} is none")

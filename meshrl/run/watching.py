@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from meshrl.launch.places import read_json
 from meshrl.observe.recorder import ANSWER_S, LOOK_S, evaluated
 from meshrl.observe.view import View, view_for
 from meshrl.observe.watch import History, Reading, Snapshot, snapshot
-from meshrl.run.outcome import outcome_of
+from meshrl.run.outcome import Outcome, outcome_of
 from meshrl.run.target import Run, may_live, row_of, run_of
 
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
@@ -71,44 +72,62 @@ def watch(chosen: Path | None, mesh: Path | None) -> int:
         print("\n".join(found.lines()))
         return found.status
     try:
-        asyncio.run(_watch(run))
+        last = asyncio.run(_watch(run))
     except KeyboardInterrupt:
         print(f"\n{run.job} goes on; `meshrl watch {run.shown}` shows it again")
         return INTERRUPTED
-    found = outcome_of(run)
+    found = outcome_of(run) if last is None or not last.over else _seen(run, last)
     print("\n".join(found.lines()))
     return found.status
 
 
-async def _watch(run: Run) -> None:
+def _seen(run: Run, last: Snapshot) -> Outcome:
+    """How the run ended; who records it may not have written that down yet."""
+    return replace(
+        outcome_of(run, live=False),
+        state=last.phase.value,
+        phase=last.phase.value,
+        step=last.step,
+        reward=last.rewards[-1] if last.rewards else None,
+        error=last.error,
+    )
+
+
+async def _watch(run: Run) -> Snapshot | None:
+    """The run when it was over, or as it was seen last; None if it was never seen."""
+    last: Snapshot | None = None
     with view_for(run.directory) as view:
         while True:
             try:
                 state = await State.open(run.place.redis_url, connect_s=ANSWER_S)
                 try:
-                    if await _show(state, run, view):
-                        return
+                    last, over = await _show(state, run, view, last)
+                    if over:
+                        return last
                 finally:
                     await state.close()
             except (StateUnavailable, DeadlineExceeded):
                 view.say("redis does not answer; asking again")
             await asyncio.sleep(LOOK_S)
             if not await asyncio.to_thread(may_live, run.place):
-                return
+                return last
 
 
-async def _show(state: State, run: Run, view: View) -> bool:
-    """True when the run is over; False when Redis has been silent for long."""
+async def _show(
+    state: State, run: Run, view: View, last: Snapshot | None
+) -> tuple[Snapshot | None, bool]:
+    """The last look, and True when the run is over; False when Redis has been silent for long."""
     onlooker = Onlooker(state, run)
     while True:
         try:
             async with asyncio.timeout(GONE_S):
                 shot = await onlooker.look()
         except TimeoutError:
-            return False
+            return last, False
         except (NotFound, Refused):
-            return True  # the mesh was started anew, or has another job of that name
+            return None, True  # the mesh was started anew, or has another job of that name
+        last = shot
         view.show(shot, onlooker.rows)
         if shot.over:
-            return True
+            return shot, True
         await asyncio.sleep(LOOK_S)

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ import msgpack
 from common.environment import mcp_client
 from common.environment.framing import checked, encodable
 from common.job import builtin
+from common.job.authored import place_of, placed
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from common.process.child import Channel
@@ -39,7 +41,9 @@ class Environments:
         prompt: str,
         chat: Chat | None = None,
         tools: dict[str, BuiltIn] | None = None,
+        modules: str = "",
     ) -> None:
+        self._modules = modules  # where the author's code is
         self._factory = factory or SingleTurn.factory(prompt)
         self._tokenizer = tokenizer
         self._chat, self._tools = chat, tools or {}
@@ -54,9 +58,14 @@ class Environments:
         except KeyError as error:
             if error.args == (key,):
                 return "unknown", f"trajectory {key} has no environment here"
-            return "raised", encodable(f"KeyError: {error}")
+            return "raised", self._described(error)
         except Exception as error:
-            return "raised", encodable(f"{type(error).__name__}: {error}")
+            return "raised", self._described(error)
+
+    def _described(self, error: Exception) -> str:
+        """Type, text and the line of the author's code."""
+        text = f"{type(error).__name__}: {error}"
+        return placed(encodable(text), place_of(error, self._modules))
 
     def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
         session: Session = (
@@ -198,7 +207,9 @@ def made(arguments: argparse.Namespace) -> Environments:
         )
         tools = offered(arguments.tools, arguments.mcp, arguments.modules)
     factory = resolve(arguments.use, arguments.modules) if arguments.use else None
-    return Environments(factory, tokenizer, arguments.prompt, chat, tools)
+    return Environments(
+        factory, tokenizer, arguments.prompt, chat, tools, os.path.realpath(arguments.modules)
+    )
 
 
 def serve(channel: Channel, served: Environments) -> None:

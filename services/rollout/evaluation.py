@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from common.job.evaluation_plan import HELD_OUT, Plan, comparable, estimates
 from common.runtime.patience import patiently
 from common.runtime.tasks import all_of
 from common.state import jobs
+from services.rollout.failures import OTHER
 from services.rollout.job import EVALUATION_GROUP, ShardJob
 from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.trajectory import Trajectory
@@ -28,11 +30,17 @@ class Drawn:
     rewards: list[list[float]]  # without samples that failed or ran on into another version
     lengths: list[int] = field(default_factory=list)
     failed: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)  # why, by kind
     mixed: int = 0  # samples that another version has had a part in
 
     @property
     def every(self) -> list[float]:
         return [reward for problem in self.rewards for reward in problem]
+
+    @property
+    def share(self) -> float:
+        """Of its samples, those that have a say in its figures."""
+        return len(self.every) / max(1, len(self.lengths))
 
     @property
     def comparable(self) -> bool:
@@ -55,21 +63,27 @@ class EvaluationRun:
         settings = shard.config.evaluation
         problems = shard.held_out[: settings.problems]
         result: dict[str, Any] = {"version": plan.version, "problems": len(problems)}
+        shares: dict[str, float] = {}
         for mode in plan.modes if problems else ():
             drawn = await self._draw(problems, 1, TEMPERATURES[mode])
+            shares[f"{HELD_OUT}.{mode}"] = drawn.share
             if drawn.every:
                 result[mode] = float(np.mean(drawn.every))
                 self._said[f"{HELD_OUT}.{mode}"] = result[mode], drawn
         for dataset in settings.datasets:
             rows = shard.job.rows_of(dataset.path)[: dataset.problems]
             drawn = await self._draw(rows, dataset.samples, dataset.temperature)
-            for name, figure in estimates(dataset, drawn.rewards).items():
+            found = estimates(dataset, drawn.rewards)
+            shares |= dict.fromkeys(found or [f"{dataset.name}.mean"], drawn.share)
+            for name, figure in found.items():
                 self._said[name] = figure, drawn
         lengths = [length for drawn in self._drawn for length in drawn.lengths]
         result |= {
             "figures": {name: figure for name, (figure, _) in self._said.items()},
             "failed": sum(drawn.failed for drawn in self._drawn),
             "mixed": sum(drawn.mixed for drawn in self._drawn),
+            "shares": shares,
+            "reasons": dict(sum((drawn.reasons for drawn in self._drawn), Counter())),
             "length_mean": float(np.mean(lengths)) if lengths else 0.0,
         }
         value = self._value(settings.best)
@@ -116,8 +130,10 @@ class EvaluationRun:
                 drawn.lengths.append(t.length)
                 if t.ending is None or t.ending.reward is None:
                     drawn.failed += 1
+                    drawn.reasons[t.ending.kind or OTHER if t.ending else OTHER] += 1
                 elif _of_another_version(t, version):
                     drawn.mixed += 1
+                    drawn.reasons["of another version"] += 1
                 else:
                     rewards.append(t.ending.reward)
         self._drawn.append(drawn)

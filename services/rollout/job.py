@@ -23,6 +23,7 @@ from common.state import jobs, registry
 from common.wire.bulk import BulkClient
 from services.rollout.broken import Broken
 from services.rollout.environments.pool import EnvironmentPool
+from services.rollout.failures import Failures, TrajectoryFailed
 from services.rollout.record.finished_groups import finished_group, hand_in
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
@@ -57,8 +58,9 @@ class ShardJob:
         config = job.config
         self.mesh, self.job, self.config = mesh, job, config
         self.train_rows, self.held_out = job.rows("train"), job.rows("held_out")
-        self.sandbox = SandboxClient(mesh, job)
-        self.environments = EnvironmentPool(mesh, job, logs)
+        self.failures = Failures(mesh, job.id)
+        self.sandbox = SandboxClient(mesh, job, self.failures)
+        self.environments = EnvironmentPool(mesh, job, logs, self.failures)
         self.ledger = ShardLedger(mesh, job)
         buckets = self._buckets()
         self.history = LengthHistory(mesh.host, self.ledger.directory) if len(buckets) > 1 else None
@@ -118,7 +120,7 @@ class ShardJob:
     # -- engines ---------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Takes in which engines serve this job now."""
+        """Takes in which engines serve this job now; tells what has failed."""
         alive = {
             e.name: {**e.stats, "host": e.host}
             for e in await registry.entries(self.mesh.state, "engine")
@@ -126,6 +128,9 @@ class ShardJob:
         }
         self.router.observe(alive)
         self.hungry.set()
+        if told := self.failures.hopeless:
+            await self._fail(told)
+        await self.failures.tell()
 
     # -- admission -------------------------------------------------------------------------------
 
@@ -249,7 +254,14 @@ class ShardJob:
         algorithm = self.config.algorithm
         if self._dropped_in_a_row < algorithm.groups_per_step * (algorithm.max_staleness + 1):
             return
-        told = f"all of the last {self._dropped_in_a_row} groups failed; the last one: {errors[-1]}"
+        last = errors[-1]
+        await self._fail(
+            f"all of the last {self._dropped_in_a_row} groups failed; the last one: {last}"
+        )
+
+    async def _fail(self, told: str) -> None:
+        """Ends the job."""
+        await self.failures.close()
         await patiently(
             self.mesh.clock,
             lambda: jobs.set_phase(
@@ -280,6 +292,9 @@ class ShardJob:
         if self.config.supervised:
             dataset, most = self.config.dataset, self.config.rollout.max_tokens
             await supervise(t, row, dataset.response, self.environments, most)
+            if t.ending is not None and t.ending.error:
+                row_failed = TrajectoryFailed(t.ending.error, kind="row that cannot be learned")
+                t.ending = self._failed(t, row_failed)
             self.hungry.set()
         else:
             await self.run(t, row)
@@ -287,7 +302,7 @@ class ShardJob:
             try:
                 t.scores = await self.scorer.score(t.tokens)
             except ToolFailed as error:
-                t.ending = Ending("failed", None, str(error))
+                t.ending = self._failed(t, error)
 
     async def run(self, t: Trajectory, row: dict[str, Any]) -> None:
         """A trajectory to its end, from wherever the ledger has it."""
@@ -314,7 +329,9 @@ class ShardJob:
         t = stay.trajectory
         try:
             if t.length == 0:
-                t.begin(await self.environments.begin(t.id, row))
+                prompt = await self.environments.begin(t.id, row)
+                self._fits(prompt)
+                t.begin(prompt)
                 if t.recorded:
                     head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
                     await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
@@ -323,7 +340,22 @@ class ShardJob:
             return Ending(reason, await self._reward(t, row, reason, score))
         except ToolFailed as error:
             self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
-            return Ending("failed", None, str(error))
+            return self._failed(t, error)
+
+    def _failed(self, t: Trajectory, error: ToolFailed) -> Ending:
+        """The ending of a trajectory that fails by type, which is told."""
+        kind = self.failures.failed(error, evaluation=t.group >= EVALUATION_GROUP)
+        return Ending("failed", None, str(error), kind)
+
+    def _fits(self, prompt: list[int]) -> None:
+        """TrajectoryFailed when a prompt leaves no room for an answer."""
+        most = self.config.rollout.max_tokens
+        if len(prompt) >= most:
+            raise TrajectoryFailed(
+                f"a prompt has {len(prompt)} tokens",
+                kind="prompt too long",
+                fix=f"leave out what is longer than rollout.max_tokens = {most}, or raise it",
+            )
 
     async def _reward(
         self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
@@ -337,8 +369,9 @@ class ShardJob:
         if not (environment.use or environment.verifiers):
             return 0.0
         if score is None:
-            raise ToolFailed(
-                "the environment has no score for the trajectory",
+            raise TrajectoryFailed(
+                f"the environment has no score for the trajectory, which ended by {reason}",
+                kind=f"ungradable, ended by {reason}",
                 fix="set reward.use, or return {'done': True, 'reward': x}, and from cut(text)",
             )
         return score
@@ -368,7 +401,10 @@ class ShardJob:
                 action, value = await self._told(t, replay)
             while action == "tool":
                 if len(t.open_turn.calls()) >= CALLS:
-                    raise ToolFailed(f"the environment asked for over {CALLS} tool calls in a turn")
+                    raise TrajectoryFailed(
+                        f"the environment asked for over {CALLS} tool calls in a turn",
+                        kind="environment calls tools without end",
+                    )
                 name, argument = value
                 earlier = t.called()
                 answer = await self.sandbox.tool(name, argument, str(t.id), earlier)
@@ -427,6 +463,7 @@ class ShardJob:
 
     async def close(self) -> None:
         """Leaves what is in flight to the ledger."""
+        await self.failures.close()
         tasks = list(self._groups.values())
         for task in tasks:
             task.cancel()

@@ -41,6 +41,7 @@ class Ending:
     reason: str  # done, length, turns, or the code of a typed failure
     reward: float | None = None
     error: str = ""
+    kind: str = ""  # of a typed failure, while this shard lives
 
 
 class Trajectory:

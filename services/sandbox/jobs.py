@@ -84,7 +84,7 @@ class LoadedJob:
 
         async def by(pool: Pool) -> None:
             places = [i for i, call in enumerate(work) if call.name in pool.functions]
-            ran = await pool.run([work[i] for i in places]) if places else []
+            ran = await pool.run([work[i] for i in places], early=True) if places else []
             answers.update(zip(places, ran, strict=True))
 
         await asyncio.gather(*map(by, self.pools))

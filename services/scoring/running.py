@@ -13,7 +13,8 @@ from common.job.config import INITIAL, FrozenModelConfig
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.config import ModelConfig
-from common.model.hf import load_config, load_model
+from common.model.formats.checkpoint import load_config
+from common.model.hf import load_model
 from common.model.lora import merged
 from common.model.tokenizer import Tokenizer
 from common.model.transfer import fetch

@@ -21,7 +21,7 @@ from torch import Tensor
 from common.api.weights import Manifest
 from common.errors import MeshError, NotFound, Refused
 from common.job.job_data import JobData
-from common.model.config import ModelConfig
+from common.job.model_shape import model_config
 from common.model.output import write_version
 from common.model.transfer import tensors_of
 from common.records.checkpoints import all_checkpoints, best
@@ -86,7 +86,7 @@ def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Versio
 def export(data: JobData, version: Version, out: Path, final: Path) -> None:
     """Writes a version to `out`, which is to become `final`; see `write_version`."""
     tensors = read_tensors(ChunkStore(data.run_dir / "store"), version.manifest)
-    write_version(data, _model_config(data), tensors, out, final)
+    write_version(data, model_config(data), tensors, out, final)
 
 
 def read_tensors(chunks: ChunkStore, manifest: str) -> dict[str, Tensor]:
@@ -102,13 +102,6 @@ def _is_stored(run: Path, version: Version) -> bool:
         return False
     described = unpack(Manifest, chunks.read(version.manifest)).tensors
     return all(chunks.has(chunk) for chunk in {t.chunk for t in described})
-
-
-def _model_config(data: JobData) -> ModelConfig:
-    raw: dict[str, Any] = data.config.model.config
-    if data.config.model.path:
-        raw = json.loads((data.bundle / data.config.model.path / "config.json").read_text())
-    return ModelConfig.from_hf(raw)
 
 
 def _events(run: Path) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.model.attention import Attention
+from common.model.attention import Attention, visible
 from common.model.config import ModelConfig
 
 _BLOCK = 32  # context is computed in multiples of it: few distinct shapes, little waste
@@ -26,7 +26,7 @@ class _Band:
     lanes: slice
     slots: slice | Tensor  # a view of the cache, or a copy
     length: int
-    mask: Tensor  # [lanes * kv_heads, 1, length]
+    places: Tensor  # [lanes * kv_heads, 1, 1]: of the new tokens
 
 
 class Cache:
@@ -62,14 +62,18 @@ class Cache:
             reach[slots - first] = positions
             inside = index - first
         bands = self._bands(reach, first, index if gather else None)
+        masks: dict[int, list[Tensor]] = {}  # by window
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+            if window not in masks:
+                masks[window] = [self._mask(band, window) for band in bands]
             keys, values = self.keys[layer], self.values[layer]
             keys[index, :, :, place] = k
             values[index, :, place] = v
             if spread:
                 q = q.new_zeros(span, *q.shape[1:]).index_copy_(0, inside, q)
-            parts = [self._attend(band, q, keys, values) for band in bands]
+            both = zip(bands, masks[window], strict=True)
+            parts = [self._attend(band, mask, q, keys, values) for band, mask in both]
             mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(q.shape)
             return mixed.index_select(0, inside) if spread else mixed
 
@@ -84,17 +88,24 @@ class Cache:
         places = self._tensor(reach)
         if self._heads > 1:
             places = places.repeat_interleave(self._heads)
-        columns = self._columns[: (max(blocks) + 1) * _BLOCK]
-        mask = torch.where(columns > places.view(-1, 1, 1), self._blocked, self._visible)
+        places = places.view(-1, 1, 1)
         bands = []
         for start, end in zip(cuts, [*cuts[1:], len(reach)], strict=True):
             length = (blocks[start // _BAND] + 1) * _BLOCK
             where = slice(first + start, first + end) if copied is None else copied[start:end]
-            rows = mask[start * self._heads : end * self._heads, :, :length]
+            rows = places[start * self._heads : end * self._heads]
             bands.append(_Band(slice(start, end), where, length, rows))
         return bands
 
-    def _attend(self, band: _Band, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _mask(self, band: _Band, window: int) -> Tensor:
+        """[lanes * kv_heads, 1, length]: what is added to scores."""
+        columns = self._columns[: band.length]
+        hidden = columns > band.places
+        if window:
+            hidden |= columns <= band.places - window
+        return torch.where(hidden, self._blocked, self._visible)
+
+    def _attend(self, band: _Band, mask: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[lanes * kv_heads, heads / kv_heads, head_dim]"""
         keys, values = keys[..., : band.length], values[:, :, : band.length]
         if isinstance(band.slots, slice):
@@ -103,18 +114,18 @@ class Cache:
             keys, values = keys.index_select(0, band.slots), values.index_select(0, band.slots)
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         queries = q[band.lanes].reshape(len(keys), -1, q.shape[-1])
-        scores = torch.baddbmm(band.mask, queries, keys, alpha=self._scale)
+        scores = torch.baddbmm(mask, queries, keys, alpha=self._scale)
         return torch.bmm(scores.softmax(-1), values)
 
     def prefill(self, slot: int, start: int, count: int) -> Attention:
         """`count` tokens of one slot from position `start` on; queries [count, heads, width]."""
         end = start + count
-        mask = None
-        if start:
-            beyond = self._columns[:end] > self._columns[start:end].unsqueeze(1)
-            mask = torch.where(beyond, self._blocked, self._visible)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+            mask = None
+            if start or 0 < window < end:
+                seen = visible(count, end, window, q.device)
+                mask = torch.where(seen, self._visible, self._blocked)
             keys, values = self.keys[layer, slot], self.values[layer, slot]
             keys[:, :, start:end] = k.permute(1, 2, 0)
             values[:, start:end] = v.transpose(0, 1)

@@ -24,7 +24,7 @@ from common.generation.contract import NO_FLOATS, Ints
 from common.generation.steps.buckets import GraphBucket, GraphBuckets
 from common.generation.steps.eager import draw, joined_experts, load_into
 from common.generation.steps.sampling import unmodified
-from common.model.attention import Attention
+from common.model.attention import Attention, visible
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.moe import Routing, groups_here
@@ -186,10 +186,11 @@ class GraphCompute:
     def _forward(self, made: Captured) -> None:
         lengths = (made.positions + 1).to(torch.int32)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             paged_write(keys, values, k, v, made.table, made.positions)
-            mixed: Tensor = paged_decode(q, keys, values, made.table, lengths, self._scale)
+            arguments = q, keys, values, made.table, lengths, self._scale, window
+            mixed: Tensor = paged_decode(*arguments)
             return mixed
 
         routing = Routing()
@@ -238,31 +239,30 @@ class GraphCompute:
         borders = borders.to(self._device)
         begun = int(ends[fresh - 1]) if fresh else 0
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             paged_write(keys, values, k, v, table, places)
             parts = []
             if fresh:
                 packed = (x[:begun].contiguous() for x in (q, k, v))
-                parts.append(varlen_prefill(*packed, borders, self._scale))
+                parts.append(varlen_prefill(*packed, borders, self._scale, window))
             at = begun
             for i in range(fresh, len(slots)):
                 end = int(ends[i])
                 seen = int(starts[i]) + end - at
                 held = self._table_there[int(slots[i]), : -(-seen // BLOCK)]
-                parts.append(self._continued(q[at:end], keys[held], values[held], seen))
+                parts.append(self._continued(q[at:end], keys[held], values[held], seen, window))
                 at = end
             return torch.cat(parts)
 
         return attend
 
-    def _continued(self, q: Tensor, keys: Tensor, values: Tensor, seen: int) -> Tensor:
+    def _continued(self, q: Tensor, keys: Tensor, values: Tensor, seen: int, window: int) -> Tensor:
         """Attention of the last rows of a sequence [n, heads, width] to its blocks."""
         k, v = (x.transpose(0, 1).flatten(1, 2)[:, :seen] for x in unpacked(keys, values))
-        place = torch.arange(seen, device=q.device)
-        visible = place <= place[seen - len(q) :, None]
+        mask = visible(len(q), seen, window, q.device)
         out = scaled_dot_product_attention(
-            q.transpose(0, 1)[None], k[None], v[None], attn_mask=visible, enable_gqa=True
+            q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, enable_gqa=True
         )
         return out[0].transpose(0, 1)
 
@@ -279,9 +279,9 @@ class GraphCompute:
         row = self._tensor(np.asarray(tokens, np.int64))
         borders = torch.tensor([0, len(row)], dtype=torch.int32, device=self._device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
             packed = (x.contiguous() for x in (q, k, v))
-            mixed: Tensor = varlen_prefill(*packed, borders, self._scale)
+            mixed: Tensor = varlen_prefill(*packed, borders, self._scale, window)
             return mixed
 
         hidden = self.model(row, torch.arange(len(row), device=self._device), attend)[:-1]

@@ -20,7 +20,7 @@ from common.generation.builtin.parts import Rows
 from common.generation.builtin.slots import Slots
 from common.generation.contract import Ints
 from common.model.config import ModelConfig
-from common.model.decoder import rope_table
+from common.model.rope import rope_table
 from kernels.build import Library, library
 
 WIDTHS = (32, 64, 128)  # head widths with kernels; others are padded with zeros
@@ -43,11 +43,15 @@ PARTS = (  # in the order of Part in decoder.cpp
     "experts.router",
     "experts.gate_up",
     "experts.down",
+    "experts.shared_gate",
+    "experts.shared_gate_up",
+    "experts.shared_down",
 )
 
 _SHAPE = (
     *("vocab", "hidden", "layers", "heads", "kv_heads", "head_width", "rotary_width", "ffn"),
     *("positions", "blocks", "experts", "experts_per_token", "expert_ffn", "normalise_routing"),
+    "shared_ffn",
 )
 
 
@@ -132,13 +136,17 @@ class NativeCompute:
             experts_per_token=config.experts_per_token,
             expert_ffn=config.expert_ffn_size,
             normalise_routing=config.normalise_routing,
+            shared_ffn=config.shared_ffn_size,
             norm_epsilon=config.norm_eps,
             attention_scale=config.head_dim**-0.5,
         )
-        sparse = np.zeros(config.layers, np.uint8)
-        sparse[list(config.sparse_layers)] = 1
+        kinds = np.zeros((config.layers, 3), np.int64)  # LayerKind in decoder.cpp
+        kinds[list(config.sparse_layers), 0] = 1
+        kinds[:, 1] = 1
+        kinds[list(config.unrotated_layers), 1] = 0
+        kinds[:, 2] = [config.window(layer) for layer in range(config.layers)]
         self._decoder = self._lib.decoder_new(
-            ctypes.byref(described), rope.data_ptr(), sparse.ctypes.data
+            ctypes.byref(described), rope.data_ptr(), kinds.ctypes.data
         )
         if not self._decoder:
             raise _out_of_memory()

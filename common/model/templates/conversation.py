@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from common.errors import ConfigError
@@ -80,7 +81,7 @@ class TemplateChat(Chat):
             )
         super().__init__(tokenizer, found)
 
-    @property
+    @cached_property
     def tool_problem(self) -> str:
         """Why the model cannot be offered tools; empty: it can."""
         try:

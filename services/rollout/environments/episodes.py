@@ -152,7 +152,9 @@ class EpisodeProcess:
         return [n for n, o in self._open.items() if o.deadline < now]
 
     def _hung(self, number: int) -> EnvironmentHung:
-        return EnvironmentHung(f"no answer in {self._open[number].patience_s:.0f} s")
+        hung = EnvironmentHung(f"no answer in {self._open[number].patience_s:.0f} s")
+        hung.late = str(hung)
+        return hung
 
     def _look(self) -> None:
         """Asks a process with late answers for a sign of life, and gives up one without."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import ToolFailed
 from common.job.job_data import JobData
 from common.runtime.mesh import Mesh
 from services.rollout.environments.episodes import EpisodeProcess
@@ -20,9 +19,11 @@ from services.rollout.environments.process import (
     EnvironmentLost,
     EnvironmentProcess,
 )
+from services.rollout.failures import Failures, TrajectoryFailed
 
 BOOT = Path(__file__).parents[2] / "environment" / "verifying" / "boot.py"
 HANGS = 2  # times that an operation must hang alone, in a process that nobody stopped
+TIMED_OUT = "environment timed out"
 LOSSES = 5  # processes in a row that an operation may end: somebody else may have killed a few
 
 
@@ -68,8 +69,12 @@ class EnvironmentPool:
     repeated alone, so that only the one that hangs by itself, more than once, fails.
     """
 
-    def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
+    def __init__(
+        self, mesh: Mesh, job: JobData, logs: Path, failures: Failures | None = None
+    ) -> None:
         config = job.config.environment
+        self._failures = failures or Failures(mesh, job.id)
+        self._use, self._deadline_s = config.use or config.verifiers, config.step_deadline_s
         kind = EpisodeProcess if config.verifiers else EnvironmentProcess
         name = "environment-" + mesh.name.replace("/", "-")
         self._processes = [
@@ -134,27 +139,37 @@ class EnvironmentPool:
         hangs = losses = 0
         while True:
             try:
-                if not losses:
-                    return await process.put((key, operation, argument))
                 # It may have been the one that hung: the second time nobody rides along.
                 alone = losses > 1
-                if replay is not None:
+                if losses and replay is not None:
                     await process.put((key, "restore", replay()), alone=alone)
-                return await process.put((key, operation, argument), alone=alone)
+                answer = await process.put((key, operation, argument), alone=alone)
+                self._failures.answered(TIMED_OUT)
+                return answer
             except EnvironmentLost as error:
+                self._late(error)
                 losses += 1
                 hangs += isinstance(error, EnvironmentHung)
                 if hangs == HANGS:
-                    raise ToolFailed(
-                        f"the environment hung: {error}",
+                    raise TrajectoryFailed(
+                        f"the environment {self._use} hung: {error}",
+                        kind=TIMED_OUT,
                         where=process.name,
                         fix="make it finish, or raise environment.step_deadline_s",
                     ) from error
                 if losses > LOSSES:
-                    raise ToolFailed(
+                    raise TrajectoryFailed(
                         f"{operation}() lost its environment process {losses} times: {error}",
+                        kind="environment lost",
                         where=process.name,
                     ) from error
+
+    def _late(self, error: EnvironmentLost) -> None:
+        """Counts an operation that was given up, once for all that were lost with it."""
+        late, error.late = error.late, ""
+        if late:
+            text = f"the environment {self._use} hung: {late}"
+            self._failures.gave_up(TIMED_OUT, TIMED_OUT, text, self._deadline_s)
 
     async def close(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))

@@ -15,6 +15,7 @@ from common.errors import BadMessage, DeadlineExceeded, MeshError, ToolFailed
 from common.process.handle import Child
 from common.runtime.batcher import Batcher
 from common.runtime.mesh import Mesh
+from services.rollout.failures import TrajectoryFailed
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
 START_S = 60.0  # importing the author's modules may take its time
@@ -28,6 +29,7 @@ class EnvironmentLost(MeshError):
 
     code = "environment_lost"
     retryable = True
+    late = ""  # what was out when it was killed for being late, until somebody has told of it
 
 
 class EnvironmentHung(EnvironmentLost):
@@ -40,7 +42,12 @@ class EnvironmentProcess:
     """One process; operations queue into batches, a hang past the deadline kills it."""
 
     def __init__(
-        self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float
+        self,
+        mesh: Mesh,
+        argv: list[str],
+        name: str,
+        log: Path,
+        deadline_s: float,
     ) -> None:
         self._mesh, self._argv, self._log = mesh, argv, log
         self.name = name
@@ -95,8 +102,13 @@ class EnvironmentProcess:
             stopped = usage is not None and usage.state in STOPPED
             await self._bury(child)
             if isinstance(error, DeadlineExceeded) and len(batch) == 1 and not stopped:
-                return [EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")]
+                hung = EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")
+                hung.late = str(hung)
+                return [hung]
             lost = EnvironmentLost(f"environment process {self.name}: {error}")
+            if isinstance(error, DeadlineExceeded) and not stopped:
+                names = sorted({f"{operation[1]}()" for operation in batch})
+                lost.late = f"{' or '.join(names)} took over {deadline_s:.0f} s"
             return [lost] * len(batch)
         self._fresh = False
         return [answer_of(status, value, self.name) for _, status, value in answers]
@@ -150,4 +162,9 @@ def answer_of(status: str, value: Any, name: str) -> Any:
         return value
     if status == "unknown":
         return EnvironmentLost(str(value))
-    return ToolFailed(f"the environment raised {value}", where=name, fix="see the job's module")
+    return TrajectoryFailed(
+        f"the environment raised {value}",
+        kind="environment raised",
+        detail=str(value),
+        fix=f"see the job's module; what it prints is in the log of {name}",
+    )

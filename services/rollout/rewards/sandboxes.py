@@ -16,8 +16,10 @@ from common.api.sandbox import (
     CRASHED,
     OK,
     OUT_OF_MEMORY,
+    POSTPONED,
     RAISED,
     REFUSED,
+    TIMEOUT,
     EndSessions,
     JailSettings,
     LoadJob,
@@ -36,17 +38,28 @@ from common.job.job_data import JobData
 from common.runtime.batcher import Batcher
 from common.runtime.mesh import Mesh
 from common.state import registry
+from services.rollout.failures import Failures, TrajectoryFailed
 
 Q = TypeVar("Q")
 Answered = tuple[str, Any, Any]  # a tool, its input, its value
 RewardArguments = tuple[dict[str, Any], list[dict[str, Any]]]
 
-ATTEMPTS = 4  # calls that may hang or crash before the trajectory fails by type
+ATTEMPTS = 4  # calls that may crash before the trajectory fails by type
+TIMEOUTS = 2  # calls that may hang: what waits for a core is not charged, so few do by accident
 PATIENCE_S = 600.0  # the sandbox service itself may be away this long
 RETRY_S = 0.25
 LOOK_S = 2.0  # between two looks at which sandboxes there are
 SLOWEST = 5  # times its limit that a jailed call may take with the queue before it
+BATCH = 3  # times its deadline that a batch of calls may take: two, and what a busy host adds
 QUEUE_S = 1800.0  # longest wait in the queue
+SAID = {  # how a call of the author's code failed, by its status
+    RAISED: "raised",
+    TIMEOUT: "timed out",
+    CRASHED: "crashed",
+    BAD_VALUE: "returned no fit value",
+    OUT_OF_MEMORY: "ran out of memory",
+    POSTPONED: "was not begun",
+}
 KEPT = (OK, OUT_OF_MEMORY, REFUSED)  # how a cell may end whose session goes on
 SANDBOX = "sandbox/0"  # the one that every mesh has
 
@@ -148,8 +161,9 @@ class _Call:
 class SandboxClient:
     """Tools and rewards of one job, batched."""
 
-    def __init__(self, mesh: Mesh, job: JobData) -> None:
+    def __init__(self, mesh: Mesh, job: JobData, failures: Failures | None = None) -> None:
         self._mesh, self._job = mesh, job
+        self._failures = failures or Failures(mesh, job.id)
         config = job.config
         self._sandboxes = Sandboxes(mesh)
         self._request = load_request(job)
@@ -189,15 +203,19 @@ class SandboxClient:
         `session` names the trajectory, whose `earlier` calls say whether its state must be there.
         What runs the model's code has a value whatever became of it: the model reads how it ended.
         """
-        tools = self._job.config.environment.tools
+        config = self._job.config.environment
+        tools = config.tools
         if name not in tools:
             known = ", ".join(sorted(tools)) or "none"
-            raise ToolFailed(f"no tool is called {name!r}", fix=f"the job names: {known}")
+            raise TrajectoryFailed(
+                f"no tool is called {name!r}", kind="no such tool", fix=f"the job names: {known}"
+            )
         kept = _Session()
         if name in self._with_session and session:
             kept = self._sessions.setdefault(session, _Session(session))
         call = _Call(name, argument, kept, self._begun(earlier), name in self._once)
-        outcome = await self._decided(self._slow if name in self._jailed else self._tools, call)
+        calls = self._slow if name in self._jailed else self._tools
+        outcome = await self._decided(calls, call, f"tool {name}", config.tool_deadline_s)
         if outcome.value is not None and name in self._jailed:
             return outcome.value
         if outcome.status == CRASHED and call.once:
@@ -211,7 +229,9 @@ class SandboxClient:
 
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """The job's reward; ToolFailed when the function raises, hangs or returns garbage."""
-        return float(_value(await self._decided(self._rewards, (row, turns)), "reward"))
+        deadline_s = self._job.config.reward.deadline_s
+        call = self._decided(self._rewards, (row, turns), "reward", deadline_s)
+        return float(_value(await call, "reward"))
 
     def ended(self, session: str) -> None:
         """A trajectory is over: its session need not be kept. Its sandbox is told meanwhile, after
@@ -231,17 +251,33 @@ class SandboxClient:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _decided(self, calls: Batcher[Q, Outcome], call: Q) -> Outcome:
-        """The outcome, asked for again when the process that ran the call was lost or too slow."""
+    async def _decided(
+        self, calls: Batcher[Q, Outcome], call: Q, what: str, deadline_s: float
+    ) -> Outcome:
+        """The outcome, asked for again when the process that ran the call was lost or too slow, and
+        when nobody has begun it in time.
+        """
+        clock = self._mesh.clock
+        began = clock.monotonic()
         once = isinstance(call, _Call) and (call.once or call.name in self._jailed)
-        for attempt in range(1, ATTEMPTS + 1):
+        attempts = hangs = 0
+        while True:
             outcome = await calls.put(call)
+            if outcome.status == POSTPONED and clock.monotonic() - began < QUEUE_S:
+                continue
+            hung = outcome.status == TIMEOUT and outcome.value is None
+            if hung:
+                kind = f"{what} {SAID[TIMEOUT]}"
+                self._failures.gave_up(what, kind, outcome.error, deadline_s)
+            else:
+                self._failures.answered(what)
             if outcome.status in (OK, RAISED, BAD_VALUE) or (once and outcome.value is not None):
-                break
-            if isinstance(call, _Call) and call.once:
-                break
-            await self._mesh.clock.sleep(RETRY_S * attempt)
-        return outcome
+                return outcome
+            attempts, hangs = attempts + 1, hangs + hung
+            spent = attempts == ATTEMPTS or hangs == TIMEOUTS or outcome.status == POSTPONED
+            if spent or (isinstance(call, _Call) and call.once):
+                return outcome
+            await clock.sleep(RETRY_S * attempts)
 
     async def _run_tools(self, batch: list[_Call]) -> list[Outcome | Exception]:
         config = self._job.config.environment
@@ -260,7 +296,7 @@ class SandboxClient:
             )
             for i, c in enumerate(batch)
         ]
-        patience_s = SLOWEST * deadline_s + QUEUE_S if jailed else 2 * deadline_s + 5.0
+        patience_s = SLOWEST * deadline_s + QUEUE_S if jailed else BATCH * deadline_s + 5.0
         if any(c.once for c in batch):
             return await self._once_only(batch, calls, patience_s)
         return await self._patiently(Sandbox.run, RunTools(calls), len(calls), patience_s)
@@ -320,7 +356,7 @@ class SandboxClient:
             RewardCall(i, self._job.id, row, turns, deadline_s)
             for i, (row, turns) in enumerate(batch)
         ]
-        patience_s = 2 * deadline_s + (QUEUE_S if self._slow_reward else 5.0)
+        patience_s = BATCH * deadline_s + (QUEUE_S if self._slow_reward else 5.0)
         return await self._patiently(Sandbox.score, RewardBatch(calls), len(calls), patience_s)
 
     async def _patiently(
@@ -378,4 +414,9 @@ class SandboxClient:
 def _value(outcome: Outcome, what: str) -> Any:
     if outcome.status == OK:
         return outcome.value
-    raise ToolFailed(f"{what}: {outcome.status}: {outcome.error}", fix="see the job's module")
+    raise TrajectoryFailed(
+        f"{what}: {outcome.status}: {outcome.error}",
+        kind=f"{what} {SAID.get(outcome.status, outcome.status)}",
+        detail=outcome.error,
+        fix="see the job's module",
+    )

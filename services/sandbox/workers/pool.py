@@ -13,9 +13,10 @@ from typing import Any
 
 import msgpack
 
-from common.api.sandbox import CRASHED, RAISED, TIMEOUT
+from common.api.sandbox import CRASHED, POSTPONED, RAISED, TIMEOUT
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, MeshError, Overloaded, PeerLost, ToolFailed
+from common.job.authored import placed
 from common.process.handle import Child, Usage
 from common.process.host import Host
 from services.sandbox.answer import Answer
@@ -65,6 +66,7 @@ class _Waiting:
     deadline_s: float
     once: bool
     answer: asyncio.Future[Answer]
+    batch: list[_Waiting]  # the calls that it came with
     attempts: int = 0
 
 
@@ -96,6 +98,7 @@ class Pool:
         self._job, self._directory = job, directory
         self._host, self._clock, self._log, self._limits = host, clock, log, limits
         self._queue: deque[_Waiting] = deque()
+        self._places: dict[str, str] = {}  # where each function begins
         self._idle: deque[asyncio.Future[None]] = deque()
         self._busy_since: dict[int, float] = {}
         self._durations = Durations()
@@ -128,15 +131,20 @@ class Pool:
         self._workers.clear()
         self._fail_waiting(PeerLost(f"the sandbox unloads job {self._job}"))
 
-    async def run(self, calls: Sequence[Work]) -> list[Answer]:
-        """What they came to, in order."""
+    async def run(self, calls: Sequence[Work], *, early: bool = False) -> list[Answer]:
+        """What they came to, in order.
+
+        `early`: within two deadlines, so that a function that hangs is known soon. Once one of the
+        calls is over its deadline, or they have waited for as long, those that nobody has begun are
+        POSTPONED.
+        """
         if len(self._queue) + len(calls) > WAITING_MOST:
             raise Overloaded(f"{len(self._queue)} calls of job {self._job} wait already")
         loop = asyncio.get_running_loop()
-        waiting = [
-            _Waiting(call.name, call.arguments, call.deadline_s, call.once, loop.create_future())
-            for call in calls
-        ]
+        waiting: list[_Waiting] = []
+        for work in calls:
+            what = (work.name, work.arguments, work.deadline_s, work.once)
+            waiting.append(_Waiting(*what, loop.create_future(), waiting if early else []))
         for call in waiting:
             if call.name in self.functions:
                 self._queue.append(call)
@@ -146,8 +154,27 @@ class Pool:
                 error = f"job {self._job} has no {wanted}; it has {known}"
                 call.answer.set_result(Answer(RAISED, None, error))
         self._wake()
-        async with self._clock.timeout(WAIT_S, f"{len(calls)} calls of job {self._job}"):
-            return await asyncio.gather(*(call.answer for call in waiting))
+        answers = asyncio.gather(*(call.answer for call in waiting))
+        span_s = max((call.deadline_s for call in calls), default=0.0)
+        try:
+            if early:
+                with contextlib.suppress(DeadlineExceeded):
+                    async with self._clock.timeout(span_s, "a batch of calls"):
+                        return await asyncio.shield(answers)
+                self._postpone(waiting)
+            async with self._clock.timeout(WAIT_S, f"{len(calls)} calls of job {self._job}"):
+                return await answers
+        finally:
+            answers.cancel()  # where nobody waits any more
+
+    def _postpone(self, batch: Sequence[_Waiting]) -> None:
+        """Sends back those of a batch that nobody has begun."""
+        unbegun = {id(call) for call in batch} & {id(call) for call in self._queue}
+        self._queue = deque(call for call in self._queue if id(call) not in unbegun)
+        for call in batch:
+            if id(call) in unbegun:
+                error = f"{shown_name(call.name)} was not begun: others took their time"
+                self._settle(call, Answer(POSTPONED, None, error))
 
     # ------------------------------------------------------------ workers
 
@@ -216,7 +243,7 @@ class Pool:
         setup = [self._directory, self.functions, self._servers, self._closed]
         try:
             await child.send(msgpack.packb(setup))
-            call_id, status, _, error = _unpacked(await child.recv(LOAD_S))
+            call_id, status, places, error = _unpacked(await child.recv(LOAD_S))
         except (PeerLost, BadMessage, DeadlineExceeded) as problem:
             child.kill()
             raise ToolFailed(
@@ -235,6 +262,7 @@ class Pool:
                 f"a tool or reward of job {self._job} does not import: {error}",
                 where=self._directory,
             )
+        self._places = places
         return child
 
     def _fail_waiting(self, error: MeshError) -> None:
@@ -286,7 +314,8 @@ class Pool:
             raise _WorkerEnded from None
         except DeadlineExceeded as error:
             self._put_back(calls[done + 1 :])
-            self._settle(calls[done], Answer(TIMEOUT, None, str(error)))
+            self._settle(calls[done], Answer(TIMEOUT, None, self._placed(calls[done], str(error))))
+            self._postpone(calls[done].batch)
             raise _WorkerEnded from None
         except asyncio.CancelledError:  # the pool stops
             for call in calls[done:]:
@@ -337,7 +366,11 @@ class Pool:
             self._put_back([call])
         else:
             name, times = shown_name(call.name), "twice" if call.attempts > 1 else "once"
-            self._settle(call, Answer(CRASHED, None, f"{name} failed its process {times}: {why}"))
+            error = self._placed(call, f"{name} failed its process {times}: {why}")
+            self._settle(call, Answer(CRASHED, None, error))
+
+    def _placed(self, call: _Waiting, error: str) -> str:
+        return placed(error, self._places.get(call.name, ""))
 
 
 def _unpacked(frame: bytes) -> tuple[int, str, Any, str]:

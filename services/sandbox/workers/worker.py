@@ -2,9 +2,10 @@
 
 First frame in: [bundle_dir, {name: use}, {MCP server: command}, closed]; a use is "module:function"
 or "mcp:server/tool". Then slices: [[id, name, arguments], ...].
-Out, for each call as soon as it has ended: [id, status, value, error]; a result that waited for the
-end of its slice would be lost with a neighbour that hangs. Only the standard library and msgpack,
-because a pool refills while callers wait.
+Out: [LOADED, status, {name: where its code begins}, error], then for each call as soon as it has
+ended: [id, status, value, error]; a result that waited for the end of its slice would be lost with
+a neighbour that hangs. Only the standard library and msgpack, because a pool refills while callers
+wait.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import os
 import sys
 from collections.abc import Callable
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 import msgpack
 
+from common.job.authored import beginning_of, place_of, placed
 from common.process.child import Channel
 
 OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # as in common.api.sandbox, which imports numpy
@@ -33,7 +34,6 @@ OUT_OF_MEMORY = 72  # exit status: a fresh process may have room for the same ca
 FORKED = 73  # exit status of a child of user code that returned into this loop
 VALUE_BYTES = 1 << 20  # most in a packed value, which enters a context or is a mistake
 DEPTH = 16  # nesting of one value; the wire allows 32 for all of a message
-ERROR_CHARS = 500
 LOG_BYTES = 4 << 20  # the log of prints starts again past this
 
 PackedAnswer = tuple[int, str, Any, str]
@@ -71,7 +71,10 @@ def close_in() -> None:
         seccomp.install(seccomp.JAIL)
 
 
-def run(functions: dict[str, Callable[..., Any]], call: list[Any]) -> PackedAnswer:
+def run(
+    functions: dict[str, Callable[..., Any]], call: list[Any], directory: str = ""
+) -> PackedAnswer:
+    """Makes a call; what is wrong is told with the line of the code in `directory`."""
     call_id, name, arguments = call
     try:
         value = functions[name](*arguments)
@@ -80,9 +83,10 @@ def run(functions: dict[str, Callable[..., Any]], call: list[Any]) -> PackedAnsw
         # What ate the memory may be an earlier call's leak.
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the job's mistakes too
-        return call_id, RAISED, None, described(error)
+        return call_id, RAISED, None, described(error, directory)
     if problem:
-        return call_id, BAD_VALUE, None, clean(f"{shown_name(name)} returned {problem}")
+        place = beginning_of(functions[name], directory)
+        return call_id, BAD_VALUE, None, placed(f"{shown_name(name)} returned {problem}", place)
     return call_id, OK, checked, ""
 
 
@@ -143,26 +147,13 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def described(error: BaseException) -> str:
+def described(error: BaseException, directory: str) -> str:
     """Type, text, and the line of the job's code that raised."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = type(error).__name__
-    place = last_line(error.__traceback__)
-    return clean(f"{text} ({place})" if place else text)
-
-
-def last_line(trace: TracebackType | None) -> str:
-    if trace is None or trace.tb_next is None:  # the first frame is this file's
-        return ""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
-
-
-def clean(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()[:ERROR_CHARS]
+    return placed(text, place_of(error, directory))
 
 
 def bound_log() -> None:
@@ -184,17 +175,18 @@ def main() -> None:
     if setup is None:
         return
     try:
-        *what, closed = msgpack.unpackb(setup)
-        functions = load(*what)
+        directory, *what, closed = msgpack.unpackb(setup)
+        functions = load(directory, *what)
         if closed:
             close_in()
     except BaseException as error:
-        channel.send(pack((LOADED, RAISED, None, described(error))))
+        channel.send(pack((LOADED, RAISED, None, described(error, sys.path[0]))))
         return
-    channel.send(pack((LOADED, OK, None, "")))
+    places = {name: beginning_of(function, directory) for name, function in functions.items()}
+    channel.send(pack((LOADED, OK, places, "")))
     while (frame := channel.recv()) is not None:
         for call in msgpack.unpackb(frame):
-            answer = run(functions, call)
+            answer = run(functions, call, directory)
             if os.getpid() != pid:
                 os._exit(FORKED)
             channel.send(pack(answer))

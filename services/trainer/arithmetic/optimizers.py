@@ -27,7 +27,8 @@ NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # quintic, steepest at zero
 BETAS = 0.9, 0.95
 EPSILON = 1e-8
-NOT_FOR_MUON = ("embedding", "unembedding", "router")  # rows there are looked up, not multiplied
+# Rows there are looked up, or decide alone.
+NOT_FOR_MUON = ("embedding", "unembedding", "router", "shared_gate")
 
 
 def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.job.job_data import JobData
+from common.job.model_shape import model_config
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
-from common.model.hf import load_config, load_model
+from common.model.hf import load_model
 from common.model.tokenizer import Tokenizer
 from kernels.build import TRAINING, library
 from services.trainer.arithmetic.forward import checkpoint_layers
@@ -67,11 +68,7 @@ def fresh(data: JobData, make: Callable[..., L]) -> L:
 
 def outline(data: JobData) -> tuple[ModelConfig, int]:
     """The job's model as it is described, and how many parameters it has; none is made."""
-    model = data.config.model
-    if model.path:
-        config = load_config(data.bundle / model.path)
-    else:
-        config = ModelConfig.from_hf(model.config)
+    config = model_config(data)
     with torch.device("meta"):
         return config, sum(parameter.numel() for parameter in Decoder(config).parameters())
 

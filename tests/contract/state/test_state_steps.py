@@ -49,6 +49,26 @@ async def test_a_step_becomes_the_current_version_and_ends_its_groups(bench: Ben
     assert not await bench.state.command("EXISTS", "{job}:group:0", "{job}:group:1")
 
 
+async def test_a_step_tells_which_share_of_what_has_ended_since_the_last_one_failed(
+    bench: Bench,
+) -> None:
+    seats = await bench.training_job(groups_per_step=1)
+    dropped, first, second = await seats.admit()
+    await groups.group_dropped(bench.state, JOB, SHARD, seats.shard, dropped.group, "failed", "d")
+    await seats.finish(first, scored=1)
+    await seats.step(1)
+    await seats.finish(second)
+    await seats.step(2)
+    rows = await steps.step_rows(bench.state, JOB)
+    assert [row["failed_share"] for row in rows] == [3 / 4, 0.0]
+    lineage = await steps.open_lineage(
+        bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "again"
+    )
+    taken = await seats.leased(2)
+    await seats.commit(2, taken, lineage=lineage)
+    assert (await steps.step_rows(bench.state, JOB))[-1]["failed_share"] == 0.0
+
+
 async def test_a_commit_sent_twice_is_one_step(bench: Bench) -> None:
     seats = await bench.training_job()
     await fill(seats)

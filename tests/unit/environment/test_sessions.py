@@ -292,7 +292,8 @@ def test_what_cannot_travel_is_told_and_not_sent(tokenizer: Tokenizer) -> None:
 
     served = Environments(Odd, tokenizer, "", Chat.load("qwen3", {}, tokenizer))
     served.perform(1, "begin", {"secret": 1})
-    for text, says in (("raise", "ValueError: ?"), ("x", "BadMessage: OverflowError")):
+    raised = "ValueError: ? (test_sessions.py:"
+    for text, says in (("raise", raised), ("x", "BadMessage: OverflowError")):
         status, why = served.perform(1, "step", tokenizer.encode(text + "<|im_end|>"))
         assert status == "raised" and says in why
 

@@ -38,6 +38,7 @@ class Attended:
     width: int
     dtype: torch.dtype
     seed: int = 0
+    window: int = 0
 
     def sequences(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Queries [length, heads, width], keys and values [length, kv_heads, width]."""
@@ -63,15 +64,22 @@ attended = st.builds(
     width=widths,
     dtype=dtypes,
     seed=st.integers(0, 99),
+    window=st.one_of(st.just(0), st.integers(1, 200)),
 )
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor, first: int, scale: float) -> Tensor:
-    """Float64: query r [rows, heads, width] sees the tokens up to `first` + r."""
+def attention(
+    queries: Tensor, keys: Tensor, values: Tensor, first: int, scale: float, window: int = 0
+) -> Tensor:
+    """Float64: query r [rows, heads, width] sees the tokens up to `first` + r, of those the last
+    `window` (0: all).
+    """
     group = queries.shape[1] // keys.shape[1]
     out = torch.zeros(queries.shape, dtype=torch.float64)
     last = first + torch.arange(queries.shape[0])
     hidden = torch.arange(keys.shape[0]) > last[:, None]
+    if window:
+        hidden |= torch.arange(keys.shape[0]) <= last[:, None] - window
     for head in range(queries.shape[1]):
         scores = queries[:, head].double() @ keys[:, head // group].double().T * scale
         weights = scores.masked_fill(hidden, -math.inf).softmax(1)
@@ -125,9 +133,10 @@ def check_paged_decode(implementation: Any, case: Attended, spare_blocks: int = 
     exact = torch.zeros(shape, dtype=torch.float64)
     for i, (_, k, v) in enumerate(case.sequences()):
         if case.lengths[i]:
-            exact[i] = attention(queries[i : i + 1], k, v, case.lengths[i] - 1, case.scale)[0]
+            last = case.lengths[i] - 1
+            exact[i] = attention(queries[i : i + 1], k, v, last, case.scale, case.window)[0]
     arguments = (cache.keys, cache.values, cache.table, cache.lengths)
-    close(implementation.paged_decode(queries, *arguments, case.scale), exact)
+    close(implementation.paged_decode(queries, *arguments, case.scale, case.window), exact)
 
 
 def check_paged_write(implementation: Any, case: Attended) -> None:
@@ -157,9 +166,10 @@ def check_varlen_prefill(implementation: Any, case: Attended, padding: int = 0) 
     parts = [torch.cat(tensors) for tensors in zip(*sequences, strict=True)]
     filled = [torch.cat([p, p.new_full((padding, *p.shape[1:]), math.nan)]) for p in parts]
     starts = torch.tensor([0, *case.lengths]).cumsum(0).int()
-    exact = [attention(*sequence, 0, case.scale) for sequence in sequences]
+    exact = [attention(*sequence, 0, case.scale, case.window) for sequence in sequences]
     exact.append(torch.zeros(padding, *parts[0].shape[1:], dtype=torch.float64))
-    close(implementation.varlen_prefill(*filled, starts, case.scale), torch.cat(exact))
+    found = implementation.varlen_prefill(*filled, starts, case.scale, case.window)
+    close(found, torch.cat(exact))
 
 
 def check_token_logprob(implementation: Any, vocab: int, dtype: torch.dtype, seed: int) -> None:

@@ -22,6 +22,9 @@ for dtype in DTYPES:
         check_varlen_prefill(triton_kernels, Attended([3, 0, 37, 1, 50], *heads_and_width, dtype))
     check_varlen_prefill(triton_kernels, Attended([140, 33, 1], 1, 1, 32, dtype), padding=40)
     check_varlen_prefill(triton_kernels, Attended([0], 1, 1, 32, dtype), padding=5)
+    for window in (1, 20, 70):
+        case = Attended([3, 0, 140, 1], 2, 1, 32, dtype, window=window)
+        check_varlen_prefill(triton_kernels, case)
     for seed, vocab in enumerate((1, 50, 4095, 4096, 9000)):
         check_token_logprob(triton_kernels, vocab, dtype, seed)
 logits = torch.zeros(2, 5000)
@@ -54,6 +57,7 @@ for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         "out": pointer,
         **{name: "i32" for name in ("sequences", "search_steps", "tokens", "heads", "kv_heads")},
         "scale": "fp32",
+        "window": "i32",
     }
     constants = {"WIDTH": 64, "PADDED": 64, "WIDE": wide, **tile}
     built = compiled(triton_kernels.prefill_kernel, signature, constants, **options)

@@ -23,7 +23,7 @@ def rows(lengths, heads, kv_heads, width, padding=0, seed=0):
     return torch.randn(n, heads + 2 * kv_heads, width, dtype=torch.float64, generator=generator)
 
 
-def alone(q, k, v, lengths):
+def alone(q, k, v, lengths, window=0):
     """The definition, one sequence after the other, in the tensors' own type."""
     shared = q.shape[1] // k.shape[1]
     found = []
@@ -32,8 +32,10 @@ def alone(q, k, v, lengths):
         keys = k[part].repeat_interleave(shared, 1)
         values = v[part].repeat_interleave(shared, 1)
         scores = torch.einsum("ihd,jhd->hij", q[part], keys) * q.shape[2] ** -0.5
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        if window:
+            hidden |= torch.ones(length, length, dtype=torch.bool).tril(-window)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         found.append(torch.einsum("hij,jhd->ihd", weights, values))
     return torch.cat(found)
 
@@ -48,14 +50,19 @@ def both(attend, packed, heads, kv_heads, real, dtype):
     return out.detach().double().cpu(), leaf.grad.double().cpu()
 
 
-def check(lengths, heads, kv_heads, width, dtype, tolerance, padding=0, device=CPU):
+def check(lengths, heads, kv_heads, width, dtype, tolerance, padding=0, device=CPU, window=0):
     packed, real = rows(lengths, heads, kv_heads, width, padding), sum(lengths)
     varlen = VarlenAttention(starts_of(lengths), real + padding, device)
     expected = both(
-        lambda q, k, v: alone(q, k, v, lengths), packed, heads, kv_heads, real, torch.float64
+        lambda q, k, v: alone(q, k, v, lengths, window),
+        packed,
+        heads,
+        kv_heads,
+        real,
+        torch.float64,
     )
     there = packed.to(device)
-    found = both(lambda q, k, v: varlen(0, q, k, v), there, heads, kv_heads, real, dtype)
+    found = both(lambda q, k, v: varlen(0, q, k, v, window), there, heads, kv_heads, real, dtype)
     for value, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(value, reference, atol=tolerance, rtol=tolerance)
 
@@ -71,6 +78,12 @@ def test_widths_that_are_not_compiled_for(width):
     check(LENGTHS, 4, 2, width, torch.float32, 2e-5, padding=3)
 
 
+@pytest.mark.parametrize("window", [1, 5, 16, 17, 100, 200, 299, 4000])
+def test_a_window_hides_what_lies_further_back(window):
+    check(LENGTHS, 4, 2, 32, torch.float32, 2e-5, padding=3, window=window)
+    check(LENGTHS, 4, 2, 32, torch.float64, 1e-12, padding=3, window=window)
+
+
 def test_the_buckets_in_float64():
     check(LENGTHS, 3, 1, 32, torch.float64, 1e-12, padding=3)
 
@@ -84,9 +97,12 @@ def test_bfloat16_on_a_cpu_is_rounded_only_at_the_ends():
     st.lists(st.integers(1, 150), min_size=1, max_size=12),
     st.sampled_from([(torch.float32, 2e-5), (torch.float64, 1e-12)]),
     st.integers(0, 20),
+    st.integers(0, 160),
 )
-def test_every_sequence_has_the_result_and_the_gradient_it_has_alone(lengths, kind, padding):
-    check(lengths, 3, 1, 16, *kind, padding=padding)
+def test_every_sequence_has_the_result_and_the_gradient_it_has_alone(
+    lengths, kind, padding, window
+):
+    check(lengths, 3, 1, 16, *kind, padding=padding, window=window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -36,6 +36,9 @@ group_size = 4
 """
 
 
+NO_TENSORS = b"\x02" + bytes(7) + b"{}"  # a safetensors file without any
+
+
 @pytest.fixture
 def shape() -> str:
     """A config.json."""

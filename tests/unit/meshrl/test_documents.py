@@ -43,12 +43,20 @@ def test_the_readme_is_short_and_names_commands_that_exist() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", *(f"docs/{name}.md" for name in ("operations", "architecture", "sandbox"))],
+    ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))],
 )
 def test_links_between_documents_lead_somewhere(name: str) -> None:
     path = ROOT / name
-    for target in re.findall(r"\]\((?!https:)([^)#]+)\)", path.read_text()):
-        assert (path.parent / target).exists(), target
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text()):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        assert not heading or heading in anchors(file), f"{target}#{heading}"
+
+
+def anchors(document: Path) -> set[str]:
+    """What links may say after `#`, as GitHub makes it of headings."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in headings}
 
 
 def test_every_command_shows_an_example() -> None:

@@ -21,6 +21,7 @@ from common.api.sandbox import (
     Outcome,
     Outcomes,
     RewardBatch,
+    RewardCall,
     RunTools,
     Sandbox,
 )
@@ -89,8 +90,12 @@ class TrivialSandbox(Actor):
 
     interface = Sandbox
 
-    def __init__(self) -> None:
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
         self.sessions: set[str] = set()
+        self.scores: Callable[[RewardCall], Outcome] = lambda c: Outcome(c.id, OK, 1.0, "")
+        self.scores_most = -1  # calls that `scores` answers; every one
+        self.takes_s = 0.0  # a batch of rewards
 
     @call(Sandbox.load)
     def load(self, request: LoadJob) -> Loaded:
@@ -103,8 +108,14 @@ class TrivialSandbox(Actor):
         return Outcomes([Outcome(c.id, OK, value, "") for c in request.calls])
 
     @call(Sandbox.score)
-    def score(self, request: RewardBatch) -> Outcomes:
-        return Outcomes([Outcome(c.id, OK, 1.0, "") for c in request.calls])
+    async def score(self, request: RewardBatch) -> Outcomes:
+        if self.takes_s:
+            await self._clock.sleep(self.takes_s)
+        outcomes = []
+        for c in request.calls:
+            outcomes.append(self.scores(c) if self.scores_most else Outcome(c.id, OK, 1.0, ""))
+            self.scores_most -= self.scores_most > 0
+        return Outcomes(outcomes)
 
     @cast(Sandbox.end_sessions)
     def end_sessions(self, request: EndSessions) -> None:
@@ -131,7 +142,7 @@ class ShardBench:
         self.calls, self.scripts = Faults(), Faults()
         self.state.faults = Faults()  # of everybody but the shard
         self.engines: list[EngineService] = []
-        self.sandbox = TrivialSandbox()
+        self.sandbox = TrivialSandbox(clock)
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def start(self) -> None:

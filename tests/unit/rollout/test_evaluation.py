@@ -109,6 +109,10 @@ async def test_figures_are_of_samples_of_the_version_alone(tmp_path: Path) -> No
     assert (made.result["mixed"], made.result["failed"]) == (1, 1)
     assert (made.result["sampled"], made.result["greedy"]) == (0.5, 1.0)
     assert made.result["length_mean"] == 4.0
+    shares = made.result["shares"]
+    assert (shares["held_out.sampled"], shares["held_out.greedy"]) == (1.0, 0.5)
+    assert shares["more.mean"] == shares["more.pass@1"] == 3 / 4
+    assert made.result["reasons"] == {"of another version": 1, "failed": 1}
 
 
 @pytest.mark.parametrize("lost", [(None, VERSION), (1.0, VERSION + 1)], ids=["failed", "mixed"])
@@ -168,4 +172,5 @@ async def test_a_figure_that_no_sample_speaks_for_is_left_out(tmp_path: Path) ->
     made = evaluation(tmp_path, every)
     await made.run()
     assert not [name for name in made.result["figures"] if name.startswith("more.")]
+    assert made.result["shares"]["more.mean"] == 0.0, "and is said to be lost"
     assert made.value is None

@@ -57,7 +57,7 @@ async def test_a_job_is_loaded_once_and_its_batches_answered_in_order(place: Pla
         (8, "raised", None),
         (9, "ok", "6"),
     ]
-    assert ran.outcomes[1].error == "ZeroDivisionError: division by zero (<string>:1)"
+    assert ran.outcomes[1].error == "ZeroDivisionError: division by zero (calc.py:2 in tool())"
     turns = [{"role": "model"}, {"role": "tool"}]
     scored = await sandbox.call(Sandbox.score, RewardBatch([RewardCall(1, "j", {}, turns, 5.0)]))
     assert [(o.status, o.value) for o in scored.outcomes] == [("ok", 2.0)]

@@ -54,9 +54,20 @@ count('filtered', left_out)
 count('typed_drops', drops)
 redis.call('HSET', JOB .. ':job', 'version', a.step, 'steps_done', a.step, 'manifest', a.manifest,
   'checkpoint', a.checkpoint)
+-- Trajectories that have ended since the commit before, in groups of this step and in those that were
+-- dropped meanwhile. A job that was put back, or went back, begins to count at this step.
+local total = redis.call('HMGET', JOB .. ':job', 'trained', 'filtered', 'typed_drops', 'told_ended',
+  'told_failed')
+local all_failed = tonumber(total[3])
+local all_ended = tonumber(total[1]) + tonumber(total[2]) + all_failed
+local first = a.step == 1
+local ended = all_ended - tonumber(total[4] or (first and 0 or all_ended - trained - left_out - drops))
+local failed = all_failed - tonumber(total[5] or (first and 0 or all_failed - drops))
+redis.call('HSET', JOB .. ':job', 'told_ended', all_ended, 'told_failed', all_failed)
 redis.call('HSET', step_key, 'lineage', a.lineage, 'step', a.step, 'manifest', a.manifest,
   'checkpoint', a.checkpoint, 'committed_ms', NOW, 'trained', trained, 'filtered', left_out,
-  'groups', cjson.encode(rows), 'metrics', a.metrics, 'record', a.record)
+  'ended', ended, 'failed', failed, 'groups', cjson.encode(rows), 'metrics', a.metrics,
+  'record', a.record)
 redis.call('ZADD', JOB .. ':steps', a.step, step_id)
 -- A checkpoint that covers a step has its groups in it: they are not replayed any more.
 local covered = redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.covered, a.covered)

@@ -42,6 +42,7 @@ end
 for tag, row in pairs(hash(JOB .. ':evaluations')) do
   if cjson.decode(row).step > a.version then redis.call('HDEL', JOB .. ':evaluations', tag) end
 end
+redis.call('HDEL', JOB .. ':job', 'told_ended', 'told_failed')
 if tonumber(job.best_version or -1) > a.version then
   redis.call('HDEL', JOB .. ':job', 'best_version', 'best_manifest', 'best_value')
 end

@@ -7,6 +7,7 @@ from pathlib import Path
 from meshrl.job.bundle import digest_of, pack
 from meshrl.job.jobfile import load
 from meshrl.job.references import neighbours
+from tests.unit.meshrl.conftest import NO_TENSORS
 
 
 def test_a_bundle_holds_code_rows_and_tokenizer(job: Path, tmp_path: Path) -> None:
@@ -49,6 +50,7 @@ def test_a_model_directory_travels_with_its_tokenizer(
     for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
         (model / name).write_text(name)
     (model / "config.json").write_text(shape)
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
     config, base = load(job, [f"model.path={model}", "model.tokenizer=''"])
     directory, document = pack(config, base, tmp_path / "run")
     assert sorted(p.name for p in (directory / "model").iterdir()) == [

@@ -156,3 +156,10 @@ def test_what_a_template_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         load(job, [*templated(job, shape, name, SYSTEM_ROW), *overrides])
+
+
+def test_a_tokenizer_of_an_older_kind_is_told_how_to_become_one(job: Path, shape: str) -> None:
+    model = model_of(job, shape, None, None)
+    (model / "tokenizer.json").rename(model / "tokenizer.model")
+    with pytest.raises(ConfigError, match=r"makes one of tokenizer\.model.*save_pretrained"):
+        load(job, [f"model.path={model}", "model.tokenizer=''"])

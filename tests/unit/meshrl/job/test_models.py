@@ -14,13 +14,14 @@ from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.model.tokenizer import character_tokenizer
 from meshrl.job import bundle, jobfile
+from tests.unit.meshrl.conftest import NO_TENSORS
 
 
 def model(directory: Path, characters: str, shape: str) -> Path:
     """What the checks look at of a Hugging Face directory."""
     directory.mkdir()
     (directory / "config.json").write_text(shape)
-    (directory / "model.safetensors").write_bytes(b"weights")
+    (directory / "model.safetensors").write_bytes(NO_TENSORS)
     character_tokenizer(characters, directory / "tokenizer.json")
     return directory
 
@@ -59,7 +60,7 @@ def test_what_is_whole_is_accepted_and_lies_in_the_bundle(place: Path, tmp_path:
     assert config.reward.judge.template == "Is {answer} right?\nyes or no\n"
     _, document = bundle.pack(config, base, tmp_path / "run")
     data = JobData.of("tiny", json.loads(json.dumps(document)), str(tmp_path))
-    assert (data.frozen("teacher") / "model.safetensors").read_bytes() == b"weights"
+    assert (data.frozen("teacher") / "model.safetensors").read_bytes() == NO_TENSORS
     assert (data.frozen("reward") / "tokenizer.json").is_file()
     assert data.config.models.reference.path == "initial"
     [dataset] = data.config.evaluation.datasets

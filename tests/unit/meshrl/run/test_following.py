@@ -131,6 +131,7 @@ def test_a_watched_run_is_shown_to_its_end_and_nothing_is_written(held: HeldMesh
     found = meshrl("watch", str(held.run))
     ending.join(PATIENCE_S)
     assert "training" in found.stdout
+    assert found.exit_code == 1 and "failed at step 0 of 8: the reward is not" in found.stdout
     assert {path: path.read_bytes() for path in held.run.iterdir()} == before
     held.record("failed")
     found = meshrl("watch", str(held.run))

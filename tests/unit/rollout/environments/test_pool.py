@@ -13,13 +13,16 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ToolFailed
-from common.job.config import EnvironmentConfig, JobConfig
+from common.job.config import EnvironmentConfig, JobConfig, RolloutConfig
 from common.job.job_data import JobData
 from common.model.tokenizer import Tokenizer
 from common.process.host import SystemHost
 from common.random import Random
-from services.rollout.environments.pool import EnvironmentPool
+from loadtests.chat_templates import directory_of
+from services.environment.environments import made, parser
+from services.rollout.environments.pool import EnvironmentPool, command
 from tests.meshes import alone
+from tests.unit.common.model.templates.formats import FORMATS
 
 ROOT = Path(__file__).parents[4]
 TOKENIZER = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))
@@ -144,3 +147,16 @@ async def test_the_end_of_the_pool_closes_open_environments(
     await pool.step(1, two, lambda: [{}, []])
     await pool.close()
     assert mark.read_text() == "1"
+
+
+def test_an_environment_process_holds_the_jobs_own_chat_template(tmp_path: Path) -> None:
+    directory_of(FORMATS["qwen3"], tmp_path)
+    environment = EnvironmentConfig(chat="template", chat_options={"enable_thinking": False})
+    config = JobConfig(environment=environment, rollout=RolloutConfig(stop=["</s>", "<|im_end|>"]))
+    argv = command(JobData("job", config, tmp_path, tmp_path))
+    served = made(parser().parse_args(argv[3:]))
+    status, ids = served.perform(1, "begin", {"prompt": "hello"})
+    tokenizer = Tokenizer.load(tmp_path)
+    assert status == "ok"
+    assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert served.perform(1, "step", tokenizer.encode("so</s>"))[1] == ["so</s>", "done", None]

@@ -14,6 +14,7 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ToolFailed
+from common.job.authored import place_in
 from common.process.handle import start_time
 from common.process.host import SystemHost
 from services.sandbox.answer import Answer
@@ -162,9 +163,9 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
         await pool.stop()
 
 
-def score(do: str, **row: Any) -> Work:
+def score(do: str, deadline_s: float = 0.3, **row: Any) -> Work:
     arguments = [{"do": do, **row}, [{"role": "model", "text": "4"}]]
-    return Work(f"{REWARD}0", arguments, 0.3)
+    return Work(f"{REWARD}0", arguments, deadline_s)
 
 
 def use(deadline_s: float, do: str, *, name: str = "t", once: bool = False, **value: Any) -> Work:
@@ -367,3 +368,27 @@ async def test_what_reads_texts_of_the_model_has_no_files_programs_or_network(
     assert answers[1].error.startswith("PermissionError")
     if landlock.abi() >= landlock.LEAST:
         assert [a.error.partition(":")[0] for a in answers[2:]] == ["PermissionError"] * 3
+
+
+async def test_a_batch_that_hangs_is_answered_within_two_deadlines_and_names_the_function(
+    make: Make,
+) -> None:
+    pool = await make(warm=2, most=2)
+    calls = [score("sleeps", deadline_s=1.0)] * 40
+    began = asyncio.get_running_loop().time()
+    answers = await pool.run(calls, early=True)
+    assert asyncio.get_running_loop().time() - began < 10.0, "not forty deadlines"
+    late = [answer for answer in answers if answer.status == "timeout"]
+    assert 1 <= len(late) <= 4
+    assert place_in(late[0].error).startswith("behaviours.py:")
+    assert place_in(late[0].error).endswith("in reward()")
+    assert {answer.status for answer in answers} == {"timeout", "postponed"}
+
+
+async def test_calls_that_nobody_has_begun_come_back_while_slow_ones_go_on(make: Make) -> None:
+    pool = await make(warm=1, most=1)
+    slow = asyncio.create_task(pool.run([score("sleeps", deadline_s=3.0)]))
+    await asyncio.sleep(0.1)
+    (answer,) = await pool.run([score("good", deadline_s=0.2)], early=True)
+    assert answer.status == "postponed"
+    slow.cancel()

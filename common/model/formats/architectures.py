@@ -1,0 +1,244 @@
+"""The architectures that the decoder implements, and what each takes for keys that a config.json
+does not have: the defaults of its configuration class in `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What all of them share; an architecture's own defaults come on top.
+_SHARED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "head_dim": None,  # hidden_size / num_attention_heads
+}
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+_MIXTURE = {"router_aux_loss_coef": 0.001}
+_QWEN_MIXTURE = _MIXTURE | {
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "mlp_only_layers": None,
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of `transformers`' decoders, as it differs from Llama."""
+
+    model_class: str  # its class with a language-modelling head
+    own: Mapping[str, Any]  # defaults, beside those that all have
+    layer_types: bool = False  # config.json may say for each layer whether its window slides
+    experts: str = ""  # name of the layer's part that has router and experts; "": no mixture
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    ignored: frozenset[str] = field(default_factory=frozenset)  # keys without a meaning here
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Key of config.json -> what holds where it is absent."""
+        return _SHARED | dict(self.own)
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        "LlamaForCausalLM",
+        {
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": None,  # as many as heads
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+    ),
+    "mistral": Architecture(
+        "MistralForCausalLM",
+        {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+        },
+    ),
+    "mixtral": Architecture(
+        "MixtralForCausalLM",
+        _MIXTURE
+        | {
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.0,
+        },
+        experts="block_sparse_moe",
+        parts=("w1", "w3", "w2"),
+    ),
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM",
+        _QWEN_WINDOW
+        | {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "max_window_layers": 28,
+            "layer_types": None,
+        },
+        layer_types=True,
+        ignored=frozenset({"attention_bias", "qkv_bias"}),  # it always has them
+    ),
+    "qwen2_moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        _QWEN_WINDOW
+        | _QWEN_MIXTURE
+        | {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 16,
+            "max_window_layers": 28,
+            "layer_types": None,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        layer_types=True,
+        experts="mlp",
+    ),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM",
+        _QWEN_WINDOW
+        | {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_window_layers": 28,
+            "layer_types": None,
+            "attention_bias": False,
+        },
+        layer_types=True,
+    ),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        _QWEN_WINDOW
+        | _QWEN_MIXTURE
+        | {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        experts="mlp",
+        ignored=frozenset({"max_window_layers"}),  # its windows are in all layers, or in none
+    ),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM",
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        layer_types=True,
+        ignored=frozenset({"max_window_layers"}),
+    ),
+}
+
+# Keys that say nothing about what is computed: names, tokens, training, generation.
+HARMLESS = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "name_or_path",
+        "tokenizer_class",
+        "auto_map",
+        "is_llama_config",
+        "transformers.js_config",
+        "attn_implementation",
+        "model_max_length",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "mask_token_id",
+        "decoder_start_token_id",
+        "additional_special_tokens_ids",
+        "vocab_file",
+        "use_cache",
+        "initializer_range",
+        "attention_dropout",
+        "pretraining_tp",
+        "output_router_logits",
+        "gradient_checkpointing",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "torchscript",
+        "use_bfloat16",
+        "tf_legacy_loss",
+        "is_encoder_decoder",
+        "is_decoder",
+        "add_cross_attention",
+        "cross_attention_hidden_size",
+        "tie_encoder_decoder",
+        "chunk_size_feed_forward",
+        "pruned_heads",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "prefix",
+        "task_specific_params",
+        "max_length",
+        "min_length",
+        "max_new_tokens",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "output_scores",
+        "return_dict_in_generate",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+    }
+)
+HARMLESS_PREFIXES = ("_", "unsloth")  # of what tools note for themselves
+SIZES = (  # without which a description is none
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+)

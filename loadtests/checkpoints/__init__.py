@@ -1,0 +1,1 @@
+"""Random checkpoints as `transformers` writes them, and what is changed in them."""

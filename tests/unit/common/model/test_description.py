@@ -1,0 +1,190 @@
+"""What a config.json says, and what it leaves to its architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.model.config import ModelConfig
+from common.model.formats.architectures import ARCHITECTURES
+
+pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "intermediate_size": 96,
+}
+
+
+def of(architecture: str, **more: Any) -> ModelConfig:
+    return ModelConfig.from_hf({"model_type": architecture} | SIZES | more)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_key_that_is_absent_has_the_value_that_transformers_gives_it(architecture: str) -> None:
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(architecture, **SIZES).to_dict()
+    theirs |= theirs.pop("rope_parameters")
+    theirs["num_experts"] = theirs.get("num_experts", theirs.get("num_local_experts"))
+    for key, value in ARCHITECTURES[architecture].defaults.items():
+        # What is None here is made of other keys there; a window that is not used is made none.
+        if value is not None and not (key == "sliding_window" and "use_sliding_window" in theirs):
+            assert theirs[key] == value, key
+    ours = of(architecture)
+    assert ours.rope_theta == theirs["rope_theta"] and ours.norm_eps == theirs["rms_norm_eps"]
+    assert ours.kv_heads == (theirs["num_key_value_heads"] or 32)
+    assert ours.head_dim == (theirs.get("head_dim") or 2)
+    assert ours.tie_embeddings == theirs["tie_word_embeddings"]
+    assert ours.max_positions == theirs["max_position_embeddings"]
+    if "no_rope_layers" in theirs:
+        assert ours.unrotated_layers == (3,)
+    assert bool(ours.sliding_layers) == (architecture == "mistral")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "layers"),
+    [
+        ("qwen2", {"max_window_layers": 1}, (1, 2, 3)),
+        ("qwen2", {"layer_types": ["sliding_attention", *["full_attention"] * 3]}, (0,)),
+        ("qwen3", {"max_window_layers": 9}, ()),
+        ("qwen2_moe", {"max_window_layers": 3}, (0, 2)),
+        ("qwen3_moe", {}, (0, 1, 2, 3)),
+        ("smollm3", {}, (3,)),
+    ],
+)
+def test_windows_slide_in_the_layers_that_the_architecture_says(
+    architecture: str, keys: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    config = of(architecture, use_sliding_window=True, sliding_window=8, **keys)
+    assert config.sliding_layers == layers
+    assert [config.window(i) for i in range(4)] == [8 * (i in layers) for i in range(4)]
+    assert of(architecture, use_sliding_window=False, sliding_window=8).sliding_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "says"),
+    [
+        ("llama", {"logit_scale": 0.1}, "logit_scale = 0.1 means nothing to llama"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types has .'chunked_att"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "no window in use"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 4 layers"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0},
+            "of 0",
+        ),
+        ("mistral", {"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+    ],
+)
+def test_what_might_change_the_arithmetic_and_is_not_known_is_refused(
+    architecture: str, keys: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        of(architecture, **keys)
+
+
+def test_a_description_without_an_architecture_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_type is missing") as caught:
+        ModelConfig.from_hf(SIZES)
+    assert "one of llama, mistral" in caught.value.fix
+
+
+# As published, but for the sizes of their matrices.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama 3.2": {
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 64,
+        "pretraining_tp": 1,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0",
+        "use_cache": True,
+    },
+    "Qwen2.5": {
+        "model_type": "qwen2",
+        "max_window_layers": 21,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "use_mrope": False,
+        "rope_theta": 1000000.0,
+        "num_key_value_heads": 2,
+    },
+    "Qwen3": {
+        "model_type": "qwen3",
+        "max_window_layers": 28,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "num_key_value_heads": 8,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "SmolLM2": {
+        "model_type": "llama",
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "mlp_bias": False,
+    },
+    "SmolLM3": {
+        "model_type": "smollm3",
+        "layer_types": ["full_attention"] * 4,
+        "max_window_layers": 28,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "pretraining_tp": 2,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "Mistral v0.1": {"model_type": "mistral", "sliding_window": 4096, "_name_or_path": "somewhere"},
+    "Mixtral": {"model_type": "mixtral", "sliding_window": None, "router_aux_loss_coef": 0.02},
+    "TinyLlama": {"model_type": "llama", "rope_scaling": None, "unsloth_fixed": True},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_descriptions_are_read_and_given_back_as_they_are(name: str) -> None:
+    raw = PUBLISHED[name] | SIZES | {"architectures": ["Something"]}
+    config = ModelConfig.from_hf(raw)
+    assert config.exported() == raw
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
+def test_what_was_left_out_stays_out_of_what_is_exported() -> None:
+    raw = {"model_type": "qwen3"} | SIZES | {"architectures": ["Qwen3ForCausalLM"]}
+    assert ModelConfig.from_hf(raw).exported() == raw
+    of_a_job = ModelConfig.from_hf({"model_type": "qwen3"} | SIZES).exported()
+    assert of_a_job["architectures"] == ["Qwen3ForCausalLM"] and of_a_job["head_dim"] == 128
+
+
+def test_scaling_beside_the_original_positions_is_read_as_transformers_reads_it() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "finetuned": True}
+    config = of("llama", rope_scaling=scaling, original_max_position_embeddings=512)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling["original_max_position_embeddings"] == 512
+    config = of("llama", rope_scaling=scaling, rope_parameters={"rope_type": "linear"})
+    assert config.rope_scaling is not None and config.rope_scaling["rope_type"] == "yarn"
+    assert config.rope_scaling["original_max_position_embeddings"] == 2048

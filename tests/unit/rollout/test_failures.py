@@ -1,0 +1,106 @@
+"""Failures of a job's own code are told as events: the first at once, then how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.api.sandbox import RAISED, TIMEOUT, Outcome, RewardCall
+from common.job.authored import beginning_of, place_in, place_of, placed, without_place
+from common.state import events, jobs
+from services.rollout.failures import HUNG_CALLS, TELL_S
+from services.rollout.rewards.sandboxes import TIMEOUTS
+from tests.contract.state.state_bench import JOB
+from tests.unit.rollout.shard_bench import ShardBench, on_shard
+
+RAISES = "ValueError: no (m.py:3 in f())"
+SLEEPS = "reward took more than 10 s (m.py:7 in g())"
+
+
+async def told(bench: ShardBench) -> list[dict[str, Any]]:
+    return [e.fields for e in await events.read_all(bench.state) if e.kind == "failure"]
+
+
+def scoring(status: str, error: str) -> Callable[[RewardCall], Outcome]:
+    return lambda call: Outcome(call.id, status, None, error)
+
+
+def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_by_their_number(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: ShardBench) -> None:
+        bench.sandbox.scores = scoring(RAISED, RAISES)
+        await (await bench.group())
+        await bench.clock.sleep(1.0)
+        (first,) = await told(bench)
+        text = "ValueError: no"
+        assert first == first | {"kind": "reward raised", "text": text, "where": "m.py:3 in f()"}
+        assert (first["job"], first["evaluation"], first["calls"]) == (JOB, False, 0)
+        await (await bench.group())
+        await bench.clock.sleep(TELL_S + 1.0)
+        every = await told(bench)
+        assert len(every) <= 3, "one event of a kind in so many seconds"
+        assert sum(event["count"] for event in every) == 6, "two groups of three"
+
+    on_shard(tmp_path, story)
+
+
+def test_a_reward_that_hangs_is_told_before_a_trajectory_has_failed(tmp_path: Path) -> None:
+    async def story(bench: ShardBench) -> None:
+        bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
+        bench.sandbox.scores_most = 1
+        await (await bench.group())
+        await bench.clock.sleep(1.0)
+        (first,) = await told(bench)
+        assert (first["kind"], first["where"]) == ("reward timed out", "m.py:7 in g()")
+        assert (first["count"], first["calls"]) == (0, 1)
+
+    on_shard(tmp_path, story)
+
+
+def test_a_job_whose_reward_always_hangs_ends_by_name_long_before_its_groups_are_through(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: ShardBench) -> None:
+        bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
+        bench.sandbox.takes_s = 10.0
+        began = bench.clock.monotonic()
+        for _ in range(-(-HUNG_CALLS // (3 * TIMEOUTS)) + 2):
+            await bench.group()
+        while (row := await jobs.job(bench.state, JOB)).phase != jobs.Phase.FAILED:
+            await bench.clock.sleep(1.0)
+        assert "none of the last" in row.error and SLEEPS in row.error
+        assert bench.clock.monotonic() - began < 200.0
+
+    on_shard(tmp_path, story)
+
+
+def test_a_place_is_the_authors_line_and_not_the_librarys(tmp_path: Path) -> None:
+    (tmp_path / "authors.py").write_text(
+        "import json\n\n\ndef reads(text):\n    return json.loads(text)\n"
+    )
+    found: dict[str, Any] = {}
+    code = compile((tmp_path / "authors.py").read_text(), str(tmp_path / "authors.py"), "exec")
+    exec(code, found)
+    try:
+        found["reads"]("{")
+    except ValueError as error:
+        place = place_of(error, str(tmp_path))
+    assert place == "authors.py:5 in reads()"
+    assert beginning_of(found["reads"], str(tmp_path)) == "authors.py:4 in reads()"
+    text = placed("x" * 1000 + " (", place)
+    assert place_in(text) == place and len(without_place(text)) == 500
+    assert place_in("odd (text)") == "" and without_place("odd (text)") == "odd (text)"
+
+
+def test_a_prompt_that_leaves_no_room_fails_its_trajectory_by_name(tmp_path: Path) -> None:
+    async def story(bench: ShardBench) -> None:
+        bench.job.train_rows = [{"prompt": "a" * 200}]
+        await (await bench.group())
+        await bench.clock.sleep(1.0)
+        (first,) = await told(bench)
+        assert (first["kind"], first["count"]) == ("prompt too long", 3)
+        assert first["text"] == "a prompt has 200 tokens"
+
+    on_shard(tmp_path, story)
