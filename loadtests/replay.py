@@ -4,8 +4,12 @@ nothing disturbed, bit for bit.
     python -m loadtests.replay [JOB]
 
 Each run is the same job: deterministic, no staleness, so that what is sampled depends on nothing
-but the weights. Prints one JSON object; exit status 1 unless it died in every phase, all digests
-are equal and no trajectory is lost or trained twice.
+but the weights. In one more run the settings change between two steps, neither of which a
+checkpoint covers, and the trainer dies after that: steps from before the change are repeated with
+the old values, and the others with the new.
+
+Prints one JSON object; exit status 1 unless it died in every phase, all digests are equal and no
+trajectory is lost or trained twice.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +36,12 @@ DEATHS = (
     ("checkpointing@4", "writing@4", "committing@6", "telling@7"),
 )
 JOB = Path(__file__).parents[1] / "tests/mesh/jobs/digits.toml"
+# A run that stops after three steps or so, and goes on with other settings.
+SLOW = {"rollout.pace": "10/64/100000"}  # so that there is time to stop it
+STOPPED_AFTER, CHANGED_DEATHS = 3, ("computing@7", "committing@8")
+CHANGES = {"optimizer.muon_lr": 0.02, "optimizer.adamw_lr": 0.01, "algorithm.clip_high": 0.01}
 RUN_S = 300.0
+POLL_S = 0.05
 SETTINGS = {
     "budget.steps": STEPS,
     "training.checkpoint_every": CHECKPOINT_EVERY,
@@ -46,22 +57,62 @@ SETTINGS = {
 
 def one_run(job: Path, directory: Path, deaths: Sequence[str] = ()) -> dict[str, Any]:
     """The versions' digests, the lineage and the audit of a run in which the trainer died so."""
-    marks = directory / "deaths"
-    marks.mkdir(parents=True)
     words = SETTINGS | {"out": directory / "run"}
+    with started(["run", str(job)], words, directory, deaths) as program:
+        ended(program, directory)
+    return found_in(directory)
+
+
+def changed_run(job: Path, directory: Path) -> dict[str, Any]:
+    """The same of a run whose settings change between two steps."""
+    words = SETTINGS | {"out": directory / "run", "training.checkpoint_every": 10 * STEPS, **SLOW}
+    with started(["run", str(job)], words, directory, ()) as program:
+        until = time.monotonic() + RUN_S
+        while len(committed_in(directory)) < STOPPED_AFTER and time.monotonic() < until:
+            time.sleep(POLL_S)
+        program.send_signal(signal.SIGINT)
+        ended(program, directory, 130)
+    run = str(directory / "run")
+    with started(["resume", run], CHANGES, directory, CHANGED_DEATHS) as program:
+        ended(program, directory)
+    record = json.loads((directory / "run/job.json").read_text())
+    return found_in(directory) | {"changed_from": record["changes"][0]["from_step"]}
+
+
+def started(
+    command: Sequence[str], words: Mapping[str, Any], directory: Path, deaths: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    """`meshrl` with a command and settings, and a trainer that dies so."""
+    marks = directory / "deaths"
+    marks.mkdir(parents=True, exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
     if deaths:
         rank = [sys.executable, "-m", "loadtests.workers.dying_rank", "--die", *deaths]
         rank += ["--marks", str(marks)]
         environment["MESHRL_ROLE_COMMANDS"] = f"training={shlex.join(rank)}"
-    argv = [sys.executable, "-m", "meshrl", "run", str(job)]
+    argv = [sys.executable, "-m", "meshrl", *command]
     argv += [f"--set={key}={value}" for key, value in words.items()]
-    with (directory / "said").open("w") as said:
-        ended = subprocess.run(argv, env=environment, stdout=said, stderr=said, timeout=RUN_S)
-    if ended.returncode != 0:
+    with (directory / "said").open("a") as said:
+        return subprocess.Popen(argv, env=environment, stdout=said, stderr=said)
+
+
+def ended(program: subprocess.Popen[bytes], directory: Path, status: int = 0) -> None:
+    """Waits for the program's end; RuntimeError with what it said unless it has this status."""
+    if program.wait(RUN_S) != status:
         raise RuntimeError((directory / "said").read_text()[-3000:])
-    lines = (directory / "run/events.jsonl").read_text().splitlines()
-    committed = [e["fields"] for e in map(json.loads, lines) if e["kind"] == "step"]
+
+
+def committed_in(directory: Path) -> list[dict[str, Any]]:
+    """The steps that a run has on record."""
+    path = directory / "run/events.jsonl"
+    text = path.read_text() if path.is_file() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [e["fields"] for e in map(json.loads, lines) if e["kind"] == "step"]
+
+
+def found_in(directory: Path) -> dict[str, Any]:
+    """What is known of a run that has ended."""
+    marks, committed = directory / "deaths", committed_in(directory)
     found = audit(directory / "run")
     return {
         "deaths": sorted(mark.name for mark in marks.iterdir()),
@@ -81,6 +132,7 @@ def main() -> int:
             one_run(job, Path(scratch) / str(number), deaths)
             for number, deaths in enumerate([(), *DEATHS])
         ]
+        changed = changed_run(job, Path(scratch) / "changed")
     result = {
         "phases_killed": sum(len(run["deaths"]) for run in runs),
         "bit_identical": int(all(run["manifests"] == undisturbed["manifests"] for run in runs)),
@@ -88,9 +140,14 @@ def main() -> int:
         "lost": sum(run["lost"] for run in runs),
         "trained_twice": sum(run["trained_twice"] for run in runs),
         "deaths": [run["deaths"] for run in runs],
+        "changed_from": changed["changed_from"],
+        "changed_deaths": changed["deaths"],
+        "changed_bit_identical": int(changed["lineages"] == [0]),
     }
     print(json.dumps(result))
     good = result["bit_identical"] and not result["lost"] and not result["trained_twice"]
+    good = good and result["changed_bit_identical"] and not changed["lost"]
+    good = good and changed["deaths"] == sorted(CHANGED_DEATHS)
     return 0 if good and result["phases_killed"] == sum(map(len, DEATHS)) else 1
 
 

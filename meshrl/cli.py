@@ -40,8 +40,16 @@ Set = Annotated[
         help="Overrides a key of the job file; VALUE is TOML or a bare string. May be repeated.",
     ),
 ]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Changes a key of the run, from its next step on. May be repeated.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option(metavar="N", help="Overrides `seed` of the job file.")]
-Force = Annotated[bool, typer.Option("--force", help="Deletes a run that is already in `out`.")]
+Force = Annotated[bool, typer.Option("--force", help="Replaces a run that has ended.")]
 MeshOption = Annotated[
     Path | None,
     typer.Option(
@@ -112,7 +120,7 @@ def run(
         return
     from meshrl.launch import session
 
-    raise typer.Exit(session.run(found.config, found.base, force))
+    raise typer.Exit(session.run(found.config, found.base, force, job))
 
 
 @app.command(rich_help_panel="Runs")
@@ -138,19 +146,23 @@ def init(
 
 
 @app.command(rich_help_panel="Runs")
-def resume(run: Run) -> None:
-    """Continues a run that was stopped or cut off.
+def resume(run: Run, set_: Changes = None) -> None:
+    """Continues a run that was stopped or cut off, or a finished one with more steps to do.
 
     With the mesh's Redis data in the run directory everything goes on where it was; without it the
-    job starts again from its newest checkpoint.
+    job starts again from its newest checkpoint. docs/operations.md lists what may change.
 
-    Example:
+    Examples:
 
         meshrl resume runs/calculator
-    """
-    from meshrl.launch import session
 
-    raise typer.Exit(session.resume(run))
+        meshrl resume runs/calculator --set optimizer.adamw_lr=0.0005
+
+        meshrl resume runs/calculator --set budget.steps=96
+    """
+    from meshrl.run import resuming
+
+    raise typer.Exit(resuming.resume(run, set_ or []))
 
 
 @app.command(rich_help_panel="Runs")
@@ -397,7 +409,7 @@ def submit(
 
     found = jobfile.read(job, _overrides(set_, seed))
     checks.check(found, starts_mesh=False)
-    commands.submit(found.config, found.base, force, mesh)
+    commands.submit(found.config, found.base, force, mesh, job)
 
 
 @app.command(rich_help_panel="Meshes")

@@ -21,9 +21,9 @@ from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
 from meshrl.asking import ANSWER_S
 from meshrl.asking import ask as _ask
-from meshrl.job import bundle
-from meshrl.launch import places
-from meshrl.launch.places import MeshPlace, find_mesh, write_json
+from meshrl.launch.claims import claimed, writing
+from meshrl.launch.places import MeshPlace, find_mesh
+from meshrl.launch.session import pack_run
 from meshrl.observe.stalled import Stall, diagnose, redis_silent
 from meshrl.run.outcome import outcome_of
 from meshrl.run.target import may_live, place_of, run_in
@@ -40,22 +40,27 @@ async def server_ms(state: State) -> float:
     return int(seconds) * 1000 + int(micros) / 1000
 
 
-def submit(config: JobConfig, base: Path, force: bool, mesh: Path | None) -> None:
+def submit(
+    config: JobConfig, base: Path, force: bool, mesh: Path | None, job_file: Path | None = None
+) -> None:
     place = find_mesh(mesh)
-    run_dir = places.run_directory(config, force)
 
     async def taken(state: State) -> set[str]:
         return {row.id for row in await jobs.jobs(state)}
 
     job = _free_name(config.name, _ask(place, taken, ANSWER_S))
-    _, document = bundle.pack(config, base, run_dir)
-    write_json(run_dir / "job.json", {"job": job, "document": document, "mesh": str(place.root)})
+    with claimed(config, force) as claim:
+        run_dir = claim.directory
+        with writing(run_dir):
+            about = {"job": job, "mesh": str(place.root)}
+            document = pack_run(config, base, run_dir, about, job_file)
+            (run_dir / "store").symlink_to(place.root / "store")  # where the mesh keeps its weights
 
-    async def hand_over(state: State) -> None:
-        await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
+        async def hand_over(state: State) -> None:
+            await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
 
-    (run_dir / "store").symlink_to(place.root / "store")  # where the mesh keeps its weights
-    _ask(place, hand_over, ANSWER_S)
+        _ask(place, hand_over, ANSWER_S)
+        claim.keep()
     print(f"submitted {job}; its run directory is {run_dir}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +32,33 @@ def all_checkpoints(run_dir: Path) -> list[Path]:
 def committed(run_dir: Path) -> Path | None:
     """The manifest of the last commit on record, else the newest one; None if there is none."""
     found = {path.stem: path for path in all_checkpoints(run_dir)}
+    named = next((name for name in _named(run_dir) if name in found), "")
+    return found[named] if named else next(reversed(found.values()), None)
+
+
+def last_named(run_dir: Path) -> str:
+    """The checkpoint that the last recorded step commit names, wherever it is; empty: none does."""
+    return next(_named(run_dir), "")
+
+
+def steps_done(run_dir: Path) -> int:
+    """The version of the last step commit or lineage on record; 0 without one."""
+    for line in reversed(_recorded(run_dir)):
+        if b'"step"' in line or b'"lineage"' in line:
+            event = json.loads(line)
+            if event["kind"] in ("step", "lineage", "restored"):
+                return int(event["fields"]["version"])
+    return 0
+
+
+def _named(run_dir: Path) -> Iterator[str]:
+    """The checkpoints that step commits on record name, the last one first."""
     for line in reversed(_recorded(run_dir)):
         if b'"step"' not in line:
             continue
         event = json.loads(line)
-        name = event["fields"].get("checkpoint", "") if event["kind"] == "step" else ""
-        if name in found:
-            return found[name]
-    return next(reversed(found.values()), None)
+        if event["kind"] == "step" and (name := event["fields"].get("checkpoint", "")):
+            yield name
 
 
 def last_lineage(run_dir: Path) -> int:

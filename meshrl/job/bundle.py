@@ -53,6 +53,11 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
     return target, document
 
 
+def sizes(directory: Path) -> dict[str, int]:
+    """The bytes of each file of a bundle, by its name in it."""
+    return {p.relative_to(directory).as_posix(): p.stat().st_size for p in _files(directory)}
+
+
 def digest_of(directory: Path) -> str:
     """xxh3_128 over relative names, sizes and bytes of all files, in name order."""
     hasher = xxhash.xxh3_128()

@@ -8,6 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,19 @@ def read(path: Path, overrides: list[str]) -> JobFile:
     return JobFile(checker.check(document, base), base, checker.fail)
 
 
+def again(document: dict[str, Any], overrides: list[str]) -> tuple[JobFile, dict[str, Any]]:
+    """A run's document with `KEY=VALUE` overrides, checked: as a job file whose files are those of
+    the run's bundle, and as the changed document.
+    """
+    bundle = document["bundle"]
+    held = deepcopy({key: value for key, value in document.items() if key != "bundle"})
+    places = {apply_override(held, override): f"--set {override}" for override in overrides}
+    checker = _Checker(Path("the run"), places)
+    config, placed = checker.again(held, Path(bundle["dir"]))
+    found = JobFile(placed, Path(bundle["dir"]) / "modules", checker.fail)
+    return found, config.document() | {"bundle": bundle}
+
+
 def _syntax(path: Path, text: str, wrong: str) -> ConfigError:
     """What `tomllib` says, with the line itself."""
     fix = next((fix for start, fix in _SYNTAX_FIXES.items() if wrong.startswith(start)), "")
@@ -131,6 +145,26 @@ class _Checker:
         self._verifiers(config)
         self._references(config, base)
         return turns.check(config, self.fail)
+
+    def again(self, document: dict[str, Any], bundle: Path) -> tuple[JobConfig, JobConfig]:
+        """The job of a run, as its document has it, and with the absolute paths of its bundle."""
+        config = schema.validated(document, self.fail)
+        python = config.environment.python and os.path.abspath(config.environment.python)
+        box = replace(config.sandbox, python=sandbox.absolute(config.sandbox, Path.cwd()))
+        config = replace(
+            config,
+            cache=str(Path(config.cache).expanduser()) if config.cache else "",
+            environment=replace(config.environment, python=python),
+            sandbox=box,
+        )
+        placed = in_bundle(config, bundle)
+        self._sizes(placed)
+        algorithm.check(placed, self.fail)
+        models.evaluation_of(placed, self.fail)
+        models.shapes(placed, self.fail)
+        extras.check(placed, self.fail)
+        sandbox.check(placed, self.fail)
+        return config, placed
 
     def fail(self, key: str, message: str, fix: str = "") -> ConfigError:
         lines = {k: i for i, k in enumerate(self.places, 1)}
@@ -300,6 +334,27 @@ class _Checker:
                 references.resolve(reference, base)
             except ConfigError as error:
                 raise self.fail(key, f"{key}: {error}") from error
+
+
+def in_bundle(config: JobConfig, bundle: Path) -> JobConfig:
+    """The job of a run, with the absolute paths of the files in its bundle."""
+
+    def place(text: str) -> str:
+        return str(bundle / text) if text else ""
+
+    model, dataset = config.model, config.dataset
+    frozen = {
+        role: replace(m, path=m.path if m.path == INITIAL else place(m.path))
+        for role, m in config.models.declared.items()
+    }
+    held = [replace(d, path=place(d.path)) for d in config.evaluation.datasets]
+    return replace(
+        config,
+        model=replace(model, path=place(model.path), tokenizer=place(model.tokenizer)),
+        dataset=replace(dataset, train=place(dataset.train), held_out=place(dataset.held_out)),
+        models=replace(config.models, **frozen),
+        evaluation=replace(config.evaluation, datasets=held),
+    )
 
 
 def _convert(directory: Path) -> str:

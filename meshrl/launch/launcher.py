@@ -12,6 +12,7 @@ import fcntl
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -71,8 +72,11 @@ class Launcher(Hooks):
         self._reports: Reports | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
-    async def start(self) -> None:
-        """Returns when every service has registered; on any error nothing is left running."""
+    async def start(self, begin: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Returns when every service has registered; on any error nothing is left running.
+
+        `begin` is awaited when Redis answers and no service runs yet.
+        """
         self._take_lock()
         try:
             await leftovers.end_all(self.place.settings.resolve(), GRACE_S)
@@ -82,6 +86,8 @@ class Launcher(Hooks):
             self._reports = Reports(self.state, self.clock)
             await self._refuse_a_second_mesh()
             self._write_settings(url)
+            if begin is not None:
+                await begin()
             await self._nursery.listens()
             await self._start_services()
             await self._all_registered()

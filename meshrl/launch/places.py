@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, NotFound, Refused
 from common.job.config import JobConfig
-
-RUN_FILES = ("job.json", "summary.json", "mesh")  # any of them makes a directory a run
 
 
 @dataclass(frozen=True)
@@ -97,15 +94,13 @@ def find_mesh(chosen: Path | None) -> MeshPlace:
 
 
 def run_directory(config: JobConfig, force: bool) -> Path:
-    """An empty directory for a new run: `out`, or `runs/<name>`, `runs/<name>-2`, ...
+    """Where a new run goes: `out`, or `runs/<name>`, `runs/<name>-2`, ...; nothing is made.
 
-    A run that is already in `out` is refused, because the user named that very place; `force`
-    deletes it. Refused also when `out` holds files that are no run.
+    What is already in `out` is refused, because the user named that very place, unless `force` is
+    to replace it.
     """
     target = Path(config.out).expanduser() if config.out else Path("runs") / config.name
-    if force and is_run(target):
-        shutil.rmtree(target)
-    if not _occupied(target):
+    if force or not occupied(target):
         return target.absolute()
     if config.out:
         raise Refused(
@@ -113,13 +108,9 @@ def run_directory(config: JobConfig, force: bool) -> Path:
             fix=f"`meshrl resume {target}` continues it, --force starts over, or set another `out`",
         )
     number = 2
-    while _occupied(target.with_name(f"{config.name}-{number}")):
+    while occupied(target.with_name(f"{config.name}-{number}")):
         number += 1
     return target.with_name(f"{config.name}-{number}").absolute()
-
-
-def is_run(directory: Path) -> bool:
-    return any((directory / name).exists() for name in RUN_FILES)
 
 
 def existing_run(directory: Path) -> Path:
@@ -147,5 +138,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def _occupied(directory: Path) -> bool:
-    return directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+def occupied(directory: Path) -> bool:
+    """Whether anything is there but an empty directory."""
+    if not os.path.lexists(directory):
+        return False
+    return not directory.is_dir() or any(directory.iterdir())

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +17,54 @@ from common.job.config import JobConfig
 from common.records.checkpoints import best, committed, is_first, last_lineage
 from common.state import embedded, jobs, steps
 from common.state.client import State
-from meshrl.job import bundle
+from meshrl.job import bundle, edited
 from meshrl.launch import places
-from meshrl.launch.launcher import Launcher, Shape, interruptible, shape_of
+from meshrl.launch.claims import claimed, writing
+from meshrl.launch.launcher import Launcher, Shape, interruptible
 from meshrl.launch.places import MeshPlace, read_json, write_json
 from meshrl.observe import report
-from meshrl.observe.recorder import LOOK_S, Recorder, job_of
+from meshrl.observe.recorder import LOOK_S, Recorder
 from meshrl.observe.view import view_for
 
 STOPPED = 130  # exit status after Ctrl-C, as shells have it
 
 
-def run(config: JobConfig, base: Path, force: bool) -> int:
-    """Runs a job from its start; the exit status."""
-    run_dir = places.run_directory(config, force)
-    _, document = bundle.pack(config, base, run_dir)
-    write_json(run_dir / "job.json", {"job": config.name, "document": document})
+def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None) -> int:
+    """Runs a job from its start; the exit status. `job_file` is where it was read."""
+    with claimed(config, force) as claim:
+        run_dir = claim.directory
+        with writing(run_dir):
+            document = pack_run(config, base, run_dir, {"job": config.name}, job_file)
+
+        async def begin(launcher: Launcher) -> None:
+            await _bring_in(launcher, run_dir, config.name, document)
+            claim.keep()
+
+        return asyncio.run(session(run_dir, shape_for(config), begin))
+
+
+def pack_run(
+    config: JobConfig,
+    base: Path,
+    run_dir: Path,
+    about: dict[str, Any],
+    job_file: Path | None,
+) -> dict[str, Any]:
+    """Fills a new run's directory with its bundle and `job.json`: `about`, the document, which is
+    returned, the bundle's files, and the job file as it is now.
+    """
+    packed, document = bundle.pack(config, base, run_dir)
+    record = about | {"document": document, "files": bundle.sizes(packed)}
+    if job_file is not None:
+        record["file"] = edited.remembered(job_file)
+    write_json(run_dir / "job.json", record)
+    return document
+
+
+def shape_for(config: JobConfig) -> Shape:
+    """The mesh that a job asks for."""
     mesh = config.mesh
-    shape = Shape(
+    return Shape(
         mesh.workers,
         config.rollout.shards,
         mesh.device,
@@ -42,13 +74,6 @@ def run(config: JobConfig, base: Path, force: bool) -> int:
         config.training.ranks,
         config.sandbox.processes,
     )
-    return asyncio.run(_session(run_dir, shape))
-
-
-def resume(run_dir: Path) -> int:
-    """Continues the run in a directory; the exit status."""
-    run_dir = places.existing_run(run_dir)
-    return asyncio.run(_session(run_dir, shape_of(place_of(run_dir))))
 
 
 def place_of(run_dir: Path) -> MeshPlace:
@@ -56,18 +81,20 @@ def place_of(run_dir: Path) -> MeshPlace:
     return MeshPlace(Path(read_json(run_dir / "job.json").get("mesh", run_dir)))
 
 
-async def _session(run_dir: Path, shape: Shape) -> int:
-    job, document = job_of(run_dir)
+async def session(run_dir: Path, shape: Shape, begin: Callable[[Launcher], Awaitable[None]]) -> int:
+    """A mesh from its start to the end of a run; the exit status. `begin` gives Redis the job,
+    before any service looks for one.
+    """
+    job = str(read_json(run_dir / "job.json")["job"])
     place = place_of(run_dir)
     launcher = Launcher(place, shape)
     stop = asyncio.Event()
     interruptible(stop, launcher)
     print(f"{job}: starting a mesh of {shape.workers} workers in {_short(run_dir)}", flush=True)
-    await launcher.start()
+    await launcher.start(partial(begin, launcher))
     places.point_to(place)
     recorder: Recorder | None = None
     try:
-        await _bring_in(launcher, run_dir, job, document)
         recorder = Recorder(launcher, job, run_dir)
         await _follow(recorder, stop)
         await launcher.stop_services()
@@ -78,21 +105,13 @@ async def _session(run_dir: Path, shape: Shape) -> int:
 
 
 async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[str, Any]) -> None:
-    """Submits the job, or goes on with what Redis still has of it, or else with a checkpoint."""
-    known = {row.id: row for row in await jobs.jobs(launcher.state)}
-    if job in known:
-        row = known[job]
-        if row.phase == jobs.Phase.FINISHED:
-            raise Refused("the job is finished; nothing is left to do")
-        if row.run_dir != str(run_dir):
-            shown = embedded.without_password(embedded.configured_url())
-            raise Refused(f"another job named {job} is in {shown}")
-        if row.ended:
-            await jobs.reopen(launcher.state, job, uuid.uuid4().hex)
-        return
-    checkpoint = await put_back(launcher.state, run_dir, job, document)
-    if checkpoint is not None:
-        print(f"redis has no job {job}; it starts again from {checkpoint.name}", flush=True)
+    """Submits a new run's job; Refused when the Redis that is shared has one of its name."""
+    if job in {row.id for row in await jobs.jobs(launcher.state)}:
+        shown = embedded.without_password(embedded.configured_url())
+        raise Refused(
+            f"another job named {job} is in {shown}", fix="Give this one another name: --set name=X"
+        )
+    await jobs.submit(launcher.state, job, document, str(run_dir), uuid.uuid4().hex)
 
 
 async def put_back(state: State, run_dir: Path, job: str, document: dict[str, Any]) -> Path | None:

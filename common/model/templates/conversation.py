@@ -29,7 +29,7 @@ from common.model.templates.rendering import Rendering
 from common.model.tokenizer import Tokenizer
 
 KEEP, REFUSE = "keep", "refuse"
-MARK = "MeshRLmarksthisturn"  # no template and no model writes it
+MARK = "MeshRLmarksthisturn"
 THINK, THOUGHT = "<think>", "</think>"
 IDENTITY = re.compile("[a-zA-Z0-9]{9}")  # ids of calls that Mistral's templates take
 ASKED: Message = {"role": "user", "content": "hello"}
@@ -119,8 +119,9 @@ class TemplateChat(Chat):
         whole = self.rendering.text([*messages, answer], tools, generate=False)
         if not whole.startswith(prompt):
             # Templates that write a system message beside the last turn of a user's move it.
-            bare = self.rendering.text([*messages, _marked(answer)], tools, generate=False)
-            before, head = bare.partition(MARK)[0], _head(prompt, messages)
+            mark = _mark(messages)
+            bare = self.rendering.text([*messages, _marked(answer, mark)], tools, generate=False)
+            before, head = bare.partition(mark)[0], _head(prompt, messages)
             if not head or not before.endswith(head) or not whole.startswith(before):
                 raise ChatBroken("the chat template does not write this answer after its prompt")
             prompt, whole = head, head + whole[len(before) :]
@@ -179,20 +180,21 @@ class _TemplateConversation(Conversation):
         chat, reply = self._chat, self._reply
         if chat.history == REFUSE:
             self._check_past(reply, messages)
-        text = self._after([*self._messages, _marked(reply)], messages)
-        added = self._follows(text, "tool_calls" in reply)
+        mark = _mark([*self._messages, *messages])
+        text = self._after([*self._messages, _marked(reply, mark)], messages)
+        added = self._follows(text, mark, "tool_calls" in reply)
         self.ids = [*self.ids, *added]
         self._messages += [reply, *messages]
         self._reply = None
         self._thinking = text.rstrip().endswith(THINK)
         return added
 
-    def _follows(self, text: str, calls: bool) -> list[int]:
+    def _follows(self, text: str, mark: str, calls: bool) -> list[int]:
         """The ids of what `text` has after the marked turn: from the token that ends it on, which
         a turn that is closed has already.
         """
         tokenizer, stops = self._chat.tokenizer, self._chat.stop_ids
-        _, marked, rest = text.rpartition(MARK)
+        _, marked, rest = text.rpartition(mark)
         if not marked:
             raise ChatBroken("the chat template does not write the model's turn")
         places = [(at, end) for end in self._chat.stop_tokens if (at := rest.find(end)) >= 0]
@@ -282,12 +284,20 @@ def _message(reply: Reply) -> Message:
     return message
 
 
-def _marked(message: Message) -> Message:
+def _mark(messages: Sequence[Message]) -> str:
+    """A text that none of the messages holds."""
+    said, mark = str(messages), MARK
+    while mark in said:
+        mark += "s"
+    return mark
+
+
+def _marked(message: Message, mark: str) -> Message:
     """The turn with the mark as its last words: its text, or the argument of its only call."""
     calls = message.get("tool_calls")
     if not calls:
-        return {"role": "assistant", "content": MARK}
-    called = calls[-1]["function"] | {"arguments": {"value": MARK}}
+        return {"role": "assistant", "content": mark}
+    called = calls[-1]["function"] | {"arguments": {"value": mark}}
     return {"role": "assistant", "content": "", "tool_calls": [calls[-1] | {"function": called}]}
 
 

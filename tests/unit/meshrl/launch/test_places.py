@@ -44,17 +44,6 @@ def test_a_run_in_the_directory_that_was_asked_for_is_refused(here: Path) -> Non
         places.run_directory(JobConfig(out="mine"), False)
 
 
-def test_force_deletes_a_run_and_nothing_else(here: Path) -> None:
-    make_run(here / "mine")
-    assert places.run_directory(JobConfig(out="mine"), True) == here / "mine"
-    assert not (here / "mine").exists()
-    (here / "papers").mkdir()
-    (here / "papers/thesis").write_text("")
-    with pytest.raises(Refused):
-        places.run_directory(JobConfig(out="papers"), True)
-    assert (here / "papers/thesis").exists()
-
-
 def test_the_mesh_started_last_is_meant_unless_one_is_named(here: Path) -> None:
     with pytest.raises(NotFound, match="meshrl up"):
         places.find_mesh(None)

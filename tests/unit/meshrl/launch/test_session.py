@@ -1,4 +1,4 @@
-"""A whole run through the command line: stopped in the middle, without its Redis, to the end."""
+"""A whole run through the command line: stopped, without its Redis, to the end, and beyond."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[4]
+STEPS = 20
 SMALL = {
-    "budget.steps": 30,
+    "budget.steps": STEPS,
     "training.checkpoint_every": 1,  # there is one as soon as a step is seen
     "warm_start.steps": 2,
     "algorithm.groups_per_step": 2,
@@ -43,8 +44,8 @@ def finish(program: subprocess.Popen[str]) -> tuple[int, str]:
     return program.returncode, said
 
 
-@pytest.mark.timeout(420)
-def test_a_run_is_stopped_resumed_without_its_redis_and_audited(tmp_path: Path) -> None:
+@pytest.mark.timeout(560)
+def test_a_run_is_stopped_resumed_without_its_redis_audited_and_extended(tmp_path: Path) -> None:
     settings = [f"--set={key}={value}" for key, value in {**SMALL, "cache": '""'}.items()]
     job = str(ROOT / "examples/calculator.toml")
     first = meshrl("run", job, *settings, where=tmp_path)
@@ -67,15 +68,28 @@ def test_a_run_is_stopped_resumed_without_its_redis_and_audited(tmp_path: Path) 
     assert "starts again from step-000-" in said
 
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["phase"], summary["steps"]) == ("finished", SMALL["budget.steps"])
+    assert (summary["phase"], summary["steps"]) == ("finished", STEPS)
     assert (summary["lost"], summary["trained_twice"]) == (0, 0)
     assert summary["held_out"]["before"] and summary["held_out"]["after"]
     assert [json.loads(row)["step"] for row in (run_dir / "metrics.jsonl").open()] == list(
-        range(1, SMALL["budget.steps"] + 1)
+        range(1, STEPS + 1)
     )
     assert "<svg" in (run_dir / "report.html").read_text()
     assert (run_dir / "model/config.json").is_file()
     assert finish(meshrl("audit", "runs/calculator", where=tmp_path))[0] == 0
 
     code, said = finish(meshrl("resume", "runs/calculator", where=tmp_path))
-    assert code == 1 and "finished" in said
+    assert code == 1 and "--set budget.steps=N" in said
+
+    more = ["--set", f"budget.steps={STEPS + 2}", "--set", "optimizer.adamw_lr=0.0005"]
+    code, said = finish(meshrl("resume", "runs/calculator", *more, where=tmp_path))
+    assert code == 0, said
+    assert f"optimizer.adamw_lr: 0.001 -> 0.0005, from step {STEPS + 1} on" in said
+    extended = json.loads((run_dir / "summary.json").read_text())
+    assert (extended["phase"], extended["steps"]) == ("finished", STEPS + 2)
+    tags = {e["tag"]: e["step"] for e in extended["evaluations"]}
+    assert tags == {"before": 0, f"step-{STEPS}": STEPS, "after": STEPS + 2}
+    assert (extended["lost"], extended["trained_twice"]) == (0, 0)
+    kept = json.loads((run_dir / "job.json").read_text())
+    assert kept["changes"][0]["was"] == {"budget.steps": STEPS, "optimizer.adamw_lr": 0.001}
+    assert kept["document"]["optimizer"]["adamw_lr"] == 0.0005

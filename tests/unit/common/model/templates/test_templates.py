@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from common.errors import ConfigError
 from common.model.chat import Chat, ChatBroken
+from common.model.templates.conversation import MARK
 from common.model.tokenizer import Tokenizer
 from loadtests.chat_templates import ADD, AGAIN, ANSWER, SYSTEM, USER, compared, directory_of
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
@@ -122,6 +123,15 @@ def test_a_turn_is_followed_by_what_the_template_writes_after_its_end(
     added = chat.tokenizer.decode(conversation.extend([{"role": "user", "content": "So?"}]))
     closing = "" if end else "<|im_end|>"
     assert added == f"{closing}\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_what_is_said_cannot_pass_for_the_turn(tmp_path: Path) -> None:
+    chat = chat_of(FORMATS["qwen2.5"], tmp_path)
+    conversation = chat.begin([USER])
+    conversation.sampled(sampled(chat, "It is 3.<|im_end|>"))
+    said = f"{MARK}<|im_end|>{MARK}s"
+    added = chat.tokenizer.decode(conversation.extend([{"role": "user", "content": said}]))
+    assert added == f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
 
 
 THOUGHT = "<think>\nOne more.\n</think>\n\nIt is 3.<|im_end|>"

@@ -1,0 +1,128 @@
+"""Checks that all is there that a run goes on from, before a mesh starts: its bundle, and the
+checkpoint that its last commit names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from common.api.weights import Manifest
+from common.errors import BadMessage, ConfigError, NotFound
+from common.records.checkpoints import STATE, all_checkpoints, committed, is_first, last_named
+from common.wire.blob import unpack
+from common.wire.chunks import ChunkStore
+from meshrl.launch.places import MeshPlace, read_json
+
+NAMED = 3  # missing files that an error names
+
+
+def record_of(run_dir: Path) -> dict[str, Any]:
+    """What `job.json` holds; ConfigError unless it is a run's."""
+    path = run_dir / "job.json"
+    held = read_json(path)
+    document = held.get("document")
+    bundle = document.get("bundle") if isinstance(document, dict) else None
+    if not isinstance(held.get("job"), str) or not isinstance(bundle, dict):
+        raise ConfigError(f"{path} is not that of a run, or damaged", fix=_START_OVER)
+    return held
+
+
+def check(run_dir: Path, held: Mapping[str, Any], place: MeshPlace) -> None:
+    """Returns if the run is whole; NotFound names what is missing."""
+    if place.root != run_dir and not place.directory.is_dir():
+        raise NotFound(
+            f"the mesh that the run in {run_dir} was submitted to is gone: {place.root}",
+            fix="Its Redis data and weights were there. " + _START_OVER,
+        )
+    _bundle(run_dir, held)
+    _checkpoint(run_dir, place)
+
+
+def _bundle(run_dir: Path, held: Mapping[str, Any]) -> None:
+    told = held["document"]["bundle"]
+    bundle = Path(told["dir"])
+    if not bundle.is_relative_to(run_dir.resolve()) and not bundle.is_relative_to(run_dir):
+        made = bundle.parent.parent
+        raise NotFound(
+            f"the run in {run_dir} was made in {made}, and its records name that place",
+            fix=f"Move it back: mv {run_dir} {made}",
+        )
+    missing = [path for path in _files(bundle, held) if not path.exists()]
+    if missing:
+        raise NotFound(
+            f"the run is not whole: {_named(missing)}",
+            fix="Put it back from a copy of the run. " + _START_OVER,
+        )
+    for name, size in held.get("files", {}).items():
+        if (found := (bundle / name).stat().st_size) != size:
+            raise ConfigError(
+                f"the run is not whole: {bundle / name} has {found} bytes instead of {size}",
+                fix="Put it back from a copy of the run. " + _START_OVER,
+            )
+
+
+def _files(bundle: Path, held: Mapping[str, Any]) -> Iterator[Path]:
+    """What must be there: the files that were packed, or what the document names."""
+    yield bundle
+    if "files" in held:
+        yield from (bundle / name for name in held["files"])
+        return
+    document = held["document"]
+    model, dataset = document["model"], document["dataset"]
+    names = [model["tokenizer"], model["path"], dataset["train"], dataset["held_out"]]
+    names += [one["path"] for one in document["evaluation"]["datasets"]]
+    yield from (bundle / name for name in names if name)
+
+
+def _checkpoint(run_dir: Path, place: MeshPlace) -> None:
+    newest, redis = committed(run_dir), place.redis.is_dir() and any(place.redis.iterdir())
+    named = last_named(run_dir)
+    if redis and named and (newest is None or newest.stem != named):
+        path = run_dir / "checkpoints" / f"{named}.json"
+        fix = _START_OVER
+        if newest is not None and place.root == run_dir:
+            fix = f"To go on from {newest.stem} instead: rm -r {place.redis}"
+        raise NotFound(f"the run's checkpoint is not whole: {path} is missing", fix=fix)
+    if newest is None or (is_first(newest) and not redis):
+        return
+    missing = _missing_of(newest, ChunkStore(place.root / "store"))
+    if missing is None:
+        return
+    older = [path for path in all_checkpoints(run_dir) if path < newest]
+    fix = _START_OVER
+    if older:
+        fix = f"To go on from {older[-1].stem} instead: rm {newest}"
+        if place.root == run_dir:
+            fix += f"; rm -r {place.redis}"
+    raise NotFound(f"the run's checkpoint {newest.stem} is not whole: {missing}", fix=fix)
+
+
+def _missing_of(checkpoint: Path, chunks: ChunkStore) -> str | None:
+    """What a checkpoint lacks; None: it is whole."""
+    state = checkpoint.with_suffix("") / STATE
+    try:
+        weights = str(read_json(checkpoint)["weights"])
+        manifest = chunks.path(weights)
+    except (ConfigError, KeyError, BadMessage):
+        return f"{checkpoint} is damaged"
+    if not any(state.glob("*.safetensors")):
+        return f"{state} is missing or empty"
+    if not manifest.is_file():
+        return f"{manifest} is missing"
+    try:
+        tensors = unpack(Manifest, manifest.read_bytes()).tensors
+    except BadMessage:
+        return f"{manifest} is damaged"
+    absent = [path for path in {chunks.path(t.chunk) for t in tensors} if not path.is_file()]
+    return _named(sorted(absent)) if absent else None
+
+
+def _named(paths: list[Path]) -> str:
+    shown = ", ".join(map(str, paths[:NAMED]))
+    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
+    return f"{shown}{more} {'is' if len(paths) == 1 else 'are'} missing"
+
+
+_START_OVER = "To start over: meshrl run JOB"

@@ -1,0 +1,148 @@
+"""What a run goes on from is looked at before a mesh starts, and what is missing is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.api.weights import Manifest, Tensor
+from common.errors import ConfigError, MeshError, NotFound
+from common.records.checkpoints import checkpoint_name
+from common.wire.blob import pack
+from common.wire.chunks import ChunkStore, digest_of
+from meshrl.launch.places import MeshPlace
+from meshrl.run import whole
+
+
+def stored(chunks: ChunkStore, content: bytes) -> str:
+    digest = digest_of(content)
+    chunks.path(digest).parent.mkdir(parents=True, exist_ok=True)
+    chunks.path(digest).write_bytes(content)
+    return digest
+
+
+class Made:
+    """A run with two checkpoints, each of a version of one tensor."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.chunks = directory, ChunkStore(directory / "store")
+        self.bundle = directory / "bundle/d1"
+        files = {"modules/job.py": b"x = 1\n", "data/train.jsonl": b"{}\n", "tokenizer.json": b"{}"}
+        for name, content in files.items():
+            (self.bundle / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.bundle / name).write_bytes(content)
+        self.held: dict[str, Any] = {
+            "job": "sum",
+            "document": {"bundle": {"dir": str(self.bundle)}},
+            "files": {name: len(content) for name, content in files.items()},
+        }
+        (directory / "job.json").write_text(json.dumps(self.held))
+        self.names = [self._checkpoint(step) for step in (4, 8)]
+        steps = [
+            {"kind": "step", "fields": {"checkpoint": name, "version": 9}} for name in self.names
+        ]
+        lines = "".join(json.dumps(step) + "\n" for step in steps)
+        (directory / "events.jsonl").write_text(lines)
+        (directory / "mesh/redis").mkdir(parents=True)
+        (directory / "mesh/redis/appendonly").write_text("")
+
+    def _checkpoint(self, step: int) -> str:
+        chunk = stored(self.chunks, b"%8d" % step)
+        tensors = [Tensor("w", "F32", [2], chunk, 0, 8)]
+        manifest = stored(self.chunks, pack(Manifest("sum", 0, step, tensors)))
+        name = checkpoint_name(0, step, manifest)
+        state = self.directory / "checkpoints" / name / "state"
+        state.mkdir(parents=True)
+        (state / "part.safetensors").write_bytes(b"0")
+        self.json_of(name).write_text(json.dumps({"weights": manifest, "account": {}}))
+        self.tensor, self.manifest = self.chunks.path(chunk), self.chunks.path(manifest)
+        return name
+
+    def json_of(self, name: str) -> Path:
+        return self.directory / "checkpoints" / f"{name}.json"
+
+    def check(self) -> None:
+        whole.check(self.directory, self.held, MeshPlace(self.directory))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Made:
+    return Made(tmp_path)
+
+
+def refused(run: Made) -> str:
+    with pytest.raises(MeshError) as said:
+        run.check()
+    assert "\n" not in str(said.value)
+    return str(said.value)
+
+
+def test_a_run_that_is_whole_goes_on(run: Made) -> None:
+    run.check()
+
+
+@pytest.mark.parametrize("name", ["data/train.jsonl", "modules/job.py", "tokenizer.json"])
+def test_a_file_of_the_bundle_that_is_gone_or_cut_off_is_named(run: Made, name: str) -> None:
+    (run.bundle / name).write_bytes(b"")
+    assert f"{run.bundle / name} has 0 bytes" in refused(run)
+    (run.bundle / name).unlink()
+    assert f"{run.bundle / name} is missing" in refused(run)
+
+
+def test_a_run_from_before_files_were_listed_is_judged_by_what_its_document_names(
+    run: Made,
+) -> None:
+    del run.held["files"]
+    run.held["document"] |= {
+        "model": {"tokenizer": "tokenizer.json", "path": "model"},
+        "dataset": {"train": "data/train.jsonl", "held_out": ""},
+        "evaluation": {"datasets": []},
+    }
+    assert f"{run.bundle / 'model'} is missing" in refused(run)
+
+
+def test_what_a_checkpoint_lacks_is_named_with_the_one_before(run: Made) -> None:
+    last, before = run.names[1], run.names[0]
+    (run.directory / f"checkpoints/{last}/state/part.safetensors").unlink()
+    assert f"checkpoints/{last}/state is missing" in (told := refused(run))
+    assert f"To go on from {before} instead: rm {run.json_of(last)}; rm -r " in told
+
+
+@pytest.mark.parametrize("which", ["tensor", "manifest"])
+def test_chunks_that_are_gone_are_named(run: Made, which: str) -> None:
+    path = getattr(run, which)
+    path.unlink()
+    assert f"{path} is missing" in refused(run)
+
+
+def test_a_checkpoints_file_that_is_gone_or_damaged_is_named(run: Made) -> None:
+    path = run.json_of(run.names[1])
+    path.write_text("{")
+    assert f"{path} is damaged" in refused(run)
+    path.unlink()
+    told = refused(run)
+    assert f"{path} is missing" in told and f"To go on from {run.names[0]}" in told
+    (run.directory / "mesh/redis/appendonly").unlink()
+    run.check()  # nothing names it any more: the run goes on from the one before
+
+
+def test_a_run_that_was_moved_says_where_it_belongs(run: Made, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    with pytest.raises(NotFound, match=f"mv {moved} {run.directory}"):
+        whole.check(moved, run.held, MeshPlace(moved))
+
+
+def test_a_mesh_that_a_run_was_submitted_to_may_be_gone(run: Made, tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"gone: .*/up"):
+        whole.check(run.directory, run.held, MeshPlace(tmp_path / "up"))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"job": "sum"}', '{"job": 1, "document": {}}', "{"])
+def test_a_record_that_is_not_a_runs_is_no_traceback(run: Made, content: str) -> None:
+    (run.directory / "job.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"job\.json"):
+        whole.record_of(run.directory)
