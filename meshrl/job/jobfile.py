@@ -39,9 +39,9 @@ _SYNTAX_FIXES = {  # by how tomllib's message begins
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class JobFile:
-    """A job file as it was read and checked."""
+    """A job file as it was read and checked; equal to itself alone."""
 
     config: JobConfig  # its paths are absolute
     base: Path  # the directory that it lies in

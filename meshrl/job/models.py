@@ -15,9 +15,8 @@ from typing import Any
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig, JudgeConfig
 from common.job.evaluation_plan import HELD_OUT, figures
-from common.model import checkpoint_files
 from common.model.config import ModelConfig
-from common.model.formats.checkpoint import load_config
+from common.model.formats.checkpoint import load_config, refuse_pointer
 from common.model.tokenizer import Tokenizer
 from meshrl.job import algorithm, rows
 
@@ -92,13 +91,11 @@ def models(config: JobConfig, document: dict[str, Any], fail: Fail) -> None:
 def loaded(place: Path, key: str, fail: Fail) -> Tokenizer:
     """The tokenizer of a tokenizer.json or its directory, which `key` names."""
     try:
+        if (file := place / "tokenizer.json" if place.is_dir() else place).is_file():
+            refuse_pointer(file)
         return Tokenizer.load(place)
     except ConfigError as error:
-        file = place / "tokenizer.json" if place.is_dir() else place
-        wrong, fix = error.message, error.fix
-        if checkpoint_files.is_pointer(file):
-            wrong, fix = checkpoint_files.POINTER_IS, checkpoint_files.POINTER_FIX
-        raise fail(key, f"{key}: {wrong} ({file})", fix) from error
+        raise fail(key, f"{key}: {error.message} ({error.where})", error.fix) from error
 
 
 def shapes(config: JobConfig, fail: Fail) -> None:
@@ -120,8 +117,15 @@ def shape(path: str, described: dict[str, Any]) -> ModelConfig:
     """What the files of a directory say, or `described` without one; ConfigError when that is no
     decoder of ours.
     """
-    if path:
-        return load_config(path)
+    try:
+        if path:
+            return load_config(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the model cannot be read: {error.strerror}",
+            where=str(error.filename),
+            fix="see that it is a file that you may read",
+        ) from error
     try:
         return ModelConfig.from_hf(described)
     except (OSError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:

@@ -7,6 +7,7 @@ and places (github.com/huggingface/safetensors, "Format").
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -19,8 +20,9 @@ from common.model.config import ModelConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
-PLAIN = ("F64", "F32", "F16", "BF16")  # types of weights that can be trained
+PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types that can be trained, with their bytes
 UNQUANTIZED = "take the model's unquantized weights (bfloat16, float16 or float32)"
+POINTER = b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins
 _NO_WEIGHT = re.compile(r"(position_ids|num_batches_tracked|masked_bias|attention\.bias)$")
 _MOST_HEADER = 100 << 20  # bytes, as safetensors allows
 _CHUNK = 1 << 22  # bytes that are compared at once
@@ -89,6 +91,7 @@ def weight_files(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
+        refuse_pointer(index)
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -97,13 +100,14 @@ def weight_files(directory: Path) -> list[Path]:
                 where=str(index),
                 fix="copy it there again, as a whole",
             ) from error
-        for name in names:
-            if not (directory / name).is_file():
-                raise ConfigError(
-                    "the file is missing, and the index names it",
-                    where=str(directory / name),
-                    fix="copy all files of the model there",
-                )
+        absent = [name for name in names if not (directory / name).is_file()]
+        if absent:
+            more = f"; so are {len(absent) - 1} more of its {len(names)}" if absent[1:] else ""
+            raise ConfigError(
+                f"the file is missing, and the index names it{more}",
+                where=str(directory / absent[0]),
+                fix="copy all files of the model there",
+            )
         return [directory / name for name in names]
     raise _nothing_in(directory)
 
@@ -123,6 +127,17 @@ def _missing(file: Path) -> ConfigError:
         where=str(file),
         fix="name a Hugging Face directory with config.json and safetensors",
     )
+
+
+def refuse_pointer(file: Path) -> None:
+    """ConfigError if a file is what Git LFS leaves in place of one that it has not fetched."""
+    with file.open("rb") as content:
+        if content.read(len(POINTER)) == POINTER:
+            raise ConfigError(
+                "this is a pointer of Git LFS, not the file itself",
+                where=str(file),
+                fix="run `git lfs pull` in its directory, or download it from the Hub",
+            )
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
@@ -153,6 +168,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 def _header(file: Path) -> dict[str, Stored]:
     size = file.stat().st_size
+    refuse_pointer(file)
     with file.open("rb") as content:
         start = content.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
@@ -175,8 +191,12 @@ def _header(file: Path) -> dict[str, Stored]:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise _cut_off(file, f"its header cannot be read: {error}") from error
     last = max((tensor.end for tensor in tensors.values()), default=begin)
-    if last > size:
+    if last != size:
         raise _cut_off(file, f"{size} bytes of {last}")
+    for name, tensor in tensors.items():
+        width = PLAIN.get(tensor.dtype)
+        if width is not None and tensor.end - tensor.begin != width * math.prod(tensor.shape):
+            raise _cut_off(file, f"tensor {name} has another length there than its shape")
     return tensors
 
 
