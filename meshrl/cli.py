@@ -13,7 +13,6 @@ import typer
 
 app = typer.Typer(
     name="meshrl",
-    help="Reinforcement learning for language models on a mesh of accelerators.",
     epilog="A first run: meshrl init mygame; meshrl run mygame/job.toml",
     no_args_is_help=True,
     rich_markup_mode="markdown",

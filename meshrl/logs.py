@@ -18,7 +18,7 @@ def show(words: list[str], mesh: Path | None, lines: int, follow: bool) -> None:
     named = [word for word in words if where is None or Path(word) != where]
     if len(named) > 1:
         raise ConfigError(
-            f"{' and '.join(named)} are two services", fix="name one, or none for all"
+            f"{' and '.join(named)} are two services", fix="Name one, or none for all"
         )
     service = named[0] if named else None
     place = place_of(where, mesh)

@@ -105,6 +105,7 @@ class EnvironmentConfig(Table):
     # where the template would write earlier turns otherwise, as without their reasoning: keep what
     # was sampled, or refuse to go on, which fails the trajectory
     chat_history: Literal["keep", "refuse"] = "keep"
+    chat_date: str = ""  # the day that it is to a template, as 2026-11-22; empty: the submission's
     # how tool calls are read where a template is used; auto: by what its text teaches
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
     verifiers: str = ""  # id of a taskset of the `verifiers` package, which is the environment

@@ -70,24 +70,32 @@ class Chat(ABC):
         history: str = "keep",
         parser: str = "auto",
         ends: Sequence[str] = (),
+        date: str = "",
     ) -> Chat:
         """The format that `renderers` calls `name`, or with the name `template` the one in the
         tokenizer's directory, with options such as `enable_thinking`.
 
-        Of a template, `history`, `parser` and `ends` say what `TemplateChat` says. ConfigError for
-        a name or option that is not known, and for a tokenizer that lacks the template or the
-        format's special tokens.
+        Of a template, `history`, `parser`, `ends` and `date` say what `TemplateChat` says.
+        ConfigError for a name or option that is not known, and for a tokenizer that lacks the
+        template or the format's special tokens.
         """
         if name == TEMPLATE:
             from common.model.templates.conversation import TemplateChat
 
-            return TemplateChat(tokenizer, options, history=history, parser=parser, ends=ends)
+            return TemplateChat(
+                tokenizer, options, history=history, parser=parser, ends=ends, date=date
+            )
         return _KnownChat.of(name, options, tokenizer)
 
     @property
     def stop_tokens(self) -> list[str]:
         """The tokens that end a turn."""
         return [t for i in self.stop_ids if (t := self.tokenizer.id_to_token(i)) is not None]
+
+    @property
+    def dated(self) -> bool:
+        """Whether what the format writes depends on a `date` that it can be given."""
+        return False
 
     @property
     def tool_problem(self) -> str:

@@ -52,6 +52,7 @@ class End:
     failure: Failure | None = None
     restarts: int = 0  # how often it had been started again until then
     final: bool = False  # it is not started again: it would only fail again
+    asked: bool = False  # its supervisor ended it
 
     @property
     def told(self) -> str:
@@ -244,7 +245,7 @@ class Supervisor:
             child.kill()
             code = await child.wait(LONGEST_DELAY_S)
             why = f"{why}, after SIGKILL"
-        await _tell(self._hooks.ended(child, End(-9 if code is None else code, why)))
+        await _tell(self._hooks.ended(child, End(-9 if code is None else code, why, asked=True)))
 
     async def _watch(self, running: _Running) -> None:
         while not running.stopping:

@@ -252,7 +252,9 @@ class ZmqTransport:
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise ConfigError(
-                f"cannot listen on {bind}: {error}", fix="Choose another bind"
+                f"cannot listen on {bind}: {error}",
+                where="mesh.bind",
+                fix="Take an address of this host, and * or a free port behind it",
             ) from None
         bound = self._router.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)

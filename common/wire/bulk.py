@@ -22,6 +22,7 @@ import xxhash
 
 from common.errors import (
     BadMessage,
+    ConfigError,
     DeadlineExceeded,
     MeshError,
     NotFound,
@@ -78,9 +79,15 @@ class BulkServer:
             self.address = chunks.local_address
             return
         interface, _, port = bind.removeprefix("tcp://").rpartition(":")
-        self._listener = socket.create_server(
-            (interface.replace("*", ""), 0 if port == "*" else int(port)), backlog=CONNECTIONS
-        )
+        where = interface.replace("*", ""), 0 if port == "*" else int(port)
+        try:
+            self._listener = socket.create_server(where, backlog=CONNECTIONS)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {bind}: {error}",
+                where="mesh.bind",
+                fix="Take an address of this host, and * or a free port behind it",
+            ) from error
         self._listener.setblocking(False)
         bound = self._listener.getsockname()
         shown = advertised_host(advertise) or bound[0]

@@ -15,8 +15,9 @@ from typing import Any
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig, JudgeConfig
 from common.job.evaluation_plan import HELD_OUT, figures
+from common.model.checkpoint_files import refuse_pointer
 from common.model.config import ModelConfig
-from common.model.formats.checkpoint import load_config, refuse_pointer
+from common.model.formats.checkpoint import load_config
 from common.model.tokenizer import Tokenizer
 from meshrl.job import algorithm, rows
 

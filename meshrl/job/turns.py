@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -52,6 +53,8 @@ def _plain(config: JobConfig, fail: Fail) -> JobConfig:
         raise fail("environment.chat_options", "chat_options without environment.chat")
     if environment.chat_history != "keep":
         raise fail("environment.chat_history", "chat_history without environment.chat")
+    if environment.chat_date:
+        raise fail("environment.chat_date", "chat_date without environment.chat")
     return config
 
 
@@ -69,15 +72,26 @@ def _chat(config: JobConfig, fail: Fail) -> JobConfig:
             history=environment.chat_history,
             parser=environment.tool_call_parser,
             ends=config.rollout.stop,
+            date=_date(environment.chat_date, fail),
         )
     except ConfigError as error:
         raise fail("environment.chat", f"environment.chat: {error}") from error
-    config = replace(config, environment=replace(environment, chat=name))
+    # One day for the whole run, so that trajectories can be rebuilt on another.
+    day = environment.chat_date or (date.today().isoformat() if chat.dated else "")
+    config = replace(config, environment=replace(environment, chat=name, chat_date=day))
     if name == TEMPLATE:
         _taken(config, chat, fail)
     else:
         _known(config, fail)
     return _stopped(config, chat.stop_tokens)
+
+
+def _date(day: str, fail: Fail) -> str:
+    try:
+        return day and date.fromisoformat(day).isoformat()
+    except ValueError:
+        message = f"environment.chat_date = {day!r} is no day"
+        raise fail("environment.chat_date", message, "Write it as 2026-11-22") from None
 
 
 def _known(config: JobConfig, fail: Fail) -> None:
@@ -87,6 +101,12 @@ def _known(config: JobConfig, fail: Fail) -> None:
             "environment.chat_history",
             f"chat format {config.environment.chat!r} always keeps earlier turns as they were "
             "sampled",
+            f"Leave it out, or set environment.chat = {TEMPLATE!r}",
+        )
+    if config.environment.chat_date:
+        raise fail(
+            "environment.chat_date",
+            f"chat format {config.environment.chat!r} takes no date",
             f"Leave it out, or set environment.chat = {TEMPLATE!r}",
         )
     if config.environment.tool_call_parser != "auto":

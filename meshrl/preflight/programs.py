@@ -7,9 +7,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from common.errors import ConfigError
+from common.generation.served_by_sglang import served_by_sglang
 from common.process.interpreters import home, interpreter
 from meshrl.job import isolation as tiers
 from meshrl.job.jobfile import JobFile
+from meshrl.preflight.tokens import model_at
 
 ANSWER_S = 20.0  # for an interpreter that looks for a package, on a slow disk
 IMPORT_S = 60.0  # for the imports of a jail's interpreter
@@ -18,10 +21,16 @@ ABSENT = 3
 
 
 def sglang(job: JobFile) -> None:
-    """The interpreter of the engine has it."""
+    """The interpreter of the engine has it, and it computes such a model."""
     rollout = job.config.rollout
     if rollout.engine != "sglang":
         return
+    try:
+        served_by_sglang(model_at(job, job.config.model.path), rollout.max_tokens)
+    except ConfigError as error:
+        raise job.fail(
+            error.where, f"rollout.engine = 'sglang': {error.message}", error.fix
+        ) from error
     key = "rollout.sglang_python" if rollout.sglang_python else "rollout.engine"
     python = Path(rollout.sglang_python or interpreter(home("sglang"))).expanduser()
     fix = "`meshrl engine install sglang` installs it"

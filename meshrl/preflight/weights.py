@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.job.config import INITIAL
-from common.model.formats.tensors import require
+from common.model import checkpoint_files
 from meshrl.job.jobfile import JobFile
 from meshrl.preflight.tokens import model_at
 
@@ -22,6 +22,6 @@ def whole(job: JobFile) -> None:
     }
     for key, path in paths.items():
         try:
-            require(Path(path), model_at(job, path))
+            checkpoint_files.check(Path(path), model_at(job, path))
         except ConfigError as error:
             raise job.fail(key, f"{key}: {error.message} ({error.where})", error.fix) from error

@@ -32,7 +32,7 @@ def chat(
         if step is not None or best or not (model / "config.json").is_file():
             model = scratch / "model"
             if exporting.export(run.directory, step, best, model, quiet=True) != 0:
-                raise NotFound(f"{run.shown} has no such version", fix="see the line above")
+                raise NotFound(f"{run.shown} has no such version", fix="See the line above")
         words = [sys.executable, "-m", "services.rollout.talking", "--run", str(run.directory)]
         words += ["--model", str(model), "--scratch", str(scratch)]
         words += ["--temperature", str(temperature), *(["--json"] if as_json else [])]

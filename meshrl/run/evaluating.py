@@ -55,7 +55,7 @@ def evaluate(
         if not measurable(config):
             raise ConfigError(
                 f"{job} says nothing to evaluate on",
-                fix="name dataset.held_out or [[evaluation.datasets]], and a reward",
+                fix="Name dataset.held_out or [[evaluation.datasets]], and a reward",
             )
         checks.check(found)
         name = f"{config.name}-eval"
@@ -101,7 +101,7 @@ def _directory_of(model: Path, step: int | None, best: bool) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as made:
             out = Path(made) / "model"
             if exporting.export(model, step, best, out, quiet=True) != 0:
-                raise NotFound(f"{model} has no such version", fix="see the line above")
+                raise NotFound(f"{model} has no such version", fix="See the line above")
             yield out
     elif step is not None or best:
         raise ConfigError(f"--step and --best choose a version of a run; {model} is none")
@@ -110,7 +110,7 @@ def _directory_of(model: Path, step: int | None, best: bool) -> Iterator[Path]:
     else:
         raise NotFound(
             f"{model} is neither a Hugging Face directory nor a run",
-            fix="it takes config.json and safetensors, or a run's job.json",
+            fix="It takes config.json and safetensors, or a run's job.json",
         )
 
 

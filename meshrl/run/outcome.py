@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.state.events import Event
 from common.state.jobs import ENDED, Phase
 from meshrl.launch.places import read_json
 from meshrl.observe.lines import lines_of
+from meshrl.observe.watch import told
 from meshrl.run.target import Run, may_live
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit statuses of commands that follow a run to its end
-RUNNING = "running"
+RUNNING, STILL = "running", "stopped"
+# What is read of a run: a mesh gives up with a process that ends and is not started again.
+TELLING = tuple(f'"kind": "{kind}"' for kind in ("phase", "step", "evaluation", "process_ended"))
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,18 @@ class Outcome:
 def outcome_of(run: Run, live: bool | None = None) -> Outcome:
     """How the run stands; `live`: whether its mesh runs, None: look."""
     held = read_json(run.directory / "job.json")
-    phase, error, held_out = Phase.QUEUED.value, "", None
-    for event in lines_of(run.directory / "events.jsonl", '"phase"', '"evaluation"', '"lineage"'):
-        fields = event["fields"]
+    phase, error, held_out, gave_up = Phase.QUEUED.value, "", None, ""
+    for event in lines_of(run.directory / "events.jsonl", *TELLING):
+        kind, fields = event["kind"], event["fields"]
+        if kind == "process_ended" and fields.get("final"):
+            gave_up = told(Event(event["id"], int(event["ms"]), kind, fields))
         if fields.get("job") != run.job:
             continue
-        if event["kind"] == "phase":
+        if kind in ("phase", "step"):
+            gave_up = ""  # it went on
+        if kind == "phase":
             phase, error = fields["phase"], fields.get("error", "")
-        elif event["kind"] == "evaluation" and fields.get("sampled") is not None:
+        elif kind == "evaluation" and fields.get("sampled") is not None:
             held_out = float(fields["sampled"])
     rows = list(lines_of(run.directory / "metrics.jsonl"))
     if phase in (Phase.FINISHED, Phase.FAILED):
@@ -93,7 +101,7 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
     elif phase != Phase.STOPPED and (may_live(run.place) if live is None else live):
         state = RUNNING
     else:
-        state = "stopped"
+        state, error = ("failed", gave_up) if gave_up and phase != Phase.STOPPED else (STILL, "")
     return Outcome(
         run=run.shown,
         job=run.job,

@@ -45,14 +45,23 @@ def run_in(directory: Path) -> Run:
 def place_of(chosen: Path | None, mesh: Path | None) -> MeshPlace:
     """The mesh that a run or mesh directory, `--mesh`, or neither of them means."""
     if chosen is not None and mesh is not None:
-        raise ConfigError(f"both {chosen} and --mesh {mesh} name a mesh", fix="give one of them")
+        raise ConfigError(f"both {chosen} and --mesh {mesh} name a mesh", fix="Give one of them")
     chosen = chosen or mesh
     if chosen is not None and (chosen / "job.json").is_file():
         place = run_in(chosen).place
         if place.settings.is_file():
             return place
-        raise NotFound(f"the run in {chosen} has no mesh any more")
-    return find_mesh(chosen)
+        raise NotFound(
+            f"the run in {chosen} has no mesh any more", fix=f"`meshrl resume {chosen}` starts one"
+        )
+    try:
+        return find_mesh(chosen)
+    except NotFound as error:
+        if chosen is None:
+            raise
+        raise NotFound(
+            f"there is neither a run nor a mesh in {chosen}", fix="Name a directory under runs/"
+        ) from error
 
 
 def run_of(chosen: Path | None, mesh: Path | None) -> Run:

@@ -17,11 +17,11 @@ def create(directory: Path) -> None:
     name = directory.absolute().name
     if not NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} cannot be the name of a job", fix="letters, digits, `.`, `_` and `-` can be"
+            f"{name!r} cannot be the name of a job", fix="Letters, digits, `.`, `_` and `-` can be"
         )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise Refused(
-            f"{directory} is there already", fix="name another directory, or an empty one"
+            f"{directory} is there already", fix="Name another directory, or an empty one"
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def create(directory: Path) -> None:
             (directory / file).write_text(content, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{directory} cannot be written: {error.strerror}", fix="name another directory"
+            f"{directory} cannot be written: {error.strerror}", fix="Name another directory"
         ) from error
     print(f"{directory}: a model from scratch learns a guessing game in a minute or two")
     print(f"  {'job.toml':<15} what is trained, and how")

@@ -20,10 +20,12 @@ import msgpack
 
 from common.environment import mcp_client
 from common.environment.framing import checked, encodable
+from common.errors import ConfigError
 from common.job import builtin
 from common.job.authored import place_of, placed
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
+from common.process import failure
 from common.process.child import Channel
 from services.environment.sessions import ChatSession, Session, TextSession
 from services.environment.tools import BuiltIn, JobTool
@@ -182,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--chat", default="", help="chat format; empty: text as it is")
     found.add_argument("--chat-options", type=json.loads, default={})
     found.add_argument(
-        "--chat-template", type=json.loads, default={}, help="history, parser and ends of it"
+        "--chat-template", type=json.loads, default={}, help="history, parser, ends and date of it"
     )
     found.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
     found.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
@@ -192,7 +194,14 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = parser().parse_args()
     channel = Channel.from_env()
-    served = made(arguments)
+    try:
+        served = made(arguments)
+    except Exception as error:  # whatever it is: no start of this process would go better
+        raise ConfigError(
+            f"the environment cannot be made: {type(error).__name__}: {error}",
+            where=failure.place_of(error),
+            fix=f"mend it, or install what is missing for {sys.executable}",
+        ) from error
     serve(channel, served)
     served.close()
 

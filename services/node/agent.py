@@ -169,6 +169,8 @@ class NodeAgent(Actor, Hooks):
         self._adopted.discard(child.name)
         await self.leases.evict(child)
         await self._end_unwatched(child.name)
+        if end.asked:
+            return
         log = str(self._log(child.name))
         await self._reports.tell(
             Report(child.name, end.code, end.why, end.failure, final=end.final, log=log)

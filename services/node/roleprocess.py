@@ -152,7 +152,7 @@ class RoleProcess(Hooks):
             self.restarts += 1
             self._enter("starting", f"{child.name} ended: {end.told}")
             self.changed.set()
-            if end.code:
+            if end.code and not end.asked:
                 await self._report(child.name, end)
 
     async def _report(self, name: str, end: End) -> None:

@@ -58,6 +58,7 @@ class ShardJob:
         config = job.config
         self.mesh, self.job, self.config = mesh, job, config
         self.train_rows, self.held_out = job.rows("train"), job.rows("held_out")
+        sampling = self._sampling()
         self.failures = Failures(mesh, job.id)
         self.sandbox = SandboxClient(mesh, job, self.failures)
         self.environments = EnvironmentPool(mesh, job, logs, self.failures)
@@ -67,7 +68,7 @@ class ShardJob:
         lengths = Lengths(self.history.latest if self.history else ())
         scheduler = Scheduler(buckets, len(self.train_rows), lengths)
         self.commits = GroupCommit(mesh, self.ledger)
-        self.router = Router(mesh, self.commits, self._sampling(), config.rollout.slots, scheduler)
+        self.router = Router(mesh, self.commits, sampling, config.rollout.slots, scheduler)
         tokenizer = Tokenizer.load(str(job.tokenizer))
         self.transcript = Transcript(tokenizer.decode, self.router.stop, config.rollout.stop_text)
         self.bulk = BulkClient(mesh)
@@ -104,7 +105,11 @@ class ShardJob:
         found = {text: tokenizer.token_to_id(text) for text in self.config.rollout.stop}
         unknown = [text for text, token in found.items() if token is None]
         if unknown:
-            raise ConfigError(f"rollout.stop: {unknown[0]!r} is no token of the tokenizer")
+            raise ConfigError(
+                f"{unknown[0]!r} is no token of the tokenizer",
+                where="rollout.stop",
+                fix="name one of its tokens, or put the text into rollout.stop_text",
+            )
         return [token for token in found.values() if token is not None]
 
     def seed_of(self, group: int, member: int) -> int:
@@ -330,7 +335,7 @@ class ShardJob:
         try:
             if t.length == 0:
                 prompt = await self.environments.begin(t.id, row)
-                self._fits(prompt)
+                self._fits(t, prompt)
                 t.begin(prompt)
                 if t.recorded:
                     head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
@@ -347,12 +352,12 @@ class ShardJob:
         kind = self.failures.failed(error, evaluation=t.group >= EVALUATION_GROUP)
         return Ending("failed", None, str(error), kind)
 
-    def _fits(self, prompt: list[int]) -> None:
+    def _fits(self, t: Trajectory, prompt: list[int]) -> None:
         """TrajectoryFailed when a prompt leaves no room for an answer."""
         most = self.config.rollout.max_tokens
         if len(prompt) >= most:
             raise TrajectoryFailed(
-                f"a prompt has {len(prompt)} tokens",
+                f"row {t.prompt}: its prompt has {len(prompt)} tokens",
                 kind="prompt too long",
                 fix=f"leave out what is longer than rollout.max_tokens = {most}, or raise it",
             )

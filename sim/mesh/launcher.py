@@ -51,7 +51,7 @@ class VirtualLauncher(Hooks):
         await self._supervisor.stop(GRACE_S)
 
     async def ended(self, child: Child, end: End) -> None:
-        if self._stopping:
+        if self._stopping or end.asked:
             return
         await self._watch.evict(child)
         await self._reports.tell(

@@ -54,17 +54,19 @@ class TemplateChat(Chat):
         history: str = KEEP,
         parser: str = AUTO,
         ends: Sequence[str] = (),
+        date: str = "",
     ) -> None:
         """`history`: where the template would write earlier turns otherwise, `keep` what was
         sampled, or `refuse` to go on. `parser`: how tool calls are read, one of `PARSERS`; auto: by
-        the template's text. `ends`: tokens that end a turn beside the template's.
+        the template's text. `ends`: tokens that end a turn beside the template's. `date`: the
+        day that it is to the template, as 2026-11-22; empty: today.
 
         ConfigError when there is no template, or nothing that ends a turn.
         """
         if tokenizer.file is None:
             raise ConfigError("a chat template is read beside a tokenizer.json")
         files = chat_files(tokenizer.file.parent)
-        self.rendering = Rendering(files, options)
+        self.rendering = Rendering(files, options, date)
         self.history = history
         self.parser = parser_of(self.rendering.source(tools=True)) if parser == AUTO else parser
         self._untaught = parser == AUTO and self.parser == NONE
@@ -80,6 +82,11 @@ class TemplateChat(Chat):
                 fix="name one in rollout.stop",
             )
         super().__init__(tokenizer, found)
+
+    @property
+    def dated(self) -> bool:
+        """Whether what the template writes depends on the day."""
+        return self.rendering.dated
 
     @cached_property
     def tool_problem(self) -> str:

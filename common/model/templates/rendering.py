@@ -25,13 +25,17 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing
 class Rendering:
     """The template of a tokenizer's directory, with a job's options for it."""
 
-    def __init__(self, files: ChatFiles, options: dict[str, Any]) -> None:
-        """ConfigError when a template is not Jinja, or an option has a name that it cannot have."""
+    def __init__(self, files: ChatFiles, options: dict[str, Any], date: str = "") -> None:
+        """`date`: the day that it is to templates that ask, as 2026-11-22; empty: today.
+
+        ConfigError when a template is not Jinja, or an option has a name that it cannot have.
+        """
         if taken := [name for name in options if name in RESERVED]:
             raise ConfigError(f"environment.chat_options: {taken[0]!r} is not an option")
         self._files = files
         self._given = {**files.special_tokens, **options}
-        environment = _environment()
+        environment = _environment(date)
+        self.dated = any("strftime_now" in text for text in files.templates.values())
         try:
             self._compiled = {n: environment.from_string(t) for n, t in files.templates.items()}
         except jinja2.TemplateSyntaxError as error:
@@ -76,13 +80,16 @@ def _reasoning(message: Message) -> Message:
     return message
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(date: str) -> ImmutableSandboxedEnvironment:
+    def now(form: str) -> str:
+        return (datetime.fromisoformat(date) if date else datetime.now()).strftime(form)
+
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     made.filters["tojson"] = _tojson
     made.globals.update(
-        raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace
+        raise_exception=_raise, strftime_now=now, dict=_Dict(), namespace=_Namespace
     )
     return made
 
@@ -130,10 +137,6 @@ def _public(name: Any) -> None:
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _tojson(

@@ -28,6 +28,12 @@ def lend(package: str) -> None:
 if __name__ == "__main__":
     for name in ("common", "services"):
         lend(name)
-    from services.environment.verifying.main import main
+    from common.process import failure
 
-    main()
+    try:
+        from services.environment.verifying.main import main
+
+        main()
+    except BaseException as error:
+        failure.leave(error)
+        raise

@@ -16,13 +16,13 @@ from typing import Any
 import msgpack
 
 from common.environment.framing import frames, packed
-from common.errors import DeadlineExceeded, PeerLost
+from common.errors import DeadlineExceeded, MeshError, PeerLost
 from common.process.handle import Child
 from common.runtime.mesh import Mesh
+from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
 from services.rollout.environments.process import (
     STOPPED,
     EnvironmentHung,
-    EnvironmentLost,
     Operation,
     answer_of,
     dismissed,
@@ -51,9 +51,10 @@ class EpisodeProcess:
     """
 
     def __init__(
-        self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float
+        self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float, job: str = ""
     ) -> None:
         self._mesh, self._argv, self._log = mesh, argv, log
+        self._ends = EnvironmentEnds(mesh, job)
         self.name = name
         self._deadline_s = deadline_s
         self._child: Child | None = None
@@ -172,8 +173,13 @@ class EpisodeProcess:
             stopped = usage is not None and usage.state in STOPPED
             late = [] if stopped else self._late()
             self._child, self._unsent = None, []
-            for number in list(self._open):
-                lost = EnvironmentLost(f"environment process {self.name}: {error}")
+            held = list(self._open)
+            lost: MeshError = EnvironmentLost(f"environment process {self.name}: {error}")
+            if child is not None:
+                lost = await self._ends.lost(child, self._log, error)
+            for number in held:
+                if number not in self._open:  # answered meanwhile
+                    continue
                 self._settle(number, self._hung(number) if number in late else lost)
         if child is not None:
             child.kill()
@@ -181,6 +187,7 @@ class EpisodeProcess:
 
     async def close(self) -> None:
         """Lets the process clean up what its episodes hold, as far as that ends soon."""
+        self._ends.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

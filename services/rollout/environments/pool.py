@@ -13,10 +13,10 @@ from typing import Any
 
 from common.job.job_data import JobData
 from common.runtime.mesh import Mesh
+from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.episodes import EpisodeProcess
 from services.rollout.environments.process import (
     EnvironmentHung,
-    EnvironmentLost,
     EnvironmentProcess,
 )
 from services.rollout.failures import Failures, TrajectoryFailed
@@ -56,6 +56,7 @@ def chat_arguments(job: JobData) -> list[str]:
         "history": config.chat_history,
         "parser": config.tool_call_parser,
         "ends": job.config.rollout.stop,
+        "date": config.chat_date,
     }
     argv = ["--chat", config.chat, "--chat-options", json.dumps(config.chat_options)]
     return [*argv, "--chat-template", json.dumps(template)]
@@ -84,6 +85,7 @@ class EnvironmentPool:
                 f"{name}-{i}",
                 logs / f"{name}-{i}.log",
                 config.step_deadline_s,
+                job.id,
             )
             for i in range(config.processes)
         ]

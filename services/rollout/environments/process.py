@@ -15,6 +15,7 @@ from common.errors import BadMessage, DeadlineExceeded, MeshError, ToolFailed
 from common.process.handle import Child
 from common.runtime.batcher import Batcher
 from common.runtime.mesh import Mesh
+from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
 from services.rollout.failures import TrajectoryFailed
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
@@ -22,14 +23,6 @@ START_S = 60.0  # importing the author's modules may take its time
 LOOK_AGAIN_S = 0.2  # past a deadline: this process itself may have been stopped until then
 ORDERLY_S = 5.0  # for what environments clean up at the end, within what a service's stop may take
 STOPPED = "Tt"  # states of a process that was stopped, in /proc
-
-
-class EnvironmentLost(MeshError):
-    """The process that held the environment has died; it can be rebuilt from the log."""
-
-    code = "environment_lost"
-    retryable = True
-    late = ""  # what was out when it was killed for being late, until somebody has told of it
 
 
 class EnvironmentHung(EnvironmentLost):
@@ -42,14 +35,10 @@ class EnvironmentProcess:
     """One process; operations queue into batches, a hang past the deadline kills it."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        argv: list[str],
-        name: str,
-        log: Path,
-        deadline_s: float,
+        self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float, job: str = ""
     ) -> None:
         self._mesh, self._argv, self._log = mesh, argv, log
+        self._ends = EnvironmentEnds(mesh, job)
         self.name = name
         self._deadline_s = deadline_s
         self._child: Child | None = None
@@ -100,13 +89,14 @@ class EnvironmentProcess:
         except (OSError, EOFError, ValueError, MeshError) as error:
             usage = child.usage()
             stopped = usage is not None and usage.state in STOPPED
+            lost = await self._ends.lost(child, self._log, error)
             await self._bury(child)
             if isinstance(error, DeadlineExceeded) and len(batch) == 1 and not stopped:
                 hung = EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")
                 hung.late = str(hung)
                 return [hung]
-            lost = EnvironmentLost(f"environment process {self.name}: {error}")
-            if isinstance(error, DeadlineExceeded) and not stopped:
+            late = isinstance(error, DeadlineExceeded) and not stopped
+            if late and isinstance(lost, EnvironmentLost):
                 names = sorted({f"{operation[1]}()" for operation in batch})
                 lost.late = f"{' or '.join(names)} took over {deadline_s:.0f} s"
             return [lost] * len(batch)
@@ -127,6 +117,7 @@ class EnvironmentProcess:
     async def close(self) -> None:
         """Lets the process clean up what its environments hold, as far as that ends soon."""
         await self._batcher.close()
+        self._ends.stop()
         child, self._child = self._child, None
         if child is not None:
             await dismissed(child)

@@ -63,7 +63,9 @@ async def main(a: argparse.Namespace) -> None:
     job = JobData.of(document["job"], document["document"], str(a.run))
     config = job.config
     if config.environment.verifiers:
-        raise ConfigError("a verifiers environment cannot be talked with", fix="meshrl eval does")
+        raise ConfigError(
+            "a verifiers environment cannot be talked with", fix="`meshrl eval` evaluates it"
+        )
     converse = bool(config.environment.chat and not config.environment.use and a.row is None)
     partner = Partner(host, job, a.model, a.scratch, converse=converse)
     console = Console(host, quiet=a.json)
@@ -136,7 +138,7 @@ def row_of(
     row: dict[str, Any] = {}
     if number is not None:
         if not 0 <= number < len(rows):
-            raise NotFound(f"there is no row {number}", fix=f"rows go from 0 to {len(rows) - 1}")
+            raise NotFound(f"there is no row {number}", fix=f"Rows go from 0 to {len(rows) - 1}")
         row = rows[number]
     return row if prompt is None else {**row, config.dataset.prompt: prompt}
 

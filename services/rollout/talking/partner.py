@@ -215,7 +215,7 @@ class Partner:
         except (OSError, EOFError, MeshError) as error:
             raise ToolFailed(
                 f"the environment did not answer {operation}(): {self._last_words() or error}",
-                fix="see the job's module",
+                fix="See the job's module",
             ) from error
         [[_, status, value]] = told
         answer = answer_of(status, value, "environment")
@@ -233,7 +233,7 @@ class Partner:
         config = self.job.config
         if name not in config.environment.tools:
             known = ", ".join(sorted(config.environment.tools)) or "none"
-            raise ToolFailed(f"no tool is called {name!r}", fix=f"the job names: {known}")
+            raise ToolFailed(f"no tool is called {name!r}", fix=f"The job names: {known}")
         deadline_s = max(config.environment.tool_deadline_s, config.sandbox.wall_s)
         call = ToolCall(0, self.job.id, name, argument, deadline_s, session, begun)
         outcome = await self._sandboxed("run", RunTools([call]), 5 * deadline_s)

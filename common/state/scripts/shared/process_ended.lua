@@ -11,6 +11,9 @@ local row = known and cjson.decode(known) or {times = 0, same = 0, cause = '', p
 local job = {}
 if a.job ~= '' then job = hash(KEYS[1] .. ':job') end
 local goes_on = job.phase and ORDER[job.phase] < 5
+if job.phase and not goes_on and a.restart ~= 'never' then -- it follows from its job's end
+  return done({failed = false})
+end
 
 row.name, row.job, row.code, row.why = a.name, a.job, a.code, a.why
 row.at_ms, row.final, row.log = NOW, a.final, a.log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,18 @@ def test_auto_is_the_models_own_template_where_its_name_is_unknown(
 ) -> None:
     config, _ = load(job, templated(job, shape, name))
     assert (config.environment.chat, config.rollout.stop) == ("template", [ends])
+
+
+def test_a_template_that_writes_the_date_has_one_for_the_whole_run(job: Path, shape: str) -> None:
+    overrides = templated(job, shape, "llama-3")
+    before = date.today().isoformat()
+    found = load(job, overrides)[0].environment.chat_date
+    assert found in (before, date.today().isoformat())
+    named = load(job, [*overrides, "environment.chat_date=2024-02-09"])[0]
+    assert named.environment.chat_date == "2024-02-09"
+    with pytest.raises(ConfigError, match="is no day"):
+        load(job, [*overrides, "environment.chat_date=today"])
+    assert load(job, templated(job, shape, "gemma"))[0].environment.chat_date == ""
 
 
 SYSTEM_ROW = '{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}\n'

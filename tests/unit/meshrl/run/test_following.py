@@ -54,6 +54,23 @@ def test_a_run_that_nobody_runs_says_how_it_ended(
     assert (run / "events.jsonl").read_bytes() == torn, "a look changes nothing"
 
 
+def test_a_mesh_that_gave_up_is_a_failure_with_its_cause_until_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    run = written_run(tmp_path / "run", [{"phase": "training", "error": ""}], [0.25])
+    record = run / "events.jsonl"
+    error = {"type": "OSError", "text": "no room", "where": "", "fix": ""}
+    fields = {"name": "weights", "why": "exit status 1", "error": error, "final": True}
+    ended = {"id": "3-0", "ms": 3, "kind": "process_ended", "fields": fields}
+    record.write_text(record.read_text().rpartition("\n")[0] + "\n" + json.dumps(ended) + "\n")
+    found = meshrl("wait", str(run))
+    assert found.exit_code == 1 and "no room" in found.stdout, found.output
+    step = {"id": "4-0", "ms": 4, "kind": "step", "fields": {"job": "tiny", "step": 2}}
+    with record.open("a") as file:
+        file.write(json.dumps(step) + "\n")
+    assert meshrl("wait", str(run)).exit_code == 3
+
+
 def test_waiting_ends_with_the_job_and_its_last_file(held: HeldMesh) -> None:
     held.phase(Phase.TRAINING)
     held.record()
@@ -150,7 +167,7 @@ def test_a_run_and_a_mesh_are_alike_to_commands_that_look(held: HeldMesh) -> Non
             assert found.stdout == "two\n", found.output
     told = json.loads(meshrl("status", "--mesh", str(held.root), "--json").stdout)
     assert [job["id"] for job in told["jobs"]] == ["tiny"]
-    assert "give one of them" in str(
+    assert "Give one of them" in str(
         meshrl("status", str(held.run), "--mesh", str(held.root)).exception
     )
 

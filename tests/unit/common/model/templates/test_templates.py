@@ -76,6 +76,11 @@ def test_options_reach_the_template(tmp_path: Path) -> None:
         Chat.load("template", {"messages": []}, tokenizer)
 
 
+def test_the_day_is_the_jobs(tmp_path: Path) -> None:
+    chat = chat_of(FORMATS["llama-3"], tmp_path, date="2024-02-09")
+    assert "Today Date: 09 Feb 2024" in chat.tokenizer.decode(chat.begin([USER]).ids)
+
+
 words = st.text(
     st.characters(codec="utf-8", exclude_characters="<|>[]"), min_size=1, max_size=12
 ).map(lambda t: t.strip() or "x")

@@ -1,4 +1,4 @@
-"""What a model lacks in its files, and files that are not whole, are found from their headers."""
+"""Weights that are not whole are found from the headers of their files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import ConfigError
-from common.model.config import ModelConfig
+from common.model import checkpoint_files
+from common.model.config import ARCHITECTURES, ModelConfig
 from common.model.decoder import Decoder
-from common.model.formats.architectures import ARCHITECTURES
-from common.model.formats.checkpoint import INDEX
-from common.model.formats.tensors import expected, require
 from common.model.hf import save_model, state_to_hf
 
 CONFIG = ModelConfig(
@@ -38,8 +36,8 @@ def of(architecture: str) -> ModelConfig:
         CONFIG,
         architecture=architecture,
         qk_norm=architecture.startswith("qwen3"),
-        attention_bias=architecture.startswith("qwen2"),
-        shared_ffn_size=10 if architecture == "qwen2_moe" else 0,
+        attention_bias=architecture in ("qwen2", "qwen2_moe"),
+        shared_ffn_size=10 * (architecture == "qwen2_moe"),
         **(sparse if ARCHITECTURES[architecture].experts else {}),
     )
 
@@ -56,7 +54,7 @@ def of(architecture: str) -> ModelConfig:
 def test_the_tensors_that_are_expected_are_those_that_a_model_has(config: ModelConfig) -> None:
     with torch.device("meta"):
         state = state_to_hf(config, Decoder(config).state_dict())
-    assert dict(expected(config)) == {n: tuple(t.shape) for n, t in state.items()}
+    assert dict(checkpoint_files.expected(config)) == {n: tuple(t.shape) for n, t in state.items()}
 
 
 @pytest.fixture(scope="module")
@@ -81,60 +79,85 @@ def shards(model: Path) -> list[Path]:
 
 def refusal(model: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        require(model, CONFIG)
+        checkpoint_files.check(model, CONFIG)
     assert str(model) in str(caught.value) and caught.value.fix
     return str(caught.value)
 
 
 def change(model: Path, name: str, tensor: torch.Tensor | None) -> None:
     """Puts another tensor, or none, in place of one."""
-    index = json.loads((model / INDEX).read_text())["weight_map"]
+    index = json.loads((model / checkpoint_files.INDEX).read_text())["weight_map"]
     file = model / index[name]
     tensors = load_file(file)
     del tensors[name]
     save_file(tensors | ({} if tensor is None else {name: tensor}), file)
 
 
-def test_a_whole_model_is_accepted(model: Path) -> None:
+def test_a_whole_model_is_accepted_in_several_files_and_in_one(model: Path) -> None:
     assert len(shards(model)) > 2
-    require(model, CONFIG)
-    change(model, NAME, torch.zeros(8, 12, dtype=torch.bfloat16))
-    require(model, CONFIG)
+    checkpoint_files.check(model, CONFIG)
+    single = {name: tensor for file in shards(model) for name, tensor in load_file(file).items()}
+    save_file(single, model / checkpoint_files.SINGLE)
+    (model / checkpoint_files.INDEX).unlink()
+    checkpoint_files.check(model, CONFIG)
 
 
-def test_a_download_that_was_cut_off_anywhere_is_named(model: Path) -> None:
+def test_a_download_that_was_cut_off_is_named_with_its_lengths(model: Path) -> None:
     file = shards(model)[1]
     whole = file.read_bytes()
-    for length in (len(whole) - 10, 100, 8, 3, 0):  # tensors, the header, its length
+    file.write_bytes(whole[:-10])
+    said = refusal(model)
+    assert file.name in said and f"{len(whole) - 10} bytes are there of {len(whole)}" in said
+    for length in (100, 8, 3, 0):  # within the header, before it, within its length
         file.write_bytes(whole[:length])
         assert file.name in refusal(model)
     file.write_bytes(whole + b"more")
     assert file.name in refusal(model)
 
 
-def test_tensors_of_another_length_than_their_shape_are_told(model: Path) -> None:
-    file = shards(model)[0]
-    whole = file.read_bytes()
-    file.write_bytes(whole.replace(b"[16,8]", b"[16,4]", 1))
-    assert "another length there than its shape" in refusal(model)
-
-
-def test_it_is_said_how_many_files_of_an_index_are_missing(model: Path) -> None:
-    for file in shards(model)[1:]:
-        file.unlink()
-    assert "the index names it; so are" in refusal(model)
+def test_files_of_an_index_that_are_missing_are_named(model: Path) -> None:
+    first, *_, last = shards(model)
+    first.unlink(), last.unlink()
+    said = refusal(model)
+    assert "2 of " in said and first.name in said and last.name in said
 
 
 def test_a_pointer_of_git_lfs_is_named_as_one(model: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"
     shards(model)[0].write_text(pointer)
-    assert "pointer of Git LFS" in (said := refusal(model)) and "git lfs pull" in said
-    (model / INDEX).write_text(pointer)
+    assert "pointer of Git LFS" in refusal(model) and "git lfs pull" in refusal(model)
+    (model / checkpoint_files.INDEX).write_text(pointer)
     assert "pointer of Git LFS" in refusal(model)
 
 
-def test_every_tensor_is_there_in_its_shape(model: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"not safetensors at all", b"\xff" * 64, b"PK\x03\x04" + bytes(60)]
+)
+def test_what_is_no_safetensors_file_is_named(model: Path, content: bytes) -> None:
+    shards(model)[0].write_bytes(content)
+    assert shards(model)[0].name in refusal(model)
+
+
+def test_an_index_that_is_none_is_named(model: Path) -> None:
+    for content in ("{", "[]", '{"weight_map": 3}', "{}"):
+        (model / checkpoint_files.INDEX).write_text(content)
+        assert "index" in refusal(model)
+
+
+def test_tensors_are_there_in_their_shape_and_in_a_type_that_is_trained(model: Path) -> None:
     change(model, NAME, torch.zeros(8, 11))
     assert f"{NAME} is [8, 11], not [8, 12]" in refusal(model)
+    change(model, NAME, torch.zeros(8, 12, dtype=torch.int8))
+    assert f"{NAME} is of type I8" in refusal(model) and "quantized" in refusal(model)
+    change(model, NAME, torch.zeros(8, 12).to(torch.float8_e4m3fn))
+    assert "F8_E4M3" in refusal(model)
+    change(model, NAME, torch.zeros(8, 12, dtype=torch.bfloat16))
+    checkpoint_files.check(model, CONFIG)
     change(model, NAME, None)
     assert f"tensor {NAME} is missing" in refusal(model)
+
+
+def test_a_directory_of_another_format_is_named_as_such(tmp_path: Path) -> None:
+    assert "neither model.safetensors nor" in refusal(tmp_path)
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    assert "pickles of PyTorch" in refusal(tmp_path)

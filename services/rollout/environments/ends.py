@@ -1,0 +1,53 @@
+"""Why an environment process has gone: told as an event, and as an error to its trajectories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.errors import ConfigError, MeshError, PeerLost
+from common.process.failure import end_of
+from common.process.handle import Child
+from common.runtime.mesh import Mesh
+from common.state.ended import Report, Reports
+
+ENDING_S = 2.0  # from the end of its channel until its exit status can be read
+
+
+class EnvironmentLost(MeshError):
+    """The process that held the environment has died; it can be rebuilt from the log."""
+
+    code = "environment_lost"
+    retryable = True
+    late = ""  # what was out when it was killed for being late, until somebody has told of it
+
+
+class EnvironmentEnds:
+    """Those of the processes of one job."""
+
+    def __init__(self, mesh: Mesh, job: str) -> None:
+        self._mesh, self._job = mesh, job
+        self._reports = Reports(mesh.state, mesh.clock)
+
+    async def lost(
+        self, child: Child, log: Path, error: BaseException
+    ) -> EnvironmentLost | ConfigError:
+        """What those get who waited for it: EnvironmentLost, after which a new one may serve them;
+        ConfigError where every process would end so. `error` is how its loss was noticed.
+        """
+        code = await child.wait(ENDING_S) if isinstance(error, PeerLost) else child.poll()
+        if code is None:  # it runs, and is killed for what it does not do
+            return EnvironmentLost(f"environment process {child.name}: {error}")
+        failure = self._mesh.host.failure_of(child.pid, log) if code > 0 else None
+        why = f"signal {-code}" if code < 0 else f"exit status {code}"
+        final = failure is not None and failure.fatal
+        await self._reports.tell(
+            Report(child.name, code, why, failure, self._job, final, log=str(log))
+        )
+        if failure is not None and failure.fatal:
+            return ConfigError(failure.text, where=failure.where, fix=failure.fix)
+        said = str(failure) if failure is not None else f"{why}; its log ends: {end_of(log)}"
+        return EnvironmentLost(f"environment process {child.name} ended: {said}")
+
+    def stop(self) -> None:
+        """Drops what could not be told."""
+        self._reports.stop()
