@@ -53,6 +53,12 @@ def check(job: JobFile, *, starts_mesh: bool = True) -> None:
     raise_all(error for error in found if error is not None)
 
 
+def check_mesh(job: JobFile) -> None:
+    """The same of the mesh alone, for a job that has begun."""
+    found = [_failure(check, job) for check in OF_THE_MESH]
+    raise_all(error for error in found if error is not None)
+
+
 def _failure(check: Check, job: JobFile) -> MeshError | None:
     try:
         check(job)

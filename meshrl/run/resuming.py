@@ -42,6 +42,8 @@ def resume(directory: Path, settings: list[str]) -> int:
         print(line)
     if changes:
         checks.check(job)
+    elif run.place.root == run_dir:
+        checks.check_mesh(job)
     begin = _Begin(run, held, document, changes)
     return asyncio.run(session(run_dir, _shape(run, job.config), begin))
 
