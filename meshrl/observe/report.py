@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.job.evaluation_plan import HELD_OUT
+from common.process.failure import NO_ROOM
 from common.state.accounting import account
 from common.state.events import Event
 from common.state.gangs import Role
@@ -90,7 +91,11 @@ class LivePage:
         if recorder.shot is None or started < self._due:
             return
         rows, shot = list(recorder.rows), recorder.shot
-        await asyncio.to_thread(self._write, rows, shot, recorder.wall_s)
+        try:
+            await asyncio.to_thread(self._write, rows, shot, recorder.wall_s)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise  # a full disk is shown, and the page is written when there is room
         now = clock.monotonic()
         self._due = now + max(PAGE_S, PAGE_SHARE * (now - started))
 
