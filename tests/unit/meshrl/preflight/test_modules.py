@@ -118,7 +118,7 @@ def test_an_environment_is_opened_on_the_first_row_of_each_dataset(place: Path) 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("def room():", "def room(row):", "cannot be called as a environment is"),
+        ("def room():", "def room(row):", "cannot be called as an environment's factory is"),
         ("return Room()", "return None", "returned a NoneType without open()"),
         ("def step", "def move", "returned a Room without step()"),
         ('return row["prompt"]', "return 3", "open() returned int, not the prompt as str"),
