@@ -228,6 +228,9 @@ def told(event: Event) -> str:
         return f"{f['name']} does not stay up: {f['why']}"
     if event.kind == "phase" and f["phase"] == Phase.FAILED:
         return f"the job failed: {f['error']}"
+    if event.kind == "changed":
+        changes = [f"{key} {was} -> {now}" for key, (was, now) in f["changes"].items()]
+        return f"from step {int(f['version']) + 1} on: {', '.join(changes)}"
     if event.kind == "unrecorded":
         return f"the run is not recorded: {f['why']}"
     if event.kind == "storage_full":
