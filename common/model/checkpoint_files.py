@@ -95,7 +95,7 @@ def files(directory: Path) -> list[Path]:
     if not index.is_file():
         raise _none(directory)
     try:
-        _refuse_pointer(index)
+        refuse_pointer(index)
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -117,7 +117,7 @@ def header(file: Path) -> dict[str, Stored]:
     """The tensors of one file by name; ConfigError if it is no safetensors file or is cut short."""
     try:
         size = file.stat().st_size
-        _refuse_pointer(file)
+        refuse_pointer(file)
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             raw = opened.read(length) if 2 <= length <= min(HEADER_BYTES, size) else b""
@@ -199,7 +199,8 @@ def _experts(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int,
             yield f"{prefix}{block}.experts.{expert}.{name}.weight", shape
 
 
-def _refuse_pointer(file: Path) -> None:
+def refuse_pointer(file: Path) -> None:
+    """ConfigError if a file is what Git LFS leaves in place of one that it has not fetched."""
     with file.open("rb") as opened:
         if opened.read(len(POINTER)) == POINTER:
             raise ConfigError(

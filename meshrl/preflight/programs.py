@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ from common.generation.served_by_sglang import served_by_sglang
 from common.process.interpreters import home, interpreter
 from meshrl.job import isolation as tiers
 from meshrl.job.jobfile import JobFile
-from meshrl.preflight.tokens import model_of
+from meshrl.preflight.tokens import model_at
 
 ANSWER_S = 20.0  # for an interpreter that looks for a package, on a slow disk
 IMPORT_S = 60.0  # for the imports of a jail's interpreter
@@ -26,7 +27,7 @@ def sglang(job: JobFile) -> None:
     if rollout.engine != "sglang":
         return
     try:
-        served_by_sglang(model_of(job.config), rollout.max_tokens)
+        served_by_sglang(model_at(job, job.config.model.path), rollout.max_tokens)
     except ConfigError as error:
         raise job.fail(
             error.where, f"rollout.engine = 'sglang': {error.message}", error.fix
@@ -61,9 +62,11 @@ def sandbox(job: JobFile) -> None:
     if isinstance(ran, str):
         raise job.fail("sandbox.python", f"sandbox.python: {ran}", "Name a Python interpreter")
     if ran.returncode:
-        said = (ran.stderr.strip().splitlines() or ["nothing"])[-1]
-        key = "sandbox.imports" if names else "sandbox.python"
-        raise job.fail(key, f"{key}: {config.python} says: {said}", "Install it there")
+        said = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
+        absent = "No module named" in said
+        key = "sandbox.imports" if absent else "sandbox.python"
+        fix = "Install it there" if absent else "Name a Python interpreter"
+        raise job.fail(key, f"{key}: {config.python} does not import what it is to: {said}", fix)
 
 
 def servers(job: JobFile) -> None:
@@ -82,6 +85,17 @@ def servers(job: JobFile) -> None:
         if script and not (job.base / script).is_file():
             wrong = f"{key}: there is no file {job.base / script}"
             raise job.fail(key, wrong, "Name one beside the job file, or by its whole path")
+
+
+def packages(job: JobFile) -> None:
+    """What is installed only on demand, for what the job names, is there."""
+    environment, uses = job.config.environment, [p.use for p in job.config.reward.declared]
+    wanted = {"math_verify": ("math" in uses, "reward.use", "the reward 'math'", "math")}
+    wanted["mcp"] = (bool(environment.mcp), "environment.mcp", "MCP servers", "mcp")
+    for package, (used, key, what, extra) in wanted.items():
+        if used and importlib.util.find_spec(package) is None:
+            wrong = f"{key}: {what} take the package {package}, which is not installed"
+            raise job.fail(key, wrong, f"pip install 'meshrl[{extra}]'")
 
 
 def isolation(job: JobFile) -> None:

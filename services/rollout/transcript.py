@@ -55,6 +55,12 @@ class Transcript:
                 last["truncated"] = True
         return told
 
+    def unfinished(self, t: Trajectory) -> str:
+        """What the model had said of a turn that nobody was told of."""
+        turns = t.every_turn
+        at = t.prompt_length + sum(turn.tokens + turn.appended for turn in turns)
+        return "" if turns and turns[-1].cut else self._decode(t.tokens[at:].tolist())
+
     def _ended(self, text: str, ids: list[int]) -> str:
         """The end of a turn's text that ended it."""
         if ids and ids[-1] in self._stop and text.endswith(end := self._decode(ids[-1:])):
