@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -84,6 +85,17 @@ def servers(job: JobFile) -> None:
         if script and not (job.base / script).is_file():
             wrong = f"{key}: there is no file {job.base / script}"
             raise job.fail(key, wrong, "Name one beside the job file, or by its whole path")
+
+
+def packages(job: JobFile) -> None:
+    """What is installed only on demand, for what the job names, is there."""
+    environment, uses = job.config.environment, [p.use for p in job.config.reward.declared]
+    wanted = {"math_verify": ("math" in uses, "reward.use", "the reward 'math'", "math")}
+    wanted["mcp"] = (bool(environment.mcp), "environment.mcp", "MCP servers", "mcp")
+    for package, (used, key, what, extra) in wanted.items():
+        if used and importlib.util.find_spec(package) is None:
+            wrong = f"{key}: {what} take the package {package}, which is not installed"
+            raise job.fail(key, wrong, f"pip install 'meshrl[{extra}]'")
 
 
 def isolation(job: JobFile) -> None:
