@@ -207,8 +207,10 @@ def check_changed(random: Random, directory: Path, what: str, found: Found) -> N
         found.silent.append(f"{what}, {change_made}: read, and {far} away")
 
 
-def run(configs: int, seed: int, paths: Sequence[str] = PATHS) -> dict[str, Any]:
-    """The figures of so many checkpoints."""
+def run(
+    configs: int, seed: int, paths: Sequence[str] = PATHS, longest: int = LONG
+) -> dict[str, Any]:
+    """The figures of so many checkpoints, and of what was changed in them."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -216,10 +218,10 @@ def run(configs: int, seed: int, paths: Sequence[str] = PATHS) -> dict[str, Any]
     began, found = time.perf_counter(), Found()
     for number in range(configs):
         # Each has chance of its own: one can be looked at alone.
-        length = LONG if number % LONG_EVERY == LONG_EVERY - 1 else SHORT
+        length = longest if number % LONG_EVERY == LONG_EVERY - 1 else SHORT
         compare(Random(f"{seed} {number}"), number, length, paths, found)
     for line in found.unequal + found.silent:
-        print(line)
+        print(line, flush=True)
     return {
         "configs": configs,
         "paths": ["trainer", *paths],

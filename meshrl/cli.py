@@ -159,9 +159,48 @@ def resume(run: Run, set_: Changes = None) -> None:
 
         meshrl resume runs/calculator --set budget.steps=96
     """
+    from meshrl.launch.places import existing_run
+
+    existing_run(run)  # first, because what follows takes a second to import
     from meshrl.run import resuming
 
     raise typer.Exit(resuming.resume(run, set_ or []))
+
+
+@app.command(rich_help_panel="Runs")
+def samples(
+    run: RunOrMesh = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Only those of a step, evaluations of it too.")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Those without a reward.")] = False,
+    most: Annotated[int, typer.Option("-n", metavar="N", help="How many.")] = 5,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
+    json: AsJson = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Shows trajectories: what the model said, its tools, its reward, how it ended.
+
+    A run keeps a few of each step and of each evaluation, among them the best, the worst and those
+    that failed; also while it goes on.
+
+    Examples:
+
+        meshrl samples runs/calculator --step 12 --best
+
+        meshrl samples runs/calculator --failed --follow
+    """
+    from meshrl.observe import samples as reading
+    from meshrl.run.target import run_of
+
+    asked = [name for name, on in (("best", best), ("worst", worst), ("failed", failed)) if on]
+    if len(asked) > 1:
+        raise typer.BadParameter(f"--{asked[0]} and --{asked[1]} exclude each other")
+    directory = run_of(run, mesh).directory
+    order = asked[0] if asked else ""
+    reading.show(directory, step, order, most, follow, json)
 
 
 @app.command(rich_help_panel="Runs")

@@ -19,8 +19,7 @@ from common.state import ended, events, gangs, jobs, leader, registry
 from common.state.client import State
 from common.state.embedded import without_password
 from common.state.keys import EVENTS, PLANNER
-from meshrl.asking import ANSWER_S
-from meshrl.asking import ask as _ask
+from meshrl.asking import ANSWER_S, ask
 from meshrl.launch.claims import claimed, writing
 from meshrl.launch.places import MeshPlace, find_mesh
 from meshrl.launch.session import pack_run
@@ -48,7 +47,7 @@ def submit(
     async def taken(state: State) -> set[str]:
         return {row.id for row in await jobs.jobs(state)}
 
-    job = _free_name(config.name, _ask(place, taken, ANSWER_S))
+    job = _free_name(config.name, ask(place, taken, ANSWER_S))
     with claimed(config, force) as claim:
         run_dir = claim.directory
         with writing(run_dir):
@@ -59,7 +58,7 @@ def submit(
         async def hand_over(state: State) -> None:
             await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
 
-        _ask(place, hand_over, ANSWER_S)
+        ask(place, hand_over, ANSWER_S)
         claim.keep()
     print(f"submitted {job}; its run directory is {run_dir}")
 
@@ -88,7 +87,7 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
             await ended.ended(state),
         )
 
-    rows, entries, known, (leading, _), now_ms, gone = _ask(place, look, ANSWER_S)
+    rows, entries, known, (leading, _), now_ms, gone = ask(place, look, ANSWER_S)
     if as_json:
         content = {
             "mesh": str(place.root),
@@ -155,7 +154,7 @@ def told(chosen: Path | None, mesh: Path | None, as_json: bool) -> bool:
 
 
 def workers(mesh: Path | None, as_json: bool) -> None:
-    known = _ask(find_mesh(mesh), gangs.gangs, ANSWER_S)
+    known = ask(find_mesh(mesh), gangs.gangs, ANSWER_S)
     if as_json:
         print(json.dumps([asdict(gang) for gang in known]))
     else:
@@ -194,7 +193,7 @@ def move(worker: str, role: str, mesh: Path | None) -> None:
     if role not in ROLES:
         raise Refused(f"{role!r} is no role", fix=f"Roles are {', '.join(ROLES)}")
 
-    async def ask(state: State) -> str:
+    async def request(state: State) -> str:
         known = {found.id: found for found in await gangs.gangs(state)}
         if gang not in known:
             raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
@@ -203,7 +202,7 @@ def move(worker: str, role: str, mesh: Path | None) -> None:
         await gangs.request_move(state, gang, role, op_id)
         return await _verdict(state, known[gang], op_id, last[0][0] if last else "0")
 
-    print(_ask(find_mesh(mesh), ask, ANSWER_S))
+    print(ask(find_mesh(mesh), request, ANSWER_S))
 
 
 async def _verdict(state: State, gang: gangs.Gang, op_id: str, since: str) -> str:
@@ -245,7 +244,7 @@ def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
         return diagnose(entries, known, now_ms, gone), {e.name: e.pid for e in entries}
 
     try:
-        return _ask(place, look, QUICK_S)
+        return ask(place, look, QUICK_S)
     except StateUnavailable:
         return redis_silent(QUICK_S), {}
 

@@ -16,23 +16,30 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.model.config import ModelConfig
+from common.model.formats.architectures import ARCHITECTURES
 from common.model.projections import ATTENTION, projections
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 FLOATING = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types that are trained, with their bytes
 HEADER_BYTES = 100_000_000  # longest header that safetensors itself reads
 POINTER = b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins
-OTHERS = {  # what a directory without safetensors may hold, and what that is
-    "pytorch_model*.bin": "pickles of PyTorch",
-    "*.gguf": "GGUF of llama.cpp",
-    "*.pth": "pickles of PyTorch",
-    "tf_model.h5": "TensorFlow's weights",
+_SAVE = "Save it again with transformers (save_pretrained), which writes safetensors"
+OTHERS = {  # what a directory without safetensors may hold: what that is, and the way out
+    "pytorch_model*.bin": ("pickles of PyTorch", _SAVE),
+    "*.gguf": ("GGUF of llama.cpp", "Take the model's safetensors: GGUF cannot be trained"),
+    "consolidated*": (
+        "weights in their authors' own format",
+        "Take the model's files for transformers: config.json and model*.safetensors",
+    ),
+    "*.pth": ("pickles of PyTorch", _SAVE),
+    "tf_model.h5": ("TensorFlow's weights", _SAVE),
+    "adapter_config.json": (
+        "adapters without the model that they belong to",
+        "Merge them into the model (peft's merge_and_unload), and name the result",
+    ),
 }
 _AGAIN = "Download it again, as a whole"
-_EXPERTS = {  # architecture -> where a layer has its router, and its experts' gate, up and down
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-}
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,8 @@ class Stored:
     dtype: str  # as safetensors writes it: F32, BF16, ...
     shape: tuple[int, ...]
     file: Path
+    begin: int  # byte of the file
+    end: int
 
 
 def check(directory: Path, config: ModelConfig) -> None:
@@ -51,6 +60,8 @@ def check(directory: Path, config: ModelConfig) -> None:
     found: dict[str, Stored] = {}
     for file in files(directory):
         found |= header(file)
+    if config.tie_embeddings and UNEMBEDDING in found:  # both are one, under either name
+        found.setdefault(EMBEDDING, found[UNEMBEDDING])
     for name, shape in expected(config):
         stored = found.get(name)
         if stored is None:
@@ -84,7 +95,7 @@ def files(directory: Path) -> list[Path]:
     if not index.is_file():
         raise _none(directory)
     try:
-        _refuse_pointer(index)
+        refuse_pointer(index)
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -106,7 +117,7 @@ def header(file: Path) -> dict[str, Stored]:
     """The tensors of one file by name; ConfigError if it is no safetensors file or is cut short."""
     try:
         size = file.stat().st_size
-        _refuse_pointer(file)
+        refuse_pointer(file)
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             raw = opened.read(length) if 2 <= length <= min(HEADER_BYTES, size) else b""
@@ -122,20 +133,24 @@ def header(file: Path) -> dict[str, Stored]:
     try:
         listed: dict[str, Any] = json.loads(raw)
         listed.pop("__metadata__", None)
-        ends = [int(tensor["data_offsets"][1]) for tensor in listed.values()]
         found = {
-            name: Stored(str(tensor["dtype"]), tuple(map(int, tensor["shape"])), file)
+            name: Stored(
+                str(tensor["dtype"]),
+                tuple(map(int, tensor["shape"])),
+                file,
+                8 + length + int(tensor["data_offsets"][0]),
+                8 + length + int(tensor["data_offsets"][1]),
+            )
             for name, tensor in listed.items()
         }
     except (ValueError, KeyError, TypeError, LookupError) as error:
         raise _broken(file, f"its header is none: {type(error).__name__}: {error}") from error
-    whole = 8 + length + max(ends, default=0)
+    whole = max((tensor.end for tensor in found.values()), default=8 + length)
     if size != whole:
         raise _broken(file, f"{size} bytes are there of {whole}")
-    for name, tensor in listed.items():
-        start, end = tensor["data_offsets"]
-        width = FLOATING.get(tensor["dtype"])
-        if width is not None and end - start != width * math.prod(tensor["shape"]):
+    for name, stored in found.items():
+        width = FLOATING.get(stored.dtype)
+        if width is not None and stored.end - stored.begin != width * math.prod(stored.shape):
             raise _broken(file, f"the header gives tensor {name} another length than its shape has")
     return found
 
@@ -167,9 +182,16 @@ def expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _experts(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    block, names = _EXPERTS[config.architecture]
+    architecture = ARCHITECTURES[config.architecture]
+    block, names = architecture.experts, architecture.parts
     wide, hidden = config.expert_ffn_size, config.hidden_size
     yield f"{prefix}{block}.gate.weight", (config.experts, hidden)
+    if shared := config.shared_ffn_size:
+        part = f"{prefix}{block}.shared_expert"
+        yield f"{part}_gate.weight", (1, hidden)
+        yield f"{part}.gate_proj.weight", (shared, hidden)
+        yield f"{part}.up_proj.weight", (shared, hidden)
+        yield f"{part}.down_proj.weight", (hidden, shared)
     for expert in range(config.experts):
         for name, shape in zip(
             names, ((wide, hidden), (wide, hidden), (hidden, wide)), strict=True
@@ -177,7 +199,8 @@ def _experts(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int,
             yield f"{prefix}{block}.experts.{expert}.{name}.weight", shape
 
 
-def _refuse_pointer(file: Path) -> None:
+def refuse_pointer(file: Path) -> None:
+    """ConfigError if a file is what Git LFS leaves in place of one that it has not fetched."""
     with file.open("rb") as opened:
         if opened.read(len(POINTER)) == POINTER:
             raise ConfigError(
@@ -188,13 +211,15 @@ def _refuse_pointer(file: Path) -> None:
 
 
 def _none(directory: Path) -> ConfigError:
-    others = [what for pattern, what in OTHERS.items() if any(directory.glob(pattern))]
-    has = f"; it has {others[0]}" if others else ""
-    return ConfigError(
-        f"there is neither {SINGLE} nor {INDEX}{has}",
-        where=str(directory),
-        fix="Name a Hugging Face directory with safetensors",
-    )
+    what, fix = others(directory) or ("", "Name a Hugging Face directory with safetensors")
+    has = f"; it has {what}" if what else ""
+    return ConfigError(f"there is neither {SINGLE} nor {INDEX}{has}", where=str(directory), fix=fix)
+
+
+def others(directory: Path) -> tuple[str, str] | None:
+    """What a directory holds in place of safetensors, and what to do about it."""
+    there = (found for pattern, found in OTHERS.items() if any(directory.glob(pattern)))
+    return next(there, None)
 
 
 def _broken(file: Path, why: str) -> ConfigError:

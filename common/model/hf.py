@@ -17,16 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.model.checkpoint_files import INDEX, SINGLE, UNEMBEDDING, files
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.formats.architectures import ARCHITECTURES
-from common.model.formats.checkpoint import (
-    INDEX,
-    SINGLE,
-    UNEMBEDDING,
-    load_config,
-    weight_files,
-)
+from common.model.formats.checkpoint import load_config
 from common.model.tokenizer import Tokenizer, companions
 
 StateDict = Mapping[str, Tensor]
@@ -57,8 +52,8 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Mo
     directory = Path(path)
     config = load_config(directory)
     decoder = Decoder(config, dtype)
-    with ExitStack() as files, _readable(directory):
-        state = state_from_hf(config, _Tensors(directory, files))
+    with ExitStack() as opening, _readable(directory):
+        state = state_from_hf(config, _Tensors(directory, opening))
         _check_shapes(decoder.state_dict(), state)
         decoder.load_state_dict(state)
     return config, decoder
@@ -216,14 +211,14 @@ def _tensor(tensors: StateDict, name: str) -> Tensor:
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """A directory's tensors, each read when it is asked for; `files` keeps their files open.
+    """A directory's tensors, each read when it is asked for; `opening` keeps their files open.
     ConfigError for one with numbers that are none.
     """
 
-    def __init__(self, directory: Path, files: ExitStack) -> None:
+    def __init__(self, directory: Path, opening: ExitStack) -> None:
         self._shard: dict[str, Any] = {}
-        for file in weight_files(directory):
-            opened = files.enter_context(safe_open(file, framework="pt"))
+        for file in files(directory):
+            opened = opening.enter_context(safe_open(file, framework="pt"))
             self._shard |= dict.fromkeys(opened.keys(), opened)
 
     def __getitem__(self, name: str) -> Tensor:

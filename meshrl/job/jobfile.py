@@ -39,9 +39,9 @@ _SYNTAX_FIXES = {  # by how tomllib's message begins
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class JobFile:
-    """A job file as it was read and checked."""
+    """A job file as it was read and checked; equal to itself alone."""
 
     config: JobConfig  # its paths are absolute
     base: Path  # the directory that it lies in
@@ -263,13 +263,14 @@ class _Checker:
                 raise self.fail(key, f"{key}: there is no file {name}")
             own = set()
             for row in self._rows(key, name, config, prompt):
-                if row.identity in seen:
+                identity = row.identity
+                if identity in seen:
                     raise self.fail(key, f"{row.place} is also in dataset.train")
                 if config.supervised and key == "dataset.train":
                     models.answered(config, row, self.fail)
                 else:
                     self._has(row, keys)
-                own.add(row.identity)
+                own.add(identity)
             if not own:
                 raise self.fail(key, f"{key}: {name} holds no rows")
             seen = own

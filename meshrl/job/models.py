@@ -15,6 +15,7 @@ from typing import Any
 from common.errors import ConfigError
 from common.job.config import INITIAL, JobConfig, JudgeConfig
 from common.job.evaluation_plan import HELD_OUT, figures
+from common.model.checkpoint_files import refuse_pointer
 from common.model.config import ModelConfig
 from common.model.formats.checkpoint import load_config
 from common.model.tokenizer import Tokenizer
@@ -82,9 +83,20 @@ def models(config: JobConfig, document: dict[str, Any], fail: Fail) -> None:
         if role == "reward" and not (place / "tokenizer.json").is_file():
             raise fail(key, f"{place} holds no tokenizer.json")
         if role != "reward" and (place / "tokenizer.json").is_file() and tokenizer.is_file():
-            own, theirs = Tokenizer.load(tokenizer).vocabulary, Tokenizer.load(place).vocabulary
+            own = loaded(tokenizer, "model.tokenizer", fail).vocabulary
+            theirs = loaded(place, key, fail).vocabulary
             if not own.items() <= theirs.items():
                 raise fail(key, f"{place} has another tokenizer than the model")
+
+
+def loaded(place: Path, key: str, fail: Fail) -> Tokenizer:
+    """The tokenizer of a tokenizer.json or its directory, which `key` names."""
+    try:
+        if (file := place / "tokenizer.json" if place.is_dir() else place).is_file():
+            refuse_pointer(file)
+        return Tokenizer.load(place)
+    except ConfigError as error:
+        raise fail(key, f"{key}: {error.message} ({error.where})", error.fix) from error
 
 
 def shapes(config: JobConfig, fail: Fail) -> None:
@@ -106,8 +118,15 @@ def shape(path: str, described: dict[str, Any]) -> ModelConfig:
     """What the files of a directory say, or `described` without one; ConfigError when that is no
     decoder of ours.
     """
-    if path:
-        return load_config(path)
+    try:
+        if path:
+            return load_config(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the model cannot be read: {error.strerror}",
+            where=str(error.filename),
+            fix="see that it is a file that you may read",
+        ) from error
     try:
         return ModelConfig.from_hf(described)
     except (OSError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
@@ -170,6 +189,7 @@ def answered(config: JobConfig, row: rows.Row, fail: Fail) -> None:
         raise fail(
             "dataset.response",
             f"{row.place}: the row has no text {config.dataset.response!r} to learn",
+            "Set dataset.response to the row's key that holds the answer",
         )
 
 

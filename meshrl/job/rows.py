@@ -50,7 +50,11 @@ def read(path: Path, prompt: str = "", *, chat: bool = False) -> Iterator[Row]:
             isinstance(row.value.get(prompt), str) or (chat and is_messages(row.value.get(prompt)))
         ):
             kinds = "string, or list of messages," if chat else "string"
-            raise ConfigError(f"{row.place}: the row has no {kinds} {prompt!r}")
+            raise ConfigError(
+                f"{row.place}: the row has no {kinds} {prompt!r}",
+                fix="set dataset.prompt to the row's key that holds the prompt; it has "
+                f"{', '.join(map(repr, row.value)) or 'nothing'}",
+            )
         yield row
 
 
@@ -108,7 +112,8 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 raise ConfigError(f"{place}: not UTF-8 ({error.reason})") from error
             except json.JSONDecodeError as error:
                 raise ConfigError(
-                    f"{place}: not JSON ({error.msg}, column {error.colno})"
+                    f"{place}: not JSON ({error.msg}, column {error.colno})",
+                    fix="a .jsonl file has one JSON object on each line",
                 ) from error
             except RecursionError as error:
                 raise ConfigError(f"{place}: lists or tables are nested too deeply") from error

@@ -31,6 +31,7 @@ from common.state.ended import Report, Reports
 from meshrl.launch import leftovers, plan, redis_guard
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.places import MeshPlace, read_json, write_json
+from meshrl.observe import storage
 
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
@@ -167,7 +168,11 @@ class Launcher(Hooks):
         return self._watch is not None and child.name != "redis" and self._watch.expired(child)
 
     async def absolved(self, spec: ChildSpec, end: End) -> bool:
-        """Errors that one job brings about end that job; the others, and the mesh, go on."""
+        """Errors that one job brings about end that job; the others, and the mesh, go on. On a full
+        disk everything ends again and again, until there is room.
+        """
+        if storage.full([self.place.root]):
+            return True
         if self._reports is None or end.failure is None or not end.failure.job:
             return False
         log = str(spec.log)

@@ -116,7 +116,10 @@ def run_directory(config: JobConfig, force: bool) -> Path:
 def existing_run(directory: Path) -> Path:
     """`directory` made absolute; NotFound when no run is there."""
     if not (directory / "job.json").is_file():
-        raise NotFound(f"there is no run in {directory}", fix="Name a directory under runs/")
+        raise NotFound(
+            f"there is no run in {directory}: it has no job.json",
+            fix="Name a directory under runs/",
+        )
     return directory.absolute()
 
 

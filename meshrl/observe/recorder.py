@@ -11,12 +11,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, DeadlineExceeded, StateUnavailable
+from common.errors import ConfigError, DeadlineExceeded, StateUnavailable, StorageFull
 from common.job.evaluation_plan import AFTER
+from common.process.failure import NO_ROOM
+from common.records.append_file import AppendFile
 from common.records.checkpoints import all_checkpoints, is_first
 from common.state import events, gangs, groups, jobs, registry, steps
 from meshrl.launch.launcher import Launcher
 from meshrl.launch.places import read_json, write_json
+from meshrl.observe import storage
 from meshrl.observe.trackers import Trackers
 from meshrl.observe.usage import Tally
 from meshrl.observe.watch import History, Reading, Snapshot, snapshot
@@ -50,6 +53,8 @@ class Recorder:
         self._tallied = -TALLY_S
         self._names: dict[int, str] = {}
         self._silent_since: float | None = None
+        self._full = ""  # which disk is full
+        self._full_since: float | None = None
 
     def _take_up(self) -> None:
         """Reads what is recorded already."""
@@ -72,7 +77,7 @@ class Recorder:
 
     async def look(self) -> Snapshot | None:
         """The run now; the last snapshot, marked, while Redis does not answer; None before any."""
-        now = self._clock.monotonic()
+        now, refused = self._clock.monotonic(), ""
         try:
             async with self._clock.timeout(ANSWER_S, "a look at the run"):
                 self.shot = await self._read()
@@ -82,7 +87,29 @@ class Recorder:
             silent = f"redis does not answer for {now - self._silent_since:.0f} s"
             if self.shot is not None:
                 self.shot = replace(self.shot, trouble=silent, elapsed_s=self.wall_s)
+        except StorageFull as error:
+            refused = storage.told(Path(error.where or self.run_dir))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            refused = storage.told(self.run_dir)
+        await self._watch_room(refused)
         return self.shot
+
+    async def _watch_room(self, refused: str) -> None:
+        """Shows a disk that is full while it is, and puts on record that it was."""
+        now = self._clock.monotonic()
+        text = storage.full([self.run_dir, self.launcher.place.root]) or refused
+        if text:
+            self._full, self._full_since = text, self._full_since or now
+        elif self._full_since is not None:
+            fields = {"job": self.job, "why": self._full, "seconds": now - self._full_since}
+            self._full, self._full_since = "", None
+            with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+                async with self._clock.timeout(ANSWER_S, "a note in the event stream"):
+                    await events.append(self.launcher.state, "storage_full", fields)
+        if self.shot is not None:
+            self.shot = replace(self.shot, full=self._full or self.shot.full)
 
     async def close(self) -> None:
         """A last look, when the services have ended: what is in flight now stays so."""
@@ -206,8 +233,12 @@ def _on_the_way(after: events.Event) -> events.Event:
 
 
 def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in rows))
+    """Appends all of them or none; StorageFull."""
+    file = AppendFile(path)
+    try:
+        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    finally:
+        file.close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

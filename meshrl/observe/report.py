@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from common.job.evaluation_plan import HELD_OUT
+from common.process.failure import NO_ROOM
 from common.state.accounting import account
 from common.state.events import Event
 from common.state.gangs import Role
 from common.state.jobs import Phase
 from meshrl.exporting import command
 from meshrl.launch.places import write_json
-from meshrl.observe import audit, charts, sections, summary
+from meshrl.observe import audit, charts, samples, sections, summary
 from meshrl.observe.charts import Series, Span
 from meshrl.observe.failures import Failure, counted, counts, of_share
 from meshrl.observe.lines import lines_of
@@ -47,6 +48,7 @@ svg { width: 100%; height: auto } svg text { font-size: 11px; fill: #666 }
 table { border-collapse: collapse } td, th { padding: 2px 16px 2px 0; text-align: left }
 td.n { text-align: right; font-variant-numeric: tabular-nums } .none, .note { color: #777 }
 pre { background: #f6f6f6; padding: 1em; overflow: auto; font-size: 12px }
+details pre { white-space: pre-wrap } pre.model { background: #eef6fb }
 """
 
 
@@ -69,7 +71,8 @@ async def write(recorder: Recorder) -> dict[str, Any]:
         tally=recorder.tally,
         account=account(events, audit.in_flight(run_dir, events), job),
     )
-    write_page(run_dir, html(found, recorder.rows, evaluations, events, document))
+    kept = samples.read(run_dir)
+    write_page(run_dir, html(found, recorder.rows, evaluations, events, document, kept=kept))
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
         await export_model(run_dir)
     write_json(run_dir / "summary.json", found)  # last: who waits for it finds all the rest
@@ -90,7 +93,11 @@ class LivePage:
         if recorder.shot is None or started < self._due:
             return
         rows, shot = list(recorder.rows), recorder.shot
-        await asyncio.to_thread(self._write, rows, shot, recorder.wall_s)
+        try:
+            await asyncio.to_thread(self._write, rows, shot, recorder.wall_s)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise  # a full disk is shown, and the page is written when there is room
         now = clock.monotonic()
         self._due = now + max(PAGE_S, PAGE_SHARE * (now - started))
 
@@ -111,7 +118,8 @@ class LivePage:
             tally=Tally.read(run_dir / "usage.json"),
             account=account(events, shot.in_flight, job) | {"lost": 0, "trained_twice": 0},
         )
-        write_page(run_dir, html(found, rows, shot.evaluations, events, document, PAGE_S))
+        kept = samples.read(run_dir)
+        write_page(run_dir, html(found, rows, shot.evaluations, events, document, PAGE_S, kept))
 
 
 def write_page(run_dir: Path, page: str) -> None:
@@ -223,9 +231,10 @@ def html(
     events: Sequence[Event],
     document: dict[str, Any],
     refresh_s: float = 0.0,
+    kept: Sequence[dict[str, Any]] = (),
 ) -> str:
     """The report as one self-contained page, which loads itself again every `refresh_s` if that is
-    not 0.
+    not 0. `kept` are the run's samples.
     """
     start_ms = events[0].ms if events else 0
     end = (events[-1].ms - start_ms) / 1000 if events else 1.0
@@ -245,6 +254,7 @@ def html(
         ("Summary", _table(facts(found))),
         *sections.learning(rows, evaluations),
         *_evaluated(evaluations),
+        *_read(kept),
         *sections.health(rows, events),
         ("Length of trajectories, tokens", charts.lines(lengths, "step")),
         (
@@ -267,6 +277,12 @@ def html(
         f'<!doctype html><html lang="en"><meta charset="utf-8">{again}<title>{title}</title>'
         f"<style>{STYLE}</style><h1>{title}</h1>{body}</html>\n"
     )
+
+
+def _read(kept: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Trajectories of evaluations, for reading."""
+    shown = samples.section(kept)
+    return [("Trajectories of evaluations", shown)] if shown else []
 
 
 def _failures(found: dict[str, Any]) -> list[tuple[str, str]]:

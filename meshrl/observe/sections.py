@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from common.job.config import JobConfig
@@ -125,7 +126,9 @@ def per_second(rows: Sequence[dict[str, Any]], key: str) -> Points:
 def job(document: dict[str, Any]) -> str:
     """The keys of a job that are not as by default; all of them folded away."""
     bare = {key: value for key, value in document.items() if key != "bundle"}
-    changed = dryrun.to_toml(differing(bare, JobConfig().document()))
+    defaults = JobConfig().document()
+    defaults["cache"] = str(Path(defaults["cache"]).expanduser())  # as a submitted job has it
+    changed = dryrun.to_toml(differing(bare, defaults))
     whole = dryrun.to_toml(document)
     return (
         f"<pre>{escape(changed)}</pre><details><summary>every key, defaults too</summary>"

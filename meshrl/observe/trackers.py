@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigError, MeshError, PeerLost
 from common.job.config import JobConfig
 from meshrl.launch.places import read_json, write_json
+from meshrl.observe import samples
 
 if TYPE_CHECKING:
     from common.clock import Clock
@@ -33,10 +34,11 @@ NAMES = ("tensorboard", "wandb", "trackio")
 NICE = 10
 
 BATCH = 64  # records in one frame
+SAMPLES = 24  # of an evaluation that are shown: those of two sets and more
 
 TrackerRecord = dict[
     str, Any
-]  # kind: row | evaluation | rewind; step; of what is shown: values, wall, id
+]  # kind: row | evaluation | rewind; step; of what is shown: values, wall, id, samples
 
 
 @dataclass(frozen=True)
@@ -249,16 +251,18 @@ class Trackers:
             {"kind": "row", "step": row["step"], "wall": row["wall"], "values": scalars(row)}
             for row in rows
         ]
+        kept = samples.read(self._path.parent) if evaluations and self.trackers else []
         for event in evaluations:
             fields = {k: v for k, v in event.fields.items() if k not in ("step", "lineage")}
             step, tag = int(event.fields["step"]), event.fields["tag"]
+            of_it = [sample for sample in kept if sample.get("evaluation") == tag]
+            rows_of_it = samples.table(of_it[-SAMPLES:])
             if lineage := int(event.fields.get("lineage", 0)):
                 tag += f"@{lineage}"  # it may have been shown in an abandoned one
             values = scalars(fields, "evaluation/")
             wall = event.ms / 1000
-            records.append(
-                {"kind": "evaluation", "step": step, "wall": wall, "values": values, "id": tag}
-            )
+            record = {"kind": "evaluation", "step": step, "wall": wall, "values": values, "id": tag}
+            records.append(record | {"samples": rows_of_it})
         if records:
             self._tell(records)
 

@@ -17,10 +17,15 @@ from typing import Any, Protocol
 from common.process.child import Channel
 
 Values = dict[str, float]
+Rows = list[dict[str, Any]]  # of a table, all with the same keys
+TITLE = "evaluation/samples"
 
 
 class Tracker(Protocol):
     def show(self, step: int, values: Values, wall: float) -> None: ...
+    def table(self, step: int, rows: Rows, wall: float) -> None:
+        """Trajectories of an evaluation, for reading."""
+
     def rewind(self, step: int) -> None:
         """Steps after this one are not part of the run any more."""
 
@@ -41,6 +46,22 @@ class TensorBoard:
     def show(self, step: int, values: Values, wall: float) -> None:
         found = [self._summary.Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
         summary = self._summary.Summary(value=found)
+        self._file.add_event(self._event.Event(wall_time=wall, step=step, summary=summary))
+        self._file.flush()
+
+    def table(self, step: int, rows: Rows, wall: float) -> None:
+        from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2
+
+        shape = tensor_shape_pb2.TensorShapeProto
+        tensor = tensor_pb2.TensorProto(
+            dtype="DT_STRING",
+            string_val=[markdown(row).encode("utf-8", "replace") for row in rows],
+            tensor_shape=shape(dim=[shape.Dim(size=len(rows))]),
+        )
+        plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
+        metadata = self._summary.SummaryMetadata(plugin_data=plugin)
+        value = self._summary.Summary.Value(tag=TITLE, metadata=metadata, tensor=tensor)
+        summary = self._summary.Summary(value=[value])
         self._file.add_event(self._event.Event(wall_time=wall, step=step, summary=summary))
         self._file.flush()
 
@@ -71,6 +92,13 @@ class Wandb:
     def show(self, step: int, values: Values, wall: float) -> None:
         self._run.log({**values, "step": step})
 
+    def table(self, step: int, rows: Rows, wall: float) -> None:
+        import wandb
+
+        data = [list(row.values()) for row in rows]
+        shown = wandb.Table(columns=list(rows[0]), data=data, allow_mixed_types=True)
+        self._run.log({TITLE: shown, "step": step})
+
     def rewind(self, step: int) -> None:
         """Steps that are shown again replace the old ones in a chart over `step`."""
 
@@ -96,11 +124,24 @@ class Trackio:
     def show(self, step: int, values: Values, wall: float) -> None:
         self._trackio.log({k: v for k, v in values.items() if k != "step"}, step=step)
 
+    def table(self, step: int, rows: Rows, wall: float) -> None:
+        data = [list(row.values()) for row in rows]
+        shown = self._trackio.Table(columns=list(rows[0]), data=data)
+        self._trackio.log({TITLE: shown}, step=step)
+
     def rewind(self, step: int) -> None:
         """A step that is shown again stands beside the old one."""
 
     def close(self) -> None:
         self._trackio.finish()
+
+
+def markdown(row: dict[str, Any]) -> str:
+    """A row for a text panel: short values in one line, texts as blocks."""
+    short = {k: v for k, v in row.items() if k not in ("prompt", "turns")}
+    head = ", ".join(f"{name} {value}" for name, value in short.items())
+    blocks = "".join(f"\n\n    {row[k]}".replace("\n", "\n    ") for k in ("prompt", "turns"))
+    return f"**{head}**{blocks}"
 
 
 TRACKERS: dict[str, Callable[[dict[str, Any]], Tracker]] = {
@@ -125,6 +166,8 @@ def serve(name: str, channel: Channel) -> None:
                 tracker.rewind(record["step"])
             else:
                 tracker.show(record["step"], record["values"], record["wall"])
+                if record.get("samples"):
+                    tracker.table(record["step"], record["samples"], record["wall"])
         channel.send(b"shown")
     tracker.close()
 

@@ -72,12 +72,12 @@ class Lines:
     def show(self, shot: Snapshot, rows: Sequence[dict[str, Any]]) -> None:
         if self._phase != Phase.TRAINING:  # after training, the last steps come before the news
             self._show_phase(shot)
-        if bool(shot.trouble) != self._trouble:
-            self._trouble = bool(shot.trouble)
-            self.say(f"[{clock(shot.elapsed_s)}] {shot.trouble or 'redis answers again'}")
         if bool(shot.full) != bool(self._full):
             self._full = shot.full
             self.say(f"[{clock(shot.elapsed_s)}] {shot.full or 'there is room on the disk again'}")
+        if bool(shot.trouble) != self._trouble:
+            self._trouble = bool(shot.trouble)
+            self.say(f"[{clock(shot.elapsed_s)}] {shot.trouble or 'redis answers again'}")
         for alert in shot.alerts[self._alerts :]:
             self.say(f"[{clock(shot.elapsed_s)}] {alert}")
         self._alerts = len(shot.alerts)

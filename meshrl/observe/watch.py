@@ -118,7 +118,7 @@ class History:
             self.failures.hear(event)
             if line := told(event):
                 self.news.append(line)
-                if event.kind in ALERTS:
+                if event.kind in ALERTS and _worth_a_line(int(event.fields.get("times", 1))):
                     self.alerts.append(line)
 
 
@@ -153,7 +153,7 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         failures=history.failures.all,
         error=reading.job.error,
     )
-    return replace(shot, **_histogram(rollouts))
+    return replace(shot, full=_without_room(reading.entries), **_histogram(rollouts))
 
 
 def evaluation(row: dict[str, Any]) -> Evaluation:
@@ -228,6 +228,9 @@ def told(event: Event) -> str:
         return f"{f['name']} does not stay up: {f['why']}"
     if event.kind == "phase" and f["phase"] == Phase.FAILED:
         return f"the job failed: {f['error']}"
+    if event.kind == "changed":
+        changes = [f"{key} {was} -> {now}" for key, (was, now) in f["changes"].items()]
+        return f"from step {int(f['version']) + 1} on: {', '.join(changes)}"
     if event.kind == "unrecorded":
         return f"the run is not recorded: {f['why']}"
     if event.kind == "storage_full":
@@ -237,6 +240,20 @@ def told(event: Event) -> str:
     if event.kind == "epoch":
         return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
     return ""
+
+
+def _worth_a_line(times: int) -> bool:
+    """Whether it is told that something has happened again: the more often, the more rarely."""
+    return times <= 3 or times & (times - 1) == 0
+
+
+def _without_room(entries: Sequence[Entry]) -> str:
+    """Which process waits for room on a disk, if one does."""
+    waits = ((e.name, str(w["what"])) for e in entries if e.alive for w in e.waits)
+    found = next(((n, what) for n, what in waits if what.startswith("room ")), None)
+    if found is None:
+        return ""
+    return f"a disk is full: {found[0]} waits for {found[1]}. Make room: it goes on by itself."
 
 
 def _ended(fields: dict[str, Any]) -> str:

@@ -24,9 +24,7 @@ OF_THE_JOB: tuple[Check, ...] = (
     tokens.stop,
     weights.whole,
     prompts.lengths,
-)
-WAITING: tuple[Check, ...] = (  # for another process or a server
-    modules.imported,
+    programs.packages,
     programs.sglang,
     programs.verifiers,
     programs.sandbox,
@@ -45,11 +43,18 @@ def check(job: JobFile, *, starts_mesh: bool = True) -> None:
     """Returns if the job can start, as far as this host can tell before it does; else the error of
     the only check that failed, or a ConfigError with the texts of all that did.
     """
-    waiting = WAITING + (OF_THE_MESH if starts_mesh else ())
-    with ThreadPoolExecutor(len(waiting)) as pool:
-        begun = [pool.submit(_failure, check, job) for check in waiting]
-        found = [_failure(check, job) for check in OF_THE_JOB]
-        found += [future.result() for future in begun]
+    others = OF_THE_JOB + (OF_THE_MESH if starts_mesh else ())
+    with ThreadPoolExecutor(len(others)) as pool:
+        begun = [pool.submit(_failure, check, job) for check in others]
+        # In this thread, which Ctrl-C interrupts: the author's code may take its time.
+        own = _failure(modules.imported, job)
+        found = [*(future.result() for future in begun), own]
+    raise_all(error for error in found if error is not None)
+
+
+def check_mesh(job: JobFile) -> None:
+    """The same of the mesh alone, for a job that has begun."""
+    found = [_failure(check, job) for check in OF_THE_MESH]
     raise_all(error for error in found if error is not None)
 
 

@@ -37,7 +37,7 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+) in')
 KINDS = {"environment.use": "environment", "warm_start.demonstrations": "demonstrations"}
 
 
-def imported(job: JobFile, import_s: float = IMPORT_S) -> None:
+def imported(job: JobFile, import_s: float = IMPORT_S, quiet_s: float = QUIET_S) -> None:
     """Every function that the job names is there and takes what it will be given."""
     references = [
         {"key": key, "use": use, "kind": _kind(key)} for key, use in all_references(job.config)
@@ -54,7 +54,7 @@ def imported(job: JobFile, import_s: float = IMPORT_S) -> None:
             "rows": list(_first_rows(job)) if job.config.environment.use else [],
             "chat": bool(job.config.environment.chat),
         }
-        _Trial(job, modules, import_s).run(asked)
+        _Trial(job, modules, import_s, quiet_s).run(asked)
 
 
 def _shadowing(job: JobFile, modules: Path) -> Iterator[MeshError]:
@@ -89,8 +89,9 @@ def _first_rows(job: JobFile) -> Iterator[dict[str, Any]]:
 class _Trial:
     """One run of `trial.py`."""
 
-    def __init__(self, job: JobFile, modules: Path, import_s: float) -> None:
-        self.job, self.modules, self.import_s = job, modules, import_s
+    def __init__(self, job: JobFile, modules: Path, import_s: float, quiet_s: float) -> None:
+        self.job, self.modules = job, modules
+        self.import_s, self.quiet_s = import_s, quiet_s
         self.trying, self.key = "", ""
 
     def run(self, asked: dict[str, Any]) -> None:
@@ -121,7 +122,7 @@ class _Trial:
     ) -> Iterator[MeshError]:
         seen: set[str] = set()  # two functions of a module that does not import say the same
         long: list[MeshError] = []  # of the first dataset that has such prompts
-        for line in self._lines(read):
+        for line in self._lines(process, read, log):
             if "trying" in line:
                 self.trying = line["trying"]
                 self.key = self.trying.partition(":")[0]
@@ -138,13 +139,15 @@ class _Trial:
         code = _ended_with(process.pid)
         yield self._hangs(process, log) if code is None else self._ended(code, log)
 
-    def _lines(self, read: int) -> Iterator[dict[str, Any]]:
+    def _lines(
+        self, process: subprocess.Popen[bytes], read: int, log: Path
+    ) -> Iterator[dict[str, Any]]:
         """What the process says, until it ends or says nothing for too long."""
         held, told = b"", False
         since = time.monotonic()
         while True:
             waited = time.monotonic() - since
-            left = (self._deadline_s if told else min(QUIET_S, self._deadline_s)) - waited
+            left = (self._deadline_s if told else min(self.quiet_s, self._deadline_s)) - waited
             if select.select([read], [], [], max(0.0, left))[0]:
                 block = os.read(read, 1 << 16)
                 if not block:
@@ -152,14 +155,14 @@ class _Trial:
                 *lines, held = (held + block).split(b"\n")
                 yield from map(json.loads, lines)
                 since, told = time.monotonic(), False
-            elif told or self._deadline_s <= QUIET_S:
+            elif told or self._deadline_s <= self.quiet_s:
                 return
             else:
                 told = True
-                print(
-                    f"{self.trying} takes its time; it is given up after {self._deadline_s:g} s",
-                    file=sys.stderr,
-                )
+                if self.trying:
+                    where = self._where(process, log)
+                    given_up = f"it is given up after {self._deadline_s:g} s"
+                    print(f"{self.trying} takes its time{where}; {given_up}", file=sys.stderr)
 
     @property
     def _deadline_s(self) -> float:
@@ -190,15 +193,7 @@ class _Trial:
             yield error
 
     def _hangs(self, process: subprocess.Popen[bytes], log: Path) -> ConfigError:
-        before = log.stat().st_size
-        process.send_signal(signal.SIGUSR1)
-        until = time.monotonic() + DUMP_S
-        while log.stat().st_size == before and time.monotonic() < until:
-            time.sleep(0.02)
-        frames = FRAME.findall(log.read_text(errors="replace")[-10_000:])
-        own = [frame for frame in frames if Path(frame[0]).is_relative_to(self.modules)]
-        file, line = (own or frames or [("", "")])[0]
-        where = f"; it was at {self._shown(file)}, line {line}" if file else ""
+        where = self._where(process, log)
         return self.job.fail(
             self.key,
             f"{self.trying} did not end within {self._deadline_s:g} s{where}",
@@ -206,6 +201,22 @@ class _Trial:
             if "open()" in self.trying
             else "Let it work when it is called, not at import",
         )
+
+    def _where(self, process: subprocess.Popen[bytes], log: Path) -> str:
+        """Where the process is now, for the end of a message; empty: it does not say."""
+        if not self.trying:  # it has not begun
+            return ""
+        before = log.stat().st_size
+        process.send_signal(signal.SIGUSR1)
+        until = time.monotonic() + DUMP_S
+        while log.stat().st_size == before and time.monotonic() < until:
+            time.sleep(0.02)
+        with log.open("rb") as file:
+            file.seek(before)
+            frames = FRAME.findall(file.read().decode(errors="replace"))
+        own = [frame for frame in frames if Path(frame[0]).is_relative_to(self.modules)]
+        place, line = (own or frames or [("", "")])[0]
+        return f": it is at {self._shown(place)}, line {line}" if place else ""
 
     def _ended(self, code: int, log: Path) -> ConfigError:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with status {code}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+from common.errors import ConfigError
+from common.generation.served_by_sglang import served_by_sglang
 from common.process.interpreters import home, interpreter
 from meshrl.job import isolation as tiers
 from meshrl.job.jobfile import JobFile
+from meshrl.preflight.tokens import model_at
 
 ANSWER_S = 20.0  # for an interpreter that looks for a package, on a slow disk
 IMPORT_S = 60.0  # for the imports of a jail's interpreter
@@ -18,10 +22,16 @@ ABSENT = 3
 
 
 def sglang(job: JobFile) -> None:
-    """The interpreter of the engine has it."""
+    """The interpreter of the engine has it, and it computes such a model."""
     rollout = job.config.rollout
     if rollout.engine != "sglang":
         return
+    try:
+        served_by_sglang(model_at(job, job.config.model.path), rollout.max_tokens)
+    except ConfigError as error:
+        raise job.fail(
+            error.where, f"rollout.engine = 'sglang': {error.message}", error.fix
+        ) from error
     key = "rollout.sglang_python" if rollout.sglang_python else "rollout.engine"
     python = Path(rollout.sglang_python or interpreter(home("sglang"))).expanduser()
     fix = "`meshrl engine install sglang` installs it"
@@ -52,9 +62,11 @@ def sandbox(job: JobFile) -> None:
     if isinstance(ran, str):
         raise job.fail("sandbox.python", f"sandbox.python: {ran}", "Name a Python interpreter")
     if ran.returncode:
-        said = (ran.stderr.strip().splitlines() or ["nothing"])[-1]
-        key = "sandbox.imports" if names else "sandbox.python"
-        raise job.fail(key, f"{key}: {config.python} says: {said}", "Install it there")
+        said = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
+        absent = "No module named" in said
+        key = "sandbox.imports" if absent else "sandbox.python"
+        fix = "Install it there" if absent else "Name a Python interpreter"
+        raise job.fail(key, f"{key}: {config.python} does not import what it is to: {said}", fix)
 
 
 def servers(job: JobFile) -> None:
@@ -73,6 +85,17 @@ def servers(job: JobFile) -> None:
         if script and not (job.base / script).is_file():
             wrong = f"{key}: there is no file {job.base / script}"
             raise job.fail(key, wrong, "Name one beside the job file, or by its whole path")
+
+
+def packages(job: JobFile) -> None:
+    """What is installed only on demand, for what the job names, is there."""
+    environment, uses = job.config.environment, [p.use for p in job.config.reward.declared]
+    wanted = {"math_verify": ("math" in uses, "reward.use", "the reward 'math'", "math")}
+    wanted["mcp"] = (bool(environment.mcp), "environment.mcp", "MCP servers", "mcp")
+    for package, (used, key, what, extra) in wanted.items():
+        if used and importlib.util.find_spec(package) is None:
+            wrong = f"{key}: {what} take the package {package}, which is not installed"
+            raise job.fail(key, wrong, f"pip install 'meshrl[{extra}]'")
 
 
 def isolation(job: JobFile) -> None:

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.job.config import INITIAL, JobConfig, RolloutConfig
+from common.job.config import INITIAL, RolloutConfig
 from common.model.config import ModelConfig
 from common.model.tokenizer import Tokenizer
 from meshrl.job.jobfile import JobFile
-from meshrl.job.models import shape
+from meshrl.job.models import loaded, shape
+
+MODELS = 8  # of one job, which several checks ask for
 
 
-def model_of(config: JobConfig) -> ModelConfig:
-    """The shape of the model that is trained."""
-    return shape(config.model.path, config.model.config)
+@lru_cache(MODELS)
+def model_at(job: JobFile, path: str) -> ModelConfig:
+    """The shape of the model in a directory; without one, of the model that begins from scratch."""
+    return shape(path, job.config.model.config)
 
 
+@lru_cache(MODELS)
 def tokenizer_of(job: JobFile) -> Tokenizer:
     """The job's tokenizer; ConfigError when the file is none."""
     model = job.config.model
-    try:
-        return _loaded(model.tokenizer or str(Path(model.path) / "tokenizer.json"))
-    except ConfigError as error:
-        raise job.fail("model.tokenizer", f"model.tokenizer: {_said(error)}", error.fix) from error
-
-
-@cache
-def _loaded(path: str) -> Tokenizer:
-    return Tokenizer.load(path)
+    file = model.tokenizer or str(Path(model.path) / "tokenizer.json")
+    return loaded(Path(file), "model.tokenizer", job.fail)
 
 
 def positions(job: JobFile) -> None:
     """No sequence is longer than the model that reads it has positions."""
     config, longest = job.config, job.config.rollout.max_tokens
-    own = model_of(config).max_positions
+    own = model_at(job, config.model.path).max_positions
     _fits(job, "rollout.max_tokens", longest, own, config.model.path)
     for role, frozen in config.models.declared.items():
-        has = own if frozen.path == INITIAL else shape(frozen.path, {}).max_positions
+        has = own if frozen.path == INITIAL else model_at(job, frozen.path).max_positions
         path = config.model.path if frozen.path == INITIAL else frozen.path
         if frozen.max_tokens:
             _fits(job, f"models.{role}.max_tokens", frozen.max_tokens, has, path)
@@ -70,7 +67,7 @@ def _in(path: str) -> str:
 
 def vocabulary(job: JobFile) -> None:
     """Every id of the tokenizer, those of added tokens too, has a row of the embedding."""
-    rows = model_of(job.config).vocab_size
+    rows = model_at(job, job.config.model.path).vocab_size
     token, last = max(tokenizer_of(job).vocabulary.items(), key=lambda entry: entry[1])
     if last >= rows:
         raise job.fail(
@@ -102,7 +99,3 @@ def stop(job: JobFile) -> None:
                 f"rollout.stop_text: the model can never write {text!r}: {error.message}",
                 "Keep to characters of the tokenizer's vocabulary",
             ) from error
-
-
-def _said(error: ConfigError) -> str:
-    return f"{error.message} ({error.where})" if error.where else error.message

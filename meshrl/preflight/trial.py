@@ -27,6 +27,14 @@ CALLED = {  # what a reference is -> (the arguments that it is called with, how 
 }
 
 
+CALLER = {
+    "environment": "an environment's factory",
+    "reward": "a reward",
+    "tool": "a tool",
+    "demonstrations": "the source of demonstrations",
+}
+
+
 def main() -> None:
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)  # says where it hangs
     out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
@@ -80,7 +88,7 @@ def checked(found: Any, use: str, kind: str) -> None:
         inspect.signature(found).bind(*arguments)
     except TypeError as error:
         raise Unfit(
-            f"{use} cannot be called as a {kind} is: {error}", fix, place_of(found)
+            f"{use} cannot be called as {CALLER[kind]} is: {error}", fix, place_of(found)
         ) from None
     except ValueError:
         return  # what is not written in Python tells no signature
@@ -112,7 +120,9 @@ def opened(factory: Any, use: str, asked: dict[str, Any], say: Say) -> None:
         if not isinstance(prompt, wanted):
             raise Unfit(
                 f"open() returned {type(prompt).__name__}, not the prompt as str",
-                "" if asked["chat"] else "Messages take environment.chat",
+                "Messages take environment.chat"
+                if isinstance(prompt, list | dict)
+                else "Return text",
                 place_of(getattr(environment.open, "__func__", environment.open)),
             )
         try:

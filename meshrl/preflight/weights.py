@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from common.job.config import INITIAL
 from common.model import checkpoint_files
 from meshrl.job.jobfile import JobFile
-from meshrl.job.models import shape
+from meshrl.preflight.tokens import model_at
 
 
 def whole(job: JobFile) -> None:
@@ -22,6 +22,6 @@ def whole(job: JobFile) -> None:
     }
     for key, path in paths.items():
         try:
-            checkpoint_files.check(Path(path), shape(path, {}))
+            checkpoint_files.check(Path(path), model_at(job, path))
         except ConfigError as error:
             raise job.fail(key, f"{key}: {error.message} ({error.where})", error.fix) from error

@@ -25,6 +25,7 @@ from meshrl import exporting
 from meshrl.job import jobfile
 from meshrl.launch import places
 from meshrl.launch.places import write_json
+from meshrl.observe.failures import of_share
 from meshrl.observe.lines import lines_of
 from meshrl.preflight import checks
 
@@ -119,7 +120,7 @@ def result_of(run_dir: Path) -> dict[str, Any] | None:
     for event in lines_of(run_dir / "events.jsonl", '"evaluation"'):
         fields = event["fields"]
         if event["kind"] == "evaluation" and fields["tag"] == BEFORE:
-            kept = ("figures", "problems", "failed", "mixed", "length_mean")
+            kept = ("figures", "shares", "reasons", "problems", "failed", "mixed", "length_mean")
             return {key: fields[key] for key in kept if key in fields}
     return None
 
@@ -127,8 +128,11 @@ def result_of(run_dir: Path) -> dict[str, Any] | None:
 def _show(found: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for name, value in found["figures"].items():
-        table.add_row(name.replace(f"{HELD_OUT}.", "held-out, "), f"[bold]{value:.3f}[/]")
+        of = of_share(found.get("shares", {}).get(name))
+        table.add_row(name.replace(f"{HELD_OUT}.", "held-out, "), f"[bold]{value:.3f}[/]{of}")
     table.add_row("failed samples", str(found["failed"]))
+    for reason, count in found.get("reasons", {}).items():
+        table.add_row("", f"{count} x {reason}")
     table.add_row("mean length", f"{found['length_mean']:.1f} tokens")
     console = Console()
     console.print(table)

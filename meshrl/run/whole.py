@@ -4,6 +4,7 @@ checkpoint that its last commit names.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from common.wire.blob import unpack
 from common.wire.chunks import ChunkStore
 from meshrl.launch.places import MeshPlace, read_json
 
+RECORDS = ("events.jsonl", "metrics.jsonl")
 NAMED = 3  # missing files that an error names
 
 
@@ -37,6 +39,8 @@ def check(run_dir: Path, held: Mapping[str, Any], place: MeshPlace) -> None:
             fix="Its Redis data and weights were there. " + _START_OVER,
         )
     _bundle(run_dir, held)
+    for name in RECORDS:
+        _lines(run_dir / name)
     _checkpoint(run_dir, place)
 
 
@@ -74,6 +78,19 @@ def _files(bundle: Path, held: Mapping[str, Any]) -> Iterator[Path]:
     names = [model["tokenizer"], model["path"], dataset["train"], dataset["held_out"]]
     names += [one["path"] for one in document["evaluation"]["datasets"]]
     yield from (bundle / name for name in names if name)
+
+
+def _lines(path: Path) -> None:
+    """ConfigError for a line that is no JSON; the last one may have been cut off by a crash."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"the run is not whole: {path}, line {number} is damaged: {error}",
+                fix="Put it back from a copy of the run. " + _START_OVER,
+            ) from error
 
 
 def _checkpoint(run_dir: Path, place: MeshPlace) -> None:

@@ -65,14 +65,14 @@ class EvaluationRun:
         result: dict[str, Any] = {"version": plan.version, "problems": len(problems)}
         shares: dict[str, float] = {}
         for mode in plan.modes if problems else ():
-            drawn = await self._draw(problems, 1, TEMPERATURES[mode])
+            drawn = await self._draw(f"{HELD_OUT}.{mode}", problems, 1, TEMPERATURES[mode])
             shares[f"{HELD_OUT}.{mode}"] = drawn.share
             if drawn.every:
                 result[mode] = float(np.mean(drawn.every))
                 self._said[f"{HELD_OUT}.{mode}"] = result[mode], drawn
         for dataset in settings.datasets:
             rows = shard.job.rows_of(dataset.path)[: dataset.problems]
-            drawn = await self._draw(rows, dataset.samples, dataset.temperature)
+            drawn = await self._draw(dataset.name, rows, dataset.samples, dataset.temperature)
             found = estimates(dataset, drawn.rewards)
             shares |= dict.fromkeys(found or [f"{dataset.name}.mean"], drawn.share)
             for name, figure in found.items():
@@ -108,9 +108,9 @@ class EvaluationRun:
         return None
 
     async def _draw(
-        self, rows: Sequence[dict[str, Any]], samples: int, temperature: float
+        self, name: str, rows: Sequence[dict[str, Any]], samples: int, temperature: float
     ) -> Drawn:
-        """`samples` trajectories of each row, on engines at the version or newer."""
+        """`samples` trajectories of each row of a set, on engines at the version or newer."""
         shard, version = self._shard, self._plan.version
         base = EVALUATION_GROUP + (((version + 1) * SETS + self._sets) << 20)
         # Engines must not take the keys and values of one lineage's evaluation for the next one's.
@@ -137,6 +137,8 @@ class EvaluationRun:
                 else:
                     rewards.append(t.ending.reward)
         self._drawn.append(drawn)
+        each = [(t, row) for ts, row in zip(every, rows, strict=True) for t in ts]
+        shard.samples.evaluated(self._plan.tag, name, version, each)
         return drawn
 
     async def _record(self, result: dict[str, Any], value: float | None) -> None:

@@ -36,6 +36,7 @@ from services.rollout.routing.lengths import Lengths
 from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
+from services.rollout.samples import Samples
 from services.rollout.supervised import supervise
 from services.rollout.trajectory import Ending, Trajectory, Turn
 from services.rollout.transcript import Transcript
@@ -71,6 +72,8 @@ class ShardJob:
         self.router = Router(mesh, self.commits, sampling, config.rollout.slots, scheduler)
         tokenizer = Tokenizer.load(str(job.tokenizer))
         self.transcript = Transcript(tokenizer.decode, self.router.stop, config.rollout.stop_text)
+        self.samples = Samples(mesh, job, self.transcript)
+        self.version = -1  # the job's current one
         self.bulk = BulkClient(mesh)
         self.scorer = Scorer(mesh, job)
         self.judge = judge_of(mesh, job, self.scorer)
@@ -294,6 +297,8 @@ class ShardJob:
 
     async def _member(self, t: Trajectory, row: dict[str, Any]) -> None:
         """A trajectory to its end, and what the job's frozen models make of it."""
+        if t.ending is not None:  # in the ledger
+            return await self._scored(t)
         if self.config.supervised:
             dataset, most = self.config.dataset, self.config.rollout.max_tokens
             await supervise(t, row, dataset.response, self.environments, most)
@@ -303,6 +308,11 @@ class ShardJob:
             self.hungry.set()
         else:
             await self.run(t, row)
+        await self._scored(t)
+        self.samples.ended(t, row, self.version)
+
+    async def _scored(self, t: Trajectory) -> None:
+        """What the job's frozen models make of a trajectory that has a reward."""
         if t.ending is not None and t.ending.reward is not None:
             try:
                 t.scores = await self.scorer.score(t.tokens)
@@ -473,6 +483,7 @@ class ShardJob:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.samples.close()
         await self.router.close()
         await self.commits.close()
         await self.sandbox.close()

@@ -117,6 +117,7 @@ class RolloutShard(Actor):
                 await self._enter(shard, row)
             await shard.look()
             shard.admitting = row.phase == Phase.TRAINING
+            shard.version = row.version
             if self.mesh.name == "rollout/0":
                 self._evaluations(shard, row)
         except MeshError as error:

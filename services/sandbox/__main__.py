@@ -17,7 +17,9 @@ async def main(name: str, warm: int, most: int, memory_mb: int, jails: int) -> N
     mesh = await Mesh.open(name, "sandbox", settings)
     logs = Path(settings.run_root) / "mesh" / "logs"
     limits = PoolLimits(warm=warm, most=most, rlimits={**RLIMITS, "AS": memory_mb << 20})
-    actor = SandboxActor(mesh.host, mesh.clock, logs, limits, name=name, slots=jails)
+    actor = SandboxActor(
+        mesh.host, mesh.clock, logs, limits, name=name, slots=jails, waits=mesh.waits
+    )
     await mesh.join(actor, stats=actor.stats)
     mesh.ready = True
     try:

@@ -24,6 +24,7 @@ from common.errors import NotFound, Refused
 from common.job import builtin, isolation
 from common.process.host import Host
 from common.runtime.actor import Actor, call, cast
+from common.runtime.waits import WaitTable
 from services.sandbox.answer import Answer
 from services.sandbox.isolation import cgroups, tiers
 from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
@@ -48,7 +49,9 @@ class SandboxActor(Actor):
         *,
         name: str = "sandbox/0",
         slots: int = 8,
+        waits: WaitTable | None = None,
     ) -> None:
+        self._waits = waits
         self._host, self._clock, self._logs, self._limits = host, clock, logs, limits
         self._name = name
         self._slots = JailSlots(clock, slots)
@@ -107,7 +110,9 @@ class SandboxActor(Actor):
             for functions, closed in zip(trusted(m), (True, False), strict=True):
                 if functions:
                     place = (m.job, m.bundle_dir, functions, log, self._limits, m.mcp)
-                    pools.append(Pool(self._host, self._clock, *place, closed=closed))
+                    pools.append(
+                        Pool(self._host, self._clock, *place, closed=closed, waits=self._waits)
+                    )
                     await pools[-1].start()
         except BaseException:
             await asyncio.gather(*(pool.stop() for pool in pools))

@@ -1,58 +1,35 @@
-"""The weights' files of a directory: which tensors lie where, read from their headers alone.
+"""A directory's model as its files describe it: what can be told without reading weights.
 
-A safetensors file begins with eight bytes of length and a JSON header of its tensors' types, shapes
-and places (github.com/huggingface/safetensors, "Format").
+Beside config.json that is whether its weights are quantized, and whether its embeddings are tied.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from common.errors import ConfigError
+from common.model.checkpoint_files import (
+    EMBEDDING,
+    FLOATING,
+    INDEX,
+    SINGLE,
+    UNEMBEDDING,
+    Stored,
+    files,
+    header,
+    others,
+)
 from common.model.config import ModelConfig
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
-PLAIN = ("F64", "F32", "F16", "BF16")  # types of weights that can be trained
 UNQUANTIZED = "take the model's unquantized weights (bfloat16, float16 or float32)"
 _NO_WEIGHT = re.compile(r"(position_ids|num_batches_tracked|masked_bias|attention\.bias)$")
-_MOST_HEADER = 100 << 20  # bytes, as safetensors allows
 _CHUNK = 1 << 22  # bytes that are compared at once
-# What else a directory may hold: pattern -> what it is, and how it becomes one that is read.
-_OTHERS = {
-    "*.gguf": ("GGUF files", "take the model's safetensors: GGUF is for llama.cpp"),
-    "pytorch_model*.bin": (
-        "PyTorch's pickled weights",
-        "save it again with transformers (save_pretrained), which writes safetensors",
-    ),
-    "consolidated*": (
-        "weights in their authors' own format",
-        "take the conversion for transformers: config.json and model*.safetensors",
-    ),
-    "adapter_config.json": (
-        "adapters without the model that they belong to",
-        "merge them into the model (peft's merge_and_unload), and name the result",
-    ),
-}
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 _QUANTIZERS = ("quantize_config.json", "quant_config.json")  # AutoGPTQ's, AutoAWQ's
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies."""
-
-    file: Path
-    dtype: str  # as safetensors names it
-    shape: tuple[int, ...]
-    begin: int  # byte of the file
-    end: int
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -65,64 +42,26 @@ def load_config(path: str | Path) -> ModelConfig:
     """
     directory = Path(path)
     file = directory / "config.json"
-    others = any(any(directory.glob(name)) for name in _OTHERS)
     if not file.is_file():
-        raise _nothing_in(directory) if others else _missing(file)
+        has = others(directory)
+        raise ConfigError(
+            f"the file is missing; the directory has {has[0]}" if has else "the file is missing",
+            where=str(file),
+            fix=has[1] if has else "name a Hugging Face directory with config.json and safetensors",
+        )
     try:
-        config = ModelConfig.from_hf(json.loads(file.read_text("utf-8")))
+        raw = json.loads(file.read_text("utf-8"))
+        config = replace(ModelConfig.from_hf(raw), source=raw)
     except _UNREADABLE as error:
         raise ConfigError(
             f"the model's description cannot be read: {type(error).__name__}: {error}",
             where=str(file),
             fix="copy it there again, as a whole",
         ) from error
-    alone = not ((directory / SINGLE).is_file() or (directory / INDEX).is_file() or others)
+    here = (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+    alone = not (here or others(directory))
     tensors = {} if alone else stored_tensors(directory)
     return config if ties(tensors) else replace(config, tie_embeddings=False)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The files of a directory's weights, as `transformers` chooses them: the single one before
-    those of an index; ConfigError, with what lies there instead, when there is none.
-    """
-    single, index = directory / SINGLE, directory / INDEX
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"the index of the weights cannot be read: {type(error).__name__}: {error}",
-                where=str(index),
-                fix="copy it there again, as a whole",
-            ) from error
-        for name in names:
-            if not (directory / name).is_file():
-                raise ConfigError(
-                    "the file is missing, and the index names it",
-                    where=str(directory / name),
-                    fix="copy all files of the model there",
-                )
-        return [directory / name for name in names]
-    raise _nothing_in(directory)
-
-
-def _nothing_in(directory: Path) -> ConfigError:
-    for pattern, (what, fix) in _OTHERS.items():
-        if any(directory.glob(pattern)):
-            return ConfigError(
-                f"the directory holds {what}, and no safetensors", where=str(directory), fix=fix
-            )
-    return _missing(directory / SINGLE)
-
-
-def _missing(file: Path) -> ConfigError:
-    return ConfigError(
-        "the file is missing",
-        where=str(file),
-        fix="name a Hugging Face directory with config.json and safetensors",
-    )
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
@@ -137,53 +76,16 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
                 where=str(directory / name),
                 fix=UNQUANTIZED,
             )
-    found: dict[str, Stored] = {}
-    for file in weight_files(directory):
-        found |= _header(file)
+    found = {name: tensor for file in files(directory) for name, tensor in header(file).items()}
     for name, tensor in found.items():
-        if tensor.dtype not in PLAIN and not _NO_WEIGHT.search(name):
+        if tensor.dtype not in FLOATING and not _NO_WEIGHT.search(name):
             raise ConfigError(
-                f"the weights are quantized: tensor {name} is {tensor.dtype}, not one of "
-                f"{', '.join(PLAIN)}",
+                f"the weights are quantized: tensor {name} is of type {tensor.dtype}, not of "
+                f"{', '.join(FLOATING)}",
                 where=str(tensor.file),
                 fix=UNQUANTIZED,
             )
     return found
-
-
-def _header(file: Path) -> dict[str, Stored]:
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        start = content.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > min(size - 8, _MOST_HEADER):
-            raise _cut_off(file, f"{size} bytes hold no header")
-        try:
-            header: Mapping[str, Any] = json.loads(content.read(length))
-            begin = 8 + length
-            tensors = {
-                name: Stored(
-                    file,
-                    str(about["dtype"]),
-                    tuple(about["shape"]),
-                    begin + int(about["data_offsets"][0]),
-                    begin + int(about["data_offsets"][1]),
-                )
-                for name, about in header.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise _cut_off(file, f"its header cannot be read: {error}") from error
-    last = max((tensor.end for tensor in tensors.values()), default=begin)
-    if last > size:
-        raise _cut_off(file, f"{size} bytes of {last}")
-    return tensors
-
-
-def _cut_off(file: Path, what: str) -> ConfigError:
-    return ConfigError(
-        f"the file is not whole: {what}", where=str(file), fix="copy it there again, as a whole"
-    )
 
 
 def ties(tensors: Mapping[str, Stored]) -> bool:

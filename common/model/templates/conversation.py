@@ -61,7 +61,8 @@ class TemplateChat(Chat):
         the template's text. `ends`: tokens that end a turn beside the template's. `date`: the
         day that it is to the template, as 2026-11-22; empty: today.
 
-        ConfigError when there is no template, or nothing that ends a turn.
+        ConfigError when there is no template, or one that leaves out texts, or nothing that ends
+        a turn.
         """
         if tokenizer.file is None:
             raise ConfigError("a chat template is read beside a tokenizer.json")
@@ -71,6 +72,12 @@ class TemplateChat(Chat):
         self.parser = parser_of(self.rendering.source(tools=True)) if parser == AUTO else parser
         self._untaught = parser == AUTO and self.parser == NONE
         self.reasons = THOUGHT in self.rendering.source(tools=True)
+        if not _writes(self.rendering, ASKED | {"content": MARK}):
+            raise ConfigError(
+                "the chat template leaves out messages whose content is a text",
+                where=str(files.directory),
+                fix="use a template for text; those for images take lists of parts",
+            )
         special = tokenizer.special_tokens
         own = _end(self.rendering, special) or files.special_tokens.get("eos_token", "")
         texts = dict.fromkeys([own, *ends])
@@ -261,6 +268,14 @@ def _head(prompt: str, messages: Sequence[Message]) -> str:
     last = messages[-1].get("content") if messages else None
     text = last.strip() if isinstance(last, str) else ""
     return prompt.rpartition(text)[2] if text and text in prompt else ""
+
+
+def _writes(rendering: Rendering, message: Message) -> bool:
+    """Whether the template writes a first message that holds the mark, or refuses it by itself."""
+    try:
+        return MARK in rendering.text([message], (), generate=True)
+    except ChatBroken:
+        return True
 
 
 def _end(rendering: Rendering, special: dict[str, int]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.clock import Clock
 from common.errors import ConfigError
+from common.generation.served_by_sglang import served_by_sglang
 from common.model.config import ModelConfig
 from common.process.host import Host
 from services.engine.sglang.control import UPDATE_S, Control, Quarantined
@@ -53,7 +54,7 @@ def launch(
             fix="lower it, or raise max_position_embeddings",
         )
     model = directory / "model"
-    write_model(model, config, max_length, dtype)
+    write_model(model, served_by_sglang(config, max_length), max_length, dtype)
     return Launch(
         python,
         model,

@@ -19,6 +19,7 @@ from common.errors import BadMessage, DeadlineExceeded, MeshError, Overloaded, P
 from common.job.authored import placed
 from common.process.handle import Child, Usage
 from common.process.host import Host
+from common.runtime.waits import WaitTable
 from services.sandbox.answer import Answer
 from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
 from services.sandbox.workers.worker import LOADED, OK, shown_name
@@ -92,8 +93,10 @@ class Pool:
         limits: PoolLimits,
         servers: dict[str, list[str]] | None = None,
         closed: bool = False,
+        waits: WaitTable | None = None,
     ) -> None:
         self._servers, self._closed = servers or {}, closed
+        self._waits = waits or WaitTable(clock)
         self.functions = functions
         self._job, self._directory = job, directory
         self._host, self._clock, self._log, self._limits = host, clock, log, limits
@@ -327,6 +330,15 @@ class Pool:
             self._durations.saw(self._clock.monotonic() - begun, len(calls))
 
     async def _answer(self, child: Child, call_id: int, call: _Waiting) -> Answer:
+        """What a call comes to. Meanwhile this process says that it waits for the function, so that
+        one that takes long is named, and not its sandbox.
+        """
+        place = self._places.get(call.name, "")
+        of = f"{self._job}, {place}" if place else self._job
+        with self._waits.wait("its end", on=f"{shown_name(call.name)} of {of} (pid {child.pid})"):
+            return await self._answered(child, call_id, call)
+
+    async def _answered(self, child: Child, call_id: int, call: _Waiting) -> Answer:
         begun = self._clock.monotonic()
         before: Usage | None = None
         wait_s = min(BASELINE_S, call.deadline_s)

@@ -15,9 +15,10 @@ KINDS = [(torch.bfloat16, 0.05), (torch.float32, 2e-3), (torch.float64, 1e-10)]
 @pytest.mark.parametrize(("dtype", "tolerance"), KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(3, 1, 32), (4, 2, 64), (2, 2, 128)])
 @pytest.mark.parametrize("padding", [0, 7])
-def test_attention_within_a_bin(dtype, tolerance, heads, kv_heads, width, padding):
+@pytest.mark.parametrize("window", [0, 17])
+def test_attention_within_a_bin(dtype, tolerance, heads, kv_heads, width, padding, window):
     device, lengths = torch.device("cuda"), test_varlen.LENGTHS
-    test_varlen.check(lengths, heads, kv_heads, width, dtype, tolerance, padding, device)
+    test_varlen.check(lengths, heads, kv_heads, width, dtype, tolerance, padding, device, window)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), KINDS)

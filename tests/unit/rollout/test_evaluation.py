@@ -15,11 +15,14 @@ from common.errors import DeadlineExceeded, StateUnavailable
 from common.job.config import BudgetConfig, EvaluationConfig, EvaluationDataset, JobConfig
 from common.job.evaluation_plan import Plan
 from common.job.job_data import JobData
+from common.process.host import SystemHost
 from common.state.client import State
 from common.telemetry.logs import Telemetry
 from services.rollout.evaluation import EvaluationRun
 from services.rollout.job import ShardJob
+from services.rollout.samples import Samples
 from services.rollout.trajectory import Ending, Trajectory
+from services.rollout.transcript import Transcript
 from tests.unit.rollout.test_lineages import EVERY, World, in_world
 
 VERSION, LINEAGE = 4, 1
@@ -79,8 +82,12 @@ def evaluation(
 
     shard.run = run  # type: ignore[method-assign]
     shard.mesh = SimpleNamespace(  # type: ignore[assignment]
-        clock=SystemClock(), telemetry=Telemetry("rollout/0")
+        name="rollout/0",
+        clock=SystemClock(),
+        host=SystemHost(),
+        telemetry=Telemetry("rollout/0"),
     )
+    shard.samples = Samples(shard.mesh, shard.job, Transcript(str, (), ()))
     made = Recorded(shard, PLAN, LINEAGE)
     made.under_way = under_way
     return made

@@ -71,6 +71,7 @@ class World:
         job.held_out = [{"n": 0}]
         job.lineage, job._beginning, job._groups = -1, 0, {}
         job.router = SimpleNamespace(enter=self.entered.append, stays={})  # type: ignore[assignment]
+        job.samples = SimpleNamespace(evaluated=lambda *drawn: None)  # type: ignore[assignment]
         job.run, job.look = run, look  # type: ignore[method-assign]
         return job
 

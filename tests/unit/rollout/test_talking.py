@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import ToolFailed
+from common.errors import NotFound, ToolFailed
+from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.decoder import Decoder
 from common.model.hf import save_model
 from common.process.host import SystemHost
 from meshrl.job import bundle, jobfile
+from services.rollout.talking.__main__ import row_of
 from services.rollout.talking.partner import Partner, Played
 
 ROOT = Path(__file__).parents[3]
@@ -43,6 +45,16 @@ async def playing(partner: Partner, play: Callable[[Partner], Any]) -> Any:
             return await play(partner)
     finally:
         await partner.close()
+
+
+def test_a_row_is_chosen_by_its_number_and_may_get_another_prompt() -> None:
+    rows = [{"prompt": "a-c:", "hidden": "b"}, {"prompt": "d-f:", "hidden": "e"}]
+    config = JobConfig()
+    assert row_of(config, rows, 1, None) == rows[1]
+    assert row_of(config, rows, 1, "a-l:") == {"prompt": "a-l:", "hidden": "e"}
+    assert row_of(config, rows, None, "a-l:") == {"prompt": "a-l:"}
+    with pytest.raises(NotFound, match="Rows go from 0 to 1"):
+        row_of(config, rows, 2, None)
 
 
 async def test_a_row_is_played_in_the_jobs_environment_and_rewarded(tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ def of(architecture: str) -> ModelConfig:
         CONFIG,
         architecture=architecture,
         qk_norm=architecture.startswith("qwen3"),
-        attention_bias=architecture == "qwen2",
-        **(sparse if "mo" in architecture or architecture == "mixtral" else {}),
+        attention_bias=architecture in ("qwen2", "qwen2_moe"),
+        shared_ffn_size=10 * (architecture == "qwen2_moe"),
+        **(sparse if ARCHITECTURES[architecture].experts else {}),
     )
 
 

@@ -56,7 +56,7 @@ def test_weights_of_eight_bits_or_integers_are_refused_from_their_headers(
     place: Path, dtype: torch.dtype
 ) -> None:
     change(place, DOWN, torch.ones(16, 24).to(dtype))
-    with pytest.raises(ConfigError, match=rf"quantized: tensor {DOWN} is [FIU]"):
+    with pytest.raises(ConfigError, match=rf"quantized: tensor {DOWN} is of type [FIU]"):
         load_config(place)
 
 
@@ -81,9 +81,9 @@ def test_weights_that_are_no_numbers_are_refused_with_their_tensor(
 @pytest.mark.parametrize(
     ("file", "says"),
     [
-        ("model-Q4_K_M.gguf", "GGUF files"),
-        ("pytorch_model.bin", "pickled weights"),
-        ("pytorch_model-00001-of-00002.bin", "pickled weights"),
+        ("model-Q4_K_M.gguf", "GGUF of llama.cpp"),
+        ("pytorch_model.bin", "pickles of PyTorch"),
+        ("pytorch_model-00001-of-00002.bin", "pickles of PyTorch"),
         ("consolidated.00.pth", "authors' own format"),
         ("adapter_config.json", "adapters without the model"),
     ],
@@ -103,7 +103,7 @@ def test_weights_of_another_format_are_named(
 def test_a_file_that_is_cut_off_is_told_from_its_header(place: Path) -> None:
     file = place / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(ConfigError, match=r"not whole: \d+ bytes of \d+"):
+    with pytest.raises(ConfigError, match=r"not whole: \d+ bytes are there of \d+"):
         load_config(place)
     file.write_bytes(b"<html>not found</html>")
     with pytest.raises(ConfigError, match="not whole"):
@@ -113,18 +113,16 @@ def test_a_file_that_is_cut_off_is_told_from_its_header(place: Path) -> None:
 def test_a_description_may_lie_alone_until_weights_are_wanted(place: Path) -> None:
     (place / "model.safetensors").unlink()
     assert load_config(place) == TINY
-    with pytest.raises(ConfigError, match="the file is missing") as caught:
+    with pytest.raises(ConfigError, match="neither model"):
         load_model(place)
-    assert caught.value.where == str(place / "model.safetensors")
 
 
 def test_a_shard_that_the_index_names_and_is_not_there_is_named(tmp_path: Path) -> None:
     place = written(tmp_path / "model", TINY, shard_bytes=2000)
     lost = sorted(place.glob("model-*.safetensors"))[1]
     lost.unlink()
-    with pytest.raises(ConfigError, match="the index names it") as caught:
+    with pytest.raises(ConfigError, match=f"files of weights are missing: {lost.name}"):
         load_config(place)
-    assert caught.value.where == str(lost)
 
 
 def test_one_file_is_read_before_the_shards_of_an_index(tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def test_an_override_without_a_value_says_how_to_write_it() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "not JSON"),
+        ("{", "one JSON object on each line"),
         ("[1]", "a row is a JSON object, not list"),
-        ('{"question": "?"}', "no string 'prompt'"),
+        ('{"question": "?"}', "no string 'prompt'. set dataset.prompt"),
     ],
 )
 def test_a_broken_dataset_line_names_file_and_line(job: Path, line: str, says: str) -> None:

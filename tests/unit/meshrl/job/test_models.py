@@ -158,3 +158,11 @@ def test_a_model_that_the_decoder_does_not_implement_is_told_before_anything_sta
     value = f"{{ {table} }}" if key == "model.config" else "teacher"
     with pytest.raises(ConfigError, match=rf"--set {re.escape(key)}=.*: {key}: .*{why}"):
         jobfile.load(place, [f"{key}={value}"])
+
+
+def test_a_frozen_models_tokenizer_that_is_none_is_named_with_its_key(place: Path) -> None:
+    (place.parent / "teacher/tokenizer.json").write_text("{")
+    with pytest.raises(
+        ConfigError, match=r"--set models\.teacher\.path=teacher: .*tokenizer\.json"
+    ):
+        jobfile.load(place, ["models.teacher.path=teacher"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.state.events import Event
+from meshrl.observe import watch
 from meshrl.observe.recorder import evaluated
 
 JOB = "j"
@@ -35,3 +36,15 @@ def test_evaluations_of_abandoned_versions_do_not_stand() -> None:
 def test_no_earlier_version_is_the_best_when_the_best_one_is_abandoned() -> None:
     known = [judged(4, 0.5, True), judged(12, 0.75, True)]
     assert told([*known, event("lineage", lineage=1, version=8)]) == [("step-4", False)]
+
+
+def test_what_was_evaluated_after_training_is_one_on_the_way_once_the_run_is_extended() -> None:
+    after = event("evaluation", tag="after", step=3, best=False)
+    changes = {"budget.steps": [3, 6]}
+    more = event("changed", lineage=0, version=3, extended=True, changes=changes)
+    assert told([after, more]) == [("step-3", False)]
+    end = event("evaluation", tag="after", step=6, best=False)
+    assert told([after, more, end]) == [("step-3", False), ("after", False)]
+    other = event("changed", lineage=0, version=3, extended=False, changes={})
+    assert told([after, other]) == [("after", False)]
+    assert watch.told(more) == "from step 4 on: budget.steps 3 -> 6"

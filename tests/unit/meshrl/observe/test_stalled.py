@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from common.state.ended import Ended
 from common.state.gangs import Gang
 from common.state.registry import LEASE_MS, Entry
 from meshrl.observe.stalled import Stall, diagnose, redis_silent
@@ -135,3 +137,47 @@ def test_a_gang_that_does_not_reach_its_role_is_a_stall_of_the_planner() -> None
 def test_a_silent_redis_holds_up_everyone() -> None:
     (stall,) = redis_silent(3.0)
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
+
+
+def gone(name: str, times: int, text: str = "odd", age_s: float = 2.0) -> Ended:
+    error = {"type": "ValueError", "text": text, "where": "calc.py:3", "fix": ""} if text else {}
+    at_ms = NOW - int(age_s * 1000)
+    return Ended(name, "job", 1, "exit status 1", at_ms, times, final=False, error=error)
+
+
+def test_a_process_that_errors_end_again_and_again_is_never_nothing() -> None:
+    (stall,) = diagnose([entry("rollout/0")], [], NOW, [gone("rollout/0", 3)])
+    assert (stall.waiter, stall.culprit) == ("", "rollout/0")
+    assert "has ended 3 times, the last time by ValueError: odd (at calc.py:3)" in stall.reason
+    assert diagnose([entry("rollout/0")], [], NOW, [gone("rollout/0", 1)]) == [], "it is back"
+    assert diagnose([entry("rollout/0")], [], NOW, [gone("rollout/0", 9, text="")]) == []
+
+
+def test_who_waits_for_any_engine_is_told_which_one_does_not_come_and_why() -> None:
+    entries = [
+        entry("trainer/job", ("rollout/0", 12.0)),
+        entry("rollout/0", ("an engine", 12.0)),
+        entry("engine/g1", renewed_s=5.0, left=True),
+    ]
+    gangs = [replace(gang("starting", 3, 3, 5), detail="")]
+    stalls = diagnose(entries, gangs, NOW, [gone("engine/g1", 2)])
+    assert {stall.culprit for stall in stalls} == {"engine/g1"}
+    assert all("ValueError: odd" in stall.reason for stall in stalls)
+
+
+def test_an_engine_that_ends_before_it_has_a_name_is_the_cause_too() -> None:
+    entries = [entry("rollout/0", ("an engine", 4.0))]
+    failing = replace(gang("starting", 3, 3, 5), detail="engine/g1 ended: ValueError: odd")
+    stalls = diagnose(entries, [failing], NOW, [gone("engine/g1", 2)])
+    assert {stall.culprit for stall in stalls} == {"engine/g1"}
+
+
+def test_a_reward_that_sleeps_is_named_and_not_the_sandbox_that_waits_for_it() -> None:
+    reward = "a reward of job (process 4711)"
+    entries = [
+        entry("rollout/0", ("sandbox/0", 11.0)),
+        entry("sandbox/0", (reward, 4.0)),
+    ]
+    stalls = diagnose(entries, [], NOW)
+    assert pairs(stalls) == {("rollout/0", reward), ("sandbox/0", reward)}
+    assert all("it has not ended yet" in stall.reason for stall in stalls)

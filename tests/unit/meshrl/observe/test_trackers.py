@@ -29,6 +29,7 @@ from meshrl.observe.trackers import (
     Trackers,
     scalars,
 )
+from tests.unit.meshrl.observe.test_samples import sample
 
 ROOT = Path(__file__).parents[4]
 CHILD = """
@@ -221,6 +222,8 @@ async def shown_by(run_dir: Path, **tracking: Any) -> dict[str, Any]:
     """Three rows and an evaluation, in two sessions; what is kept of the tracker."""
     document = JobConfig(tracking=TrackingConfig(**tracking)).document()
     (run_dir / "job.json").write_text(json.dumps({"job": "j", "document": document}))
+    kept_one = sample(0, 0.5, set="held_out.greedy", evaluation="before")
+    (run_dir / "samples.jsonl").write_text(json.dumps(kept_one) + "\n")
     for last in (2, 3):
         told = Trackers.of(run_dir, SystemHost(), SystemClock())
         told.offer(rows(1, last), [evaluation("before", 0)])
@@ -243,6 +246,9 @@ async def test_tensorboard_reads_the_event_files(run: Path) -> None:
     assert found == [(n, n / 8, 1e9 + n) for n in (1, 2, 3)]
     assert [e.value for e in read.Scalars("evaluation/sampled")] == [0.5]
     assert [e.value for e in read.Scalars("workers/g0")] == [1.5] * 3
+    (table,) = read.Tensors("evaluation/samples")
+    assert b"held_out.greedy" in table.tensor_proto.string_val[0]
+    assert b"it is <0>" in table.tensor_proto.string_val[0]
 
 
 async def test_tensorboard_forgets_an_abandoned_lineage(run: Path) -> None:
@@ -316,7 +322,8 @@ async def test_trackio_keeps_a_local_run(
     read = (
         "import json, sys; from trackio.sqlite_storage import SQLiteStorage as S; "
         "logs = S.get_logs('meshrl-tests', sys.argv[1]); "
-        "print(json.dumps([[r['step'], r.get('reward_mean')] for r in logs]))"
+        "tables = sum('evaluation/samples' in r for r in logs); "
+        "print(json.dumps([[[r['step'], r.get('reward_mean')] for r in logs], tables]))"
     )
     program = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", read, kept["id"]),
@@ -324,7 +331,9 @@ async def test_trackio_keeps_a_local_run(
         env=dict(os.environ),
     )
     said, _ = await program.communicate()
-    assert [r for r in json.loads(said) if r[1] is not None] == [[1, 0.125], [2, 0.25], [3, 0.375]]
+    logs, tables = json.loads(said)
+    assert [r for r in logs if r[1] is not None] == [[1, 0.125], [2, 0.25], [3, 0.375]]
+    assert tables == 1
 
 
 # -- the job file ---------------------------------------------------------------------------------

@@ -191,3 +191,49 @@ def test_a_sparkline_shows_small_values_as_something() -> None:
 
 def test_durations_are_written_as_clocks() -> None:
     assert [clock(5), clock(65), clock(3665)] == ["0:05", "1:05", "1:01:05"]
+
+
+REFUSED = {
+    "type": "ConfigError",
+    "text": "slots of 320 tokens exceed the model's 256 positions",
+    "where": "rollout.max_tokens",
+    "fix": "lower it",
+}
+
+
+def ended(name: str, **more: Any) -> Event:
+    fields = {"name": name, "why": "exit status 1", "code": 1, "job": "tiny", "times": 1} | more
+    return Event("4-0", 4, "process_ended", fields)
+
+
+def test_the_end_of_a_process_is_told_with_its_error_and_how_often() -> None:
+    again = told(ended("rollout/0", error={"type": "ValueError", "text": "odd"}, times=3))
+    assert again == "rollout/0 ended by ValueError: odd; it starts again, 3 times so far"
+    final = told(ended("engine/g1", error=REFUSED, final=True))
+    assert "ConfigError: slots of 320 tokens" in final and "(at rollout.max_tokens)" in final
+    assert final.endswith("it is not started again")
+    failed = Event("5-0", 5, "phase", {"job": "tiny", "phase": "failed", "error": "so"})
+    assert told(failed) == "the job failed: so"
+
+
+def test_without_a_terminal_every_end_has_its_line_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines, history = Lines(), History()
+    first = snapshot(reading(10.0, 0, ended("engine/g1")), history)
+    lines.show(first, [row(1)])
+    lines.show(first, [row(1)])
+    lines.show(snapshot(reading(11.0, 0, ended("engine/g1", times=2)), history), [row(1)])
+    printed = capsys.readouterr().out
+    assert printed.count("[0:10] engine/g1 ended (exit status 1); it starts again\n") == 1
+    assert printed.count("it starts again, 2 times so far") == 1
+
+
+def test_a_process_that_ends_again_and_again_is_told_of_ever_more_rarely(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines, history = Lines(), History()
+    for times in range(1, 101):
+        look = reading(10.0, 0, ended("environment-rollout-0-0", times=times))
+        lines.show(snapshot(look, history), [])
+    assert capsys.readouterr().out.count("environment-rollout-0-0 ended") == 3 + 5

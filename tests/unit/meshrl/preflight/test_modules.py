@@ -76,7 +76,7 @@ def test_an_import_that_does_not_end_is_killed_and_says_where_it_was(place: Path
     write(place, "rewards.py", "def score(row, turns): ...\n\nn = 0\nwhile True:\n    n += 1\n")
     found = refusal(partial(modules.imported, import_s=1.5), place)
     assert "importing rewards:score did not end within 1.5 s" in found
-    assert f"it was at {place.parent}/rewards.py, line " in found
+    assert f"it is at {place.parent}/rewards.py, line " in found
 
 
 def test_what_the_modules_print_and_start_is_not_the_command_lines(
@@ -118,7 +118,7 @@ def test_an_environment_is_opened_on_the_first_row_of_each_dataset(place: Path) 
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("def room():", "def room(row):", "cannot be called as a environment is"),
+        ("def room():", "def room(row):", "cannot be called as an environment's factory is"),
         ("return Room()", "return None", "returned a NoneType without open()"),
         ("def step", "def move", "returned a Room without step()"),
         ('return row["prompt"]', "return 3", "open() returned int, not the prompt as str"),
@@ -162,3 +162,13 @@ def test_a_module_with_the_name_of_another_is_refused(place: Path, name: str, wh
 def test_an_error_of_several_lines_is_told_in_one(place: Path) -> None:
     write(place, "rewards.py", "def score(row, turns): ...\n\nraise ValueError('a\\n  b\\n')\n")
     assert "ValueError: a / b (" in said(place)
+
+
+def test_who_waits_for_an_import_is_told_where_it_is(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(place, "rewards.py", "import time\n\ntime.sleep(1.5)\n\ndef score(row, turns): ...\n")
+    modules.imported(read(place), quiet_s=0.7)
+    told = capfd.readouterr().err
+    assert "importing rewards:score takes its time" in told
+    assert f"it is at {place.parent}/rewards.py, line 3" in told and told.count("\n") == 1

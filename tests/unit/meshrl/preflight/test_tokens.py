@@ -65,6 +65,13 @@ def test_a_file_that_is_no_tokenizer_is_named(place: Path, content: str) -> None
     assert "--set model.tokenizer" in said and "none.json" in said
 
 
+def test_a_pointer_of_git_lfs_is_named_as_one(place: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"
+    (place.parent / "none.json").write_text(pointer)
+    said = refusal(tokens.vocabulary, place, "model.tokenizer=none.json")
+    assert "pointer of Git LFS" in said and "git lfs pull" in said
+
+
 def test_tokens_that_end_a_turn_are_tokens(place: Path) -> None:
     tokens.stop(read(place, 'rollout.stop=["="]', 'rollout.stop_text=["12="]'))
     said = refusal(tokens.stop, place, 'rollout.stop=["=", "<|end|>"]')

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError, MeshError, NotFound, Refused
+from common.job.config import JobConfig
+from common.state.jobs import Phase
 from meshrl.job import jobfile
 from meshrl.launch.claims import claimed
 from meshrl.launch.places import MeshPlace
 from meshrl.launch.session import pack_run
 from meshrl.run.resuming import resume
+from tests.unit.meshrl.run.conftest import HeldMesh
 
 JOB = Path(__file__).parents[4] / "tests/mesh/jobs/digits.toml"
 
@@ -86,3 +90,45 @@ def test_what_is_no_run_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("[]")
     with pytest.raises(MeshError, match=r"job\.json"):
         resume(tmp_path, [])
+
+
+@pytest.fixture
+def submitted(held: HeldMesh) -> Iterator[HeldMesh]:
+    """A job on a mesh that runs, whose lock somebody holds."""
+    record = json.loads((held.run / "job.json").read_text())
+    record["document"]["bundle"] = {"dir": str(held.run / "bundle/d"), "digest": "d"}
+    (held.run / "job.json").write_text(json.dumps(record))
+    with MeshPlace(held.root).lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield held
+
+
+def test_a_job_that_was_stopped_goes_on_on_its_mesh(submitted: HeldMesh) -> None:
+    held = submitted
+    with pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl watch"):
+        resume(held.run, [])
+    held.phase(Phase.STOPPED)
+    with pytest.raises(Refused, match=r"meshrl down --mesh .* --set"):
+        resume(held.run, ["budget.steps=9"])
+    assert held.row.phase == Phase.STOPPED
+    assert resume(held.run, []) == 0
+    assert held.row.phase == Phase.QUEUED
+    held.phase(Phase.FINISHED)
+    with pytest.raises(Refused, match=r"finished, after 8 steps.*--set budget\.steps=N"):
+        resume(held.run, [])
+
+
+def test_force_replaces_a_submitted_run_that_its_live_mesh_has_done_with(
+    submitted: HeldMesh,
+) -> None:
+    config = JobConfig(name="tiny", out=str(submitted.run))
+    with (
+        pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl cancel"),
+        claimed(config, True),
+    ):
+        pass
+    assert (submitted.run / "job.json").is_file()
+    submitted.phase(Phase.STOPPED)
+    with claimed(config, True) as claim:
+        claim.keep()
+    assert not (submitted.run / "job.json").exists()

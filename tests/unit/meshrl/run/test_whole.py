@@ -129,6 +129,12 @@ def test_a_checkpoints_file_that_is_gone_or_damaged_is_named(run: Made) -> None:
     run.check()  # nothing names it any more: the run goes on from the one before
 
 
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_a_line_of_the_record_that_is_damaged_is_named(run: Made, name: str) -> None:
+    (run.directory / name).write_text('{"kind": "step", "fields": {}}\n\0\0"step"\n{}\n{"cut of')
+    assert f"{run.directory / name}, line 2 is damaged" in refused(run)
+
+
 def test_a_run_that_was_moved_says_where_it_belongs(run: Made, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     moved.mkdir()

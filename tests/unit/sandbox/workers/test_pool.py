@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,6 +18,7 @@ from common.errors import ToolFailed
 from common.job.authored import place_in
 from common.process.handle import start_time
 from common.process.host import SystemHost
+from common.runtime.waits import WaitTable
 from services.sandbox.answer import Answer
 from services.sandbox.jail import landlock
 from services.sandbox.workers.pool import Pool, PoolLimits, Work
@@ -149,12 +151,15 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     (tmp_path / "behaviours.py").write_text(textwrap.dedent(BEHAVIOURS))
 
     async def build(
-        reward: str = "behaviours:reward", tool: str = "behaviours:tool", **limits: Any
+        reward: str = "behaviours:reward",
+        tool: str = "behaviours:tool",
+        waits: WaitTable | None = None,
+        **limits: Any,
     ) -> Pool:
         functions = {f"{TOOL}t": tool, f"{REWARD}0": reward}
         log = tmp_path / "sandbox.log"
         place = ("j", str(tmp_path), functions, log, PoolLimits(**limits))
-        pools.append(Pool(SystemHost(), SystemClock(), *place))
+        pools.append(Pool(SystemHost(), SystemClock(), *place, waits=waits))
         await pools[-1].start()
         return pools[-1]
 
@@ -392,3 +397,15 @@ async def test_calls_that_nobody_has_begun_come_back_while_slow_ones_go_on(make:
     (answer,) = await pool.run([score("good", deadline_s=0.2)], early=True)
     assert answer.status == "postponed"
     slow.cancel()
+
+
+async def test_a_function_that_takes_long_is_named_while_it_runs(make: Make) -> None:
+    waits = WaitTable(SystemClock())
+    pool = await make(waits=waits, warm=1, most=1)
+    running = asyncio.create_task(pool.run([score("sleeps", 1.0)]))
+    while not running.done() and not waits.published([]):
+        await asyncio.sleep(0.02)
+    (wait,) = waits.published([])
+    assert re.fullmatch(r"reward of j, behaviours\.py:\d+ .*\(pid \d+\)", wait["on"]), wait
+    await running
+    assert waits.published([]) == []

@@ -188,15 +188,14 @@ def test_a_given_answer_is_a_turn_that_ends_once(name: str, tmp_path: Path) -> N
     assert [i for i in ids if i in chat.stop_ids] == ids[-1:]
 
 
-SOURCES = [  # how a directory names its templates: tokenizer_config.json, further files
-    ("A{{ messages[0].content }}", {}),
-    ([{"name": "default", "template": "B"}, {"name": "tool_use", "template": "C"}], {}),
-    ("A", {"chat_template.jinja": "D{{ bos_token }}{{ '<é>' | tojson }}"}),
-    ("A", {"chat_template.jinja": "D", "additional_chat_templates/tool_use.jinja": "E"}),
-    (
-        None,
-        {"special_tokens_map.json": '{"bos_token": "<q>"}', "chat_template.jinja": "{{bos_token}}"},
-    ),
+SAID = "{{ messages[0].content }}"
+SOURCES: list[tuple[Any, dict[str, str]]] = [
+    # how a directory names its templates: in tokenizer_config.json, and in further files
+    ("A" + SAID, {}),
+    ([{"name": n, "template": n + SAID} for n in ("default", "tool_use")], {}),
+    ("A", {"chat_template.jinja": SAID + "D{{ bos_token }}{{ '<é>' | tojson }}"}),
+    ("A", {"chat_template.jinja": SAID, "additional_chat_templates/tool_use.jinja": "E" + SAID}),
+    (SAID + "{{ bos_token }}", {"special_tokens_map.json": '{"bos_token": "<q>"}'}),
 ]
 
 
@@ -244,6 +243,10 @@ def test_a_directory_without_a_template_that_ends_turns_is_refused(tmp_path: Pat
         Chat.load("template", {}, tokenizer)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="has no chat template"):
+        Chat.load("template", {}, tokenizer)
+    parts = "{% for m in messages %}{% for p in m.content if p.text %}{{ p.text }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(parts + "{% endfor %}")
+    with pytest.raises(ConfigError, match="leaves out messages"):
         Chat.load("template", {}, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     (tmp_path / "tokenizer_config.json").unlink()

@@ -1,0 +1,193 @@
+"""`meshrl samples`: the trajectories that a run has kept, which `services/rollout/samples` chose.
+
+Read from the files of the run's shards, while it goes on and after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from common.errors import NotFound
+
+Sample = dict[str, Any]
+OLDER = ".older.jsonl"  # ends the name of a file that another has followed
+LOOK_S = 0.5  # between two looks for what is new
+STYLES = {"prompt": "dim", "model": "cyan", "tool": "yellow", "environment": "green"}
+ORDERS = ("best", "worst", "failed")
+
+
+def show(
+    run_dir: Path, step: int | None, order: str, most: int, follow: bool, as_json: bool
+) -> None:
+    """Prints samples of a run; NotFound when it has none and is not followed."""
+    read_to = ends(run_dir)
+    found = [s for s in read(run_dir) if step is None or s["step"] == step]
+    if not found and not follow:
+        of = "" if step is None else f" of step {step}"
+        raise NotFound(
+            f"{run_dir} has no samples{of} yet",
+            fix="they come as trajectories end; --follow waits for them",
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    for sample in chosen(found, order, most):
+        _print(console, sample, as_json)
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                for sample in come(run_dir, read_to):
+                    if (step is None or sample["step"] == step) and fits(sample, order):
+                        _print(console, sample, as_json)
+                time.sleep(LOOK_S)
+
+
+def files(run_dir: Path) -> list[Path]:
+    """The files that shards write."""
+    return sorted(run_dir.glob("samples*.jsonl"))
+
+
+def read(run_dir: Path) -> list[Sample]:
+    """All samples of a run, oldest first; a line that is being written is left for later."""
+    found = [sample for path in files(run_dir) for sample in parsed(path.read_bytes())]
+    return sorted(found, key=lambda sample: float(sample["at"]))
+
+
+def parsed(content: bytes) -> Iterator[Sample]:
+    """The whole lines of a file; one that a crash has cut short is left out."""
+    for line in content[: content.rfind(b"\n") + 1].splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def ends(run_dir: Path) -> dict[Path, int]:
+    """Where the whole lines of each file end now."""
+    return {path: path.read_bytes().rfind(b"\n") + 1 for path in files(run_dir)}
+
+
+def come(run_dir: Path, read_to: dict[Path, int]) -> Iterator[Sample]:
+    """What has come behind `read_to`, which is moved on."""
+    for path in files(run_dir):
+        if path.name.endswith(OLDER):
+            continue
+        at = read_to.get(path, 0)
+        at = at if at <= path.stat().st_size else 0  # it has started again
+        with path.open("rb") as file:
+            file.seek(at)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        read_to[path] = at + len(content)
+        yield from parsed(content)
+
+
+def chosen(samples: Sequence[Sample], order: str, most: int) -> list[Sample]:
+    """The last ones, or the best, the worst or the last that failed; of several that are alike the
+    newest. The one that matters most comes last, next to the prompt of the shell.
+    """
+    fitting = [s for s in samples if fits(s, order)]
+    if order in ("best", "worst"):
+        sign = 1 if order == "best" else -1
+        fitting.sort(key=lambda s: (sign * s["reward"], s["at"]))
+    return fitting[-most:] if most > 0 else []
+
+
+def fits(sample: Sample, order: str) -> bool:
+    """Whether it is one of those asked for: failed ones have no reward, so they are no worst."""
+    return order == "" or (sample["reward"] is None) == (order == "failed")
+
+
+def _print(console: Console, sample: Sample, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(sample), flush=True)
+        return
+    console.print(Text(heading(sample), style="bold red" if sample["error"] else "bold"))
+    for role, title, text in parts(sample):
+        label = Text(f"{title}: ", style=f"bold {STYLES[role]}")
+        console.print(label.append(Text(text, style=STYLES[role])))
+    console.print()
+    sys.stdout.flush()
+
+
+def heading(sample: Sample) -> str:
+    """What there is to know of a sample in one line."""
+    where = f"evaluation {sample['evaluation']}, " if sample.get("evaluation") else ""
+    reward = "no reward" if sample["reward"] is None else f"reward {sample['reward']:.3f}"
+    versions = sample["versions"]
+    span = "-".join(str(v) for v in dict.fromkeys(versions)) or "none"
+    parts = [
+        f"step {sample['step']}",
+        f"{where}{sample['set']}, group {sample['group']}.{sample['member']}",
+        reward,
+        ended(sample),
+        f"{sample['tokens']} tokens, {sample['sampled']} sampled",
+        f"version {span}, staleness {sample['staleness']}",
+        "/".join(sample["why"]),
+    ]
+    return " | ".join(parts)
+
+
+def ended(sample: Sample) -> str:
+    """Why it ended."""
+    if sample["error"]:
+        return str(sample["error"])
+    known = {"length": "cut at rollout.max_tokens", "turns": "cut at rollout.max_turns"}
+    ending = str(sample["ending"])
+    return known.get(ending, ending)
+
+
+def parts(sample: Sample) -> Iterator[tuple[str, str, str]]:
+    """(role, title, text) of the prompt and of each turn."""
+    yield "prompt", "prompt", sample["prompt"] or json.dumps(sample["row"], ensure_ascii=False)
+    for turn in sample["turns"]:
+        if turn["role"] == "tool":
+            asked = turn["input"]
+            asked = asked if isinstance(asked, str) else json.dumps(asked, ensure_ascii=False)
+            yield "tool", f"tool {turn['name']}({asked})", turn["text"]
+        else:
+            cut = " (cut)" if turn["role"] == "model" and not turn["stop"] else ""
+            yield turn["role"], turn["role"] + (cut if turn.get("truncated") else ""), turn["text"]
+
+
+def of_evaluations(samples: Sequence[Sample]) -> list[Sample]:
+    """Those of the first and the last two evaluations, by set: the best, the worst, the failed."""
+    found = [s for s in samples if s.get("evaluation")]
+    tags = list(dict.fromkeys(s["evaluation"] for s in found))
+    return [s for s in found if s["evaluation"] in {*tags[:1], *tags[-2:]}]
+
+
+def table(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """One row each for a tracker: what it is, the prompt, what followed, the reward."""
+    return [
+        {
+            "set": s["set"],
+            "why": "/".join(s["why"]),
+            "reward": s["reward"],
+            "ending": ended(s),
+            "tokens": s["tokens"],
+            "prompt": s["prompt"] or json.dumps(s["row"], ensure_ascii=False),
+            "turns": "\n".join(f"{title}: {text}" for _, title, text in list(parts(s))[1:]),
+        }
+        for s in samples
+    ]
+
+
+def section(samples: Sequence[Sample]) -> str:
+    """Evaluated trajectories as HTML, each folded under its heading."""
+    found = []
+    for sample in of_evaluations(samples):
+        told = "".join(
+            f'<p><b>{escape(title)}</b></p><pre class="{role}">{escape(text)}</pre>'
+            for role, title, text in parts(sample)
+        )
+        found.append(f"<details><summary>{escape(heading(sample))}</summary>{told}</details>")
+    return "".join(found)

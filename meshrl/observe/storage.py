@@ -1,0 +1,36 @@
+"""Says which disk of a run is full, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOM_BYTES = 1 << 20  # less than a segment of a ledger or a chunk of weights takes at once
+
+
+def free_bytes(path: Path) -> int:
+    """What this user may still write there; OSError when it is not there."""
+    found = os.statvfs(path)
+    blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+    return blocks * found.f_frsize
+
+
+def full(paths: Iterable[Path]) -> str:
+    """The first of these directories whose disk has no room, said to a person; empty for none."""
+    for path in paths:
+        try:
+            free = free_bytes(path)
+        except OSError:  # it is gone, which is another trouble
+            continue
+        if free < ROOM_BYTES:
+            return told(path, free)
+    return ""
+
+
+def told(path: Path, free: int = 0) -> str:
+    """The text for a disk on which a write has failed."""
+    return (
+        f"the disk of {path} is full ({free // 1024} KiB are free). "
+        "Make room there: everything waits, and goes on by itself."
+    )

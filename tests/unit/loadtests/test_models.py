@@ -1,0 +1,22 @@
+"""A dozen random checkpoints of all kinds are computed as transformers computes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadtests.checkpoints.drawn import CLASSES
+from loadtests.models import SHORT, TOLERANCE, run
+
+pytestmark = [pytest.mark.xdist_group("transformers"), pytest.mark.needs("compiler")]
+
+
+def test_random_checkpoints_are_equal_and_changed_ones_are_not_read_silently(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configs = 12
+    assert configs >= len(CLASSES)  # each kind at least once
+    found = run(configs, seed=11, longest=SHORT)
+    said = capsys.readouterr().out
+    assert (found["unequal"], found["silent"]) == (0, 0), said
+    assert found["worst"] <= TOLERANCE
+    assert found["refused"] + found["equal_changed"] == configs and found["refused"] > 0

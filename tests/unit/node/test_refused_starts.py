@@ -1,0 +1,44 @@
+"""A process that this host cannot have says why as it ends, for whoever started it."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from common.process.failure import Failure
+from common.process.host import SystemHost
+from common.settings import SETTINGS_ENV, MeshSettings
+from tests.unit.common.process.modules import python
+from tests.unit.node.smallmesh import SmallMesh
+
+ENDS_S = 60.0
+
+
+async def refused(mesh: SmallMesh, settings: MeshSettings, *words: str) -> Failure:
+    """The error that ends a process of the mesh under these settings."""
+    path, log = mesh.directory / "refusing.json", mesh.directory / "refused.log"
+    settings.to_file(path)
+    host = SystemHost()
+    child = host.spawn(python(*words), name="refused", env={SETTINGS_ENV: str(path)}, log=log)
+    assert await child.wait(ENDS_S) == 1, log.read_text()
+    failure = host.failure_of(child.pid, log)
+    assert failure is not None and failure.fatal, log.read_text()
+    return failure
+
+
+@pytest.mark.parametrize("module", ["services.planner", "services.weights"])
+async def test_an_address_that_is_not_of_this_host_is_named(mesh: SmallMesh, module: str) -> None:
+    settings = MeshSettings(
+        mesh.settings.redis_url, str(mesh.directory), bind="tcp://192.0.2.1:*", host="here"
+    )
+    failure = await refused(mesh, settings, module)
+    assert "cannot listen on tcp://192.0.2.1:*" in failure.text
+    assert failure.where == "mesh.bind" and failure.fix
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this host may have a GPU")
+async def test_a_host_without_a_gpu_says_so(mesh: SmallMesh) -> None:
+    words = ["services.node", "--device", "cuda", "--workers", "1"]
+    failure = await refused(mesh, mesh.settings, *words)
+    assert "no NVIDIA GPU" in failure.text and "mesh.device" in failure.fix
