@@ -159,6 +159,9 @@ def resume(run: Run, set_: Changes = None) -> None:
 
         meshrl resume runs/calculator --set budget.steps=96
     """
+    from meshrl.launch.places import existing_run
+
+    existing_run(run)  # first, because what follows takes a second to import
     from meshrl.run import resuming
 
     raise typer.Exit(resuming.resume(run, set_ or []))

@@ -43,9 +43,8 @@ class ModelConfig:
     balance_coefficient: float = 0.0  # weight of the load-balancing loss
     dense_layers: tuple[int, ...] = ()  # indices of a mixture's dense layers, ascending
     shared_ffn_size: int = 0  # of the expert that every token goes to as well, behind a gate
-    source: Mapping[str, Any] = field(
-        default_factory=dict, compare=False, repr=False
-    )  # config.json
+    # What the checkpoint's config.json says, for `exported`; without a checkpoint, nothing.
+    source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
@@ -107,17 +106,9 @@ class ModelConfig:
 
     def exported(self) -> dict[str, Any]:
         """The config.json that the shape was read from, with what has changed since; for a shape
-        that nobody has written down yet, as `to_hf`.
+        that comes from no checkpoint, as `to_hf`.
         """
         if not self.source:
             return described(self)
         before, now = described(ModelConfig.from_hf(self.source)), described(self)
-        changed = {key: value for key, value in now.items() if value != before[key]}
-        if "architectures" in self.source:  # a checkpoint's: whole as it is
-            return {**self.source, **changed}
-        own = {
-            key: now[key]
-            for key in now
-            if "rope" not in key or "rope_parameters" not in self.source
-        }
-        return {**own, **self.source, **changed}
+        return {**self.source, **{key: now[key] for key in now if now[key] != before[key]}}

@@ -63,6 +63,8 @@ async def tell(state: State, report: Report) -> bool:
     failure = report.failure or NO_ERROR
     job = report.job or failure.job
     text = f"{report.name} ended by {failure}"
+    if failure.restart == "counted" and not failure.fix:
+        text += f". `meshrl logs {report.name}` shows what led to it, `meshrl resume` goes on"
     args = {
         "op": report.operation,
         "name": report.name,

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, NotFound, Refused, StateUnavailable
-from common.job.changing import changed, differences, refusal
-from common.job.config import JobConfig
+from common.job.changing import differences, refusal
 from common.records.checkpoints import steps_done
-from common.state import embedded, jobs
+from common.state import jobs
 from meshrl.asking import ANSWER_S, ask
-from meshrl.job import edited, jobfile
+from meshrl.job import edited
 from meshrl.launch import places
 from meshrl.launch.claims import locked, runs
-from meshrl.launch.launcher import Launcher, Shape, shape_of
-from meshrl.launch.places import MeshPlace, write_json
-from meshrl.launch.session import put_back, session, shape_for
-from meshrl.preflight import checks
+from meshrl.launch.places import MeshPlace
 from meshrl.run import whole
 from meshrl.run.target import Run
 
@@ -34,75 +28,20 @@ def resume(directory: Path, settings: list[str]) -> int:
         return _on_the_mesh(run, settings)
     with locked(run.place, run_dir):
         whole.check(run_dir, held, run.place)
+    if not settings:
+        _refuse_if_done(run, held["document"], held["document"])
+    from meshrl.job import jobfile  # here, because pydantic takes half a second to import
+
     _, was = jobfile.again(held["document"], [])  # with what later versions have added
     job, document = jobfile.again(held["document"], settings)
     changes = _allowed(run, was, document)
-    _refuse_if_done(run, held["document"], document)
+    _refuse_if_done(run, was, document)
     for line in edited.notice(held["file"], document, run.shown) if "file" in held else []:
         print(line)
-    if changes:
-        checks.check(job)
-    elif run.place.root == run_dir:
-        checks.check_mesh(job)
-    begin = _Begin(run, held, document, changes)
-    return asyncio.run(session(run_dir, _shape(run, job.config), begin))
+    # Imported here: only now is it sure that a mesh will be needed.
+    from meshrl.run.going_on import go_on
 
-
-@dataclass(frozen=True)
-class _Begin:
-    """Gives Redis the job, and the changes to it, before any service runs."""
-
-    run: Run
-    held: dict[str, Any]  # what job.json says
-    document: dict[str, Any]
-    changes: dict[str, tuple[Any, Any]]
-
-    async def __call__(self, launcher: Launcher) -> None:
-        run, state = self.run, launcher.state
-        known = {row.id: row for row in await jobs.jobs(state)}
-        if run.job not in known:
-            was = self.held["document"]
-            checkpoint = await put_back(state, run.directory, run.job, was)
-            if checkpoint is not None:
-                print(f"redis has no job {run.job}; it starts again from {checkpoint.name}")
-        elif known[run.job].run_dir != str(run.directory):
-            shown = embedded.without_password(embedded.configured_url())
-            raise Refused(f"another job named {run.job} is in {shown}")
-        row = await jobs.job(state, run.job)
-        document = self._document(row)
-        if changes := differences(row.document, document):
-            steps = document["budget"]["steps"]
-            if steps < row.version:
-                raise _too_few(steps, row.version)
-            await jobs.change(state, run.job, document, changes, uuid.uuid4().hex)
-            self._remember(row, document, changes)
-            for key, (old, new) in changes.items():
-                print(f"{key}: {old} -> {new}, from step {row.version + 1} on", flush=True)
-            row = await jobs.job(state, run.job)
-        elif self.held["document"] != document:  # it was changed, and cut off before it was noted
-            write_json(run.directory / "job.json", self.held | {"document": document})
-        if row.phase == jobs.Phase.FINISHED:
-            raise _finished(run, row.document)
-        if row.ended:
-            await jobs.reopen(state, run.job, uuid.uuid4().hex)
-
-    def _document(self, row: jobs.JobRow) -> dict[str, Any]:
-        """What Redis has is what the steps were done with; the user's changes go on top of it."""
-        values = {key: new for key, (_, new) in self.changes.items()}
-        return changed(row.document, values)
-
-    def _remember(
-        self, row: jobs.JobRow, document: dict[str, Any], changes: dict[str, tuple[Any, Any]]
-    ) -> None:
-        told = {
-            "from_step": row.version + 1,
-            "lineage": row.lineage,
-            "was": {key: old for key, (old, _) in changes.items()},
-            "set": {key: new for key, (_, new) in changes.items()},
-        }
-        changed_so_far = [*self.held.get("changes", []), told]
-        record = self.held | {"document": document, "changes": changed_so_far}
-        write_json(self.run.directory / "job.json", record)
+    return go_on(run, held, job, document, changes)
 
 
 def _allowed(run: Run, was: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -121,11 +60,12 @@ def _allowed(run: Run, was: dict[str, Any], now: dict[str, Any]) -> dict[str, tu
         )
     done = steps_done(run.directory)
     if "budget.steps" in changes and now["budget"]["steps"] < done:
-        raise _too_few(now["budget"]["steps"], done)
+        raise too_few(now["budget"]["steps"], done)
     return changes
 
 
-def _too_few(steps: int, done: int) -> ConfigError:
+def too_few(steps: int, done: int) -> ConfigError:
+    """The error of a budget of fewer steps than are done."""
     return ConfigError(
         f"budget.steps = {steps}, and {done} steps are done", fix=f"Set it to {done} or more"
     )
@@ -138,22 +78,16 @@ def _refuse_if_done(run: Run, was: dict[str, Any], now: dict[str, Any]) -> None:
         return
     told = places.read_json(summary)
     if told.get("phase") == jobs.Phase.FINISHED and told.get("steps", 0) >= was["budget"]["steps"]:
-        raise _finished(run, was)
+        raise finished(run, was)
 
 
-def _finished(run: Run, document: dict[str, Any]) -> Refused:
+def finished(run: Run, document: dict[str, Any]) -> Refused:
+    """The error of a run that has nothing left to do."""
     steps = document["budget"]["steps"]
     return Refused(
         f"{run.shown} is finished, after {steps} steps",
         fix=f"To extend it: meshrl resume {run.shown} --set budget.steps=N, N above {steps}",
     )
-
-
-def _shape(run: Run, config: JobConfig) -> Shape:
-    """The mesh that the job asks for now, or the one that it was submitted to."""
-    if run.place.root == run.directory:
-        return shape_for(config)
-    return shape_of(run.place)
 
 
 def _on_the_mesh(run: Run, settings: list[str]) -> int:
@@ -176,7 +110,7 @@ def _on_the_mesh(run: Run, settings: list[str]) -> int:
             fix=f"meshrl down --mesh {run.place.root}; then resume the run with --set",
         )
     if row.phase == jobs.Phase.FINISHED:
-        raise _finished(run, row.document)
+        raise finished(run, row.document)
     ask(run.place, lambda state: jobs.reopen(state, run.job, uuid.uuid4().hex), ANSWER_S)
     print(f"{run.job} goes on, on the mesh in {run.place.root}; meshrl watch {run.shown}")
     return 0

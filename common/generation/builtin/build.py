@@ -46,10 +46,13 @@ def build(
     are TorchEngine's.
     """
     if max_length > config.max_positions:
+        dynamic = (config.rope_scaling or {}).get("rope_type") == "dynamic"
+        beyond = ", behind which its dynamic scaling would begin" if dynamic else ""
         raise ConfigError(
-            f"slots of {max_length} tokens exceed the model's {config.max_positions} positions",
+            f"slots of {max_length} tokens exceed the model's {config.max_positions} positions"
+            + beyond,
             where="rollout.max_tokens",
-            fix="lower it, or raise max_position_embeddings",
+            fix="lower it" if dynamic else "lower it, or raise max_position_embeddings",
         )
     if path not in PATHS or dtype not in DTYPES:
         raise ConfigError(

@@ -50,7 +50,8 @@ def load_config(path: str | Path) -> ModelConfig:
             fix=has[1] if has else "name a Hugging Face directory with config.json and safetensors",
         )
     try:
-        config = ModelConfig.from_hf(json.loads(file.read_text("utf-8")))
+        raw = json.loads(file.read_text("utf-8"))
+        config = replace(ModelConfig.from_hf(raw), source=raw)
     except _UNREADABLE as error:
         raise ConfigError(
             f"the model's description cannot be read: {type(error).__name__}: {error}",

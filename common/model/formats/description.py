@@ -63,7 +63,6 @@ def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "eos_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
         "pad_id": raw.get("pad_token_id"),
         "unrotated_layers": _unrotated(value, layers),
-        "source": dict(raw),
         **_windows(name, value, layers),
         **_mixture(name, architecture, value, layers),
     }

@@ -109,10 +109,16 @@ async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launch
         assert row.phase == "failed"
         for part in wanted:
             assert part in row.error, (part, row.error)
+    assert {pid for pid, name in mesh.pids.items() if name == "rollout/0"} == shards
+    await submitted(mesh, "unforeseen", {"rollout": {"lengths": ["x"]}})
+    row = await ends(mesh, "unforeseen", ENDS_S)
+    assert "rollout/0 ended by TypeError" in row.error and "meshrl logs rollout/0" in row.error
     await submitted(mesh, "sound", {"budget": {"steps": 1}})
     assert (await ends(mesh, "sound", ENDS_S)).phase == "finished"
     told = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
+    tries = [t["times"] for t in told if t["job"] == "unforeseen"]
+    assert tries == [1, 2, 3], "it is tried again, and each end is told"
+    told = [t for t in told if t["job"] != "unforeseen"]
     assert {t["job"] for t in told} == {"positions", "sglang", "environment"}
     assert all(t["final"] and t["error"]["type"] == "ConfigError" for t in told), json.dumps(told)
-    assert {end.job for end in await ended(mesh.state)} <= set(CASES)
-    assert {pid for pid, name in mesh.pids.items() if name == "rollout/0"} == shards
+    assert {end.job for end in await ended(mesh.state)} <= {*CASES, "unforeseen"}

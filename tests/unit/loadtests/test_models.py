@@ -15,7 +15,7 @@ def test_random_checkpoints_are_equal_and_changed_ones_are_not_read_silently(
 ) -> None:
     configs = 12
     assert configs >= len(CLASSES)  # each kind at least once
-    found = run(configs, seed=11, paths=("native", "eager"), longest=SHORT)
+    found = run(configs, seed=11, longest=SHORT)
     said = capsys.readouterr().out
     assert (found["unequal"], found["silent"]) == (0, 0), said
     assert found["worst"] <= TOLERANCE

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from common.errors import ConfigError
 from common.model.config import ModelConfig
 from common.model.formats.architectures import ARCHITECTURES
+from common.model.formats.checkpoint import load_config
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which one worker imports for all
 SIZES = {
@@ -166,18 +170,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_descriptions_are_read_and_given_back_as_they_are(name: str) -> None:
+def test_published_descriptions_are_read_and_given_back_as_they_are(
+    name: str, tmp_path: Path
+) -> None:
     raw = PUBLISHED[name] | SIZES | {"architectures": ["Something"]}
-    config = ModelConfig.from_hf(raw)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_config(tmp_path)
     assert config.exported() == raw
     assert ModelConfig.from_hf(config.to_hf()) == config
+    untied = replace(config, tie_embeddings=not config.tie_embeddings)
+    assert untied.exported() == raw | {"tie_word_embeddings": untied.tie_embeddings}
 
 
-def test_what_was_left_out_stays_out_of_what_is_exported() -> None:
-    raw = {"model_type": "qwen3"} | SIZES | {"architectures": ["Qwen3ForCausalLM"]}
-    assert ModelConfig.from_hf(raw).exported() == raw
-    of_a_job = ModelConfig.from_hf({"model_type": "qwen3"} | SIZES).exported()
-    assert of_a_job["architectures"] == ["Qwen3ForCausalLM"] and of_a_job["head_dim"] == 128
+def test_a_model_of_a_job_file_is_exported_with_all_keys() -> None:
+    made = of("qwen3").exported()
+    assert made["architectures"] == ["Qwen3ForCausalLM"] and made["head_dim"] == 128
+    assert made["eos_token_id"] is None  # which is not what the architecture would take
 
 
 def test_scaling_beside_the_original_positions_is_read_as_transformers_reads_it() -> None:

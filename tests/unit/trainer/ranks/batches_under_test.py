@@ -36,11 +36,11 @@ MODEL = {
 
 
 MIXTURE = MODEL | {
-    "model_type": "qwen3_moe",
-    "head_dim": 8,
+    "model_type": "qwen2_moe",
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,  # its gate is one row, of which two ranks have none
     "mlp_only_layers": [1],
     "router_aux_loss_coef": 0.01,
 }
