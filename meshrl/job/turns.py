@@ -124,7 +124,7 @@ def _taken(config: JobConfig, chat: Chat, fail: Fail) -> None:
             "environment.tools",
             f"environment.tools: {problem}",
             "Leave tools out, take a model whose template has them, or name "
-            "environment.tool_call_parser",
+            "environment.tool_call_parser, or a format in environment.chat that knows how to call",
         )
     if config.environment.use or config.environment.verifiers:
         return  # which make their own prompts

@@ -84,7 +84,7 @@ def first(failure: Failure) -> str:
     """The first of a kind: what, where, and what to do."""
     where = f" at {failure.where}" if failure.where else ""
     during = " in evaluation" if failure.evaluation else ""
-    fix = f". {failure.fix}" if failure.fix else ""
+    fix = f". {failure.fix[0].upper()}{failure.fix[1:]}" if failure.fix else ""
     return f"{failure.kind}{during}{where}: {failure.text}{fix}"
 
 

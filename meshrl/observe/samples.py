@@ -139,7 +139,7 @@ def heading(sample: Sample) -> str:
 def ended(sample: Sample) -> str:
     """Why it ended."""
     if sample["error"]:
-        return f"{sample['failure'] or sample['ending']}: {sample['error']}"
+        return str(sample["error"])
     known = {"length": "cut at rollout.max_tokens", "turns": "cut at rollout.max_turns"}
     ending = str(sample["ending"])
     return known.get(ending, ending)

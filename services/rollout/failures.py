@@ -69,19 +69,23 @@ class Failures:
 
     def failed(self, error: ToolFailed, *, evaluation: bool = False) -> str:
         """A trajectory has failed by this error; its kind."""
-        kind, place, text = OTHER, place_in(error.message), error.message
+        kind = OTHER if type(error) is ToolFailed else error.code.replace("_", " ")
+        place, text = place_in(error.message), error.message
         if isinstance(error, TrajectoryFailed):
             kind, place, text = error.kind, error.place, error.detail
         found = self._kind(kind, without_place(text), place, evaluation)
         found.count, found.fix = found.count + 1, error.fix
         return kind
 
-    def gave_up(self, what: str, kind: str, text: str, deadline_s: float) -> None:
-        """A call of the function `what` took more than its deadline, and may be made again."""
-        self._kind(kind, without_place(text), place_in(text), False).calls += 1
+    def gave_up(self, what: str, kind: str, text: str, deadline_s: float, key: str) -> None:
+        """A call of the function `what` took more than its deadline, the job file's `key`, and may
+        be made again.
+        """
+        found = self._kind(kind, without_place(text), place_in(text), False)
+        found.calls, found.fix = found.calls + 1, f"make it finish, or raise {key}"
         now = self._mesh.clock.monotonic()
         row = self._hanging.setdefault(what, _Row(now - deadline_s, deadline_s))
-        row.calls, row.text = row.calls + 1, text
+        row.calls, row.text = row.calls + 1, f"{text}; {found.fix}"
 
     def answered(self, what: str) -> None:
         """A call of the function has ended by itself."""

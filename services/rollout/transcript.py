@@ -34,7 +34,8 @@ class Transcript:
     def turns(self, t: Trajectory, reason: str = "") -> list[dict[str, Any]]:
         """All turns in order: the model's, its tools', and what was appended after them.
 
-        `reason` is why the trajectory has ended: `done`, `length` or `turns`.
+        `reason` is why the trajectory has ended: `done`, `length`, `turns`, or the code of a typed
+        failure, which leaves open whether a whole turn was the last for want of room.
         """
         told: list[dict[str, Any]] = []
         tokens, at = t.tokens, t.prompt_length
@@ -49,7 +50,7 @@ class Transcript:
                 text = self._decode(tokens[at : at + turn.appended].tolist())
                 told.append({"role": "environment", "text": text})
                 at += turn.appended
-        if reason in CUT_SHORT:
+        if reason in CUT_SHORT or (t.every_turn and t.every_turn[-1].cut):
             last = next((turn for turn in reversed(told) if turn["role"] == "model"), None)
             if last is not None:
                 last["truncated"] = True

@@ -171,7 +171,8 @@ class EnvironmentPool:
         late, error.late = error.late, ""
         if late:
             text = f"the environment {self._use} hung: {late}"
-            self._failures.gave_up(TIMED_OUT, TIMED_OUT, text, self._deadline_s)
+            key = "environment.step_deadline_s"
+            self._failures.gave_up(TIMED_OUT, TIMED_OUT, text, self._deadline_s, key)
 
     async def close(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))

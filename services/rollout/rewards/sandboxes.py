@@ -52,6 +52,7 @@ LOOK_S = 2.0  # between two looks at which sandboxes there are
 SLOWEST = 5  # times its limit that a jailed call may take with the queue before it
 BATCH = 3  # times its deadline that a batch of calls may take: two, and what a busy host adds
 QUEUE_S = 1800.0  # longest wait in the queue
+REWARD = "reward"  # what the job's reward is called in what is said of it
 SAID = {  # how a call of the author's code failed, by its status
     RAISED: "raised",
     TIMEOUT: "timed out",
@@ -230,8 +231,8 @@ class SandboxClient:
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """The job's reward; ToolFailed when the function raises, hangs or returns garbage."""
         deadline_s = self._job.config.reward.deadline_s
-        call = self._decided(self._rewards, (row, turns), "reward", deadline_s)
-        return float(_value(await call, "reward"))
+        call = self._decided(self._rewards, (row, turns), REWARD, deadline_s)
+        return float(_value(await call, REWARD))
 
     def ended(self, session: str) -> None:
         """A trajectory is over: its session need not be kept. Its sandbox is told meanwhile, after
@@ -268,7 +269,8 @@ class SandboxClient:
             hung = outcome.status == TIMEOUT and outcome.value is None
             if hung:
                 kind = f"{what} {SAID[TIMEOUT]}"
-                self._failures.gave_up(what, kind, outcome.error, deadline_s)
+                key = "reward.deadline_s" if what == REWARD else "environment.tool_deadline_s"
+                self._failures.gave_up(what, kind, outcome.error, deadline_s, key)
             else:
                 self._failures.answered(what)
             if outcome.status in (OK, RAISED, BAD_VALUE) or (once and outcome.value is not None):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from meshrl.observe import samples
+from meshrl.observe.lines import lines_of
 from tests.mesh.running import Run
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,6 +29,15 @@ def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
     assert "reward: timeout: reward took more than 0.3 s" in log
     assert "reward: bad_value: reward returned 'a lot', a str" in log
     assert mesh.audit()["lost"] == 0
+    assert "reward raised at digits.py:" in mesh.said
+    assert "reward timed out at digits.py:" in mesh.said
+    rows = lines_of(mesh.directory / "metrics.jsonl")
+    assert summary["failed_share"] > 0 and any(row["failed_share"] for row in rows)
+    kinds = {failure["kind"]: failure["count"] for failure in summary["failures"]}
+    assert min(kinds["reward raised"], kinds["reward timed out"]) > 0
+    kept = samples.read(mesh.directory)
+    assert {sample["reward"] is None for sample in kept} == {True, False}
+    assert all(sample["turns"][0]["role"] == "model" for sample in kept)
 
 
 def test_a_job_whose_reward_always_raises_fails_and_says_what_it_raised(

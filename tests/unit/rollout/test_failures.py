@@ -55,6 +55,7 @@ def test_a_reward_that_hangs_is_told_before_a_trajectory_has_failed(tmp_path: Pa
         (first,) = await told(bench)
         assert (first["kind"], first["where"]) == ("reward timed out", "m.py:7 in g()")
         assert (first["count"], first["calls"]) == (0, 1)
+        assert first["fix"] == "make it finish, or raise reward.deadline_s"
 
     on_shard(tmp_path, story)
 

@@ -117,6 +117,6 @@ def test_the_report_shows_trajectories_of_evaluations_with_their_text_as_text() 
     more = {"set": "held_out.greedy", "evaluation": "step-10"}
     page = section([sample(0, 0.5), sample(1, 1.0, **more), sample(2, None, **more)])
     assert page.count("<details>") == 2
-    assert "it is &lt;1&gt;" in page and "reward raised: reward: raised: ValueError" in page
+    assert "it is &lt;1&gt;" in page and "no reward | reward: raised: ValueError" in page
     assert heading(sample(1, 1.0, **more)).startswith("step 1 | evaluation step-10, held_out.gr")
     assert [role for role, *_ in parts(sample(1, 1.0))][1:3] == ["model", "tool"]
