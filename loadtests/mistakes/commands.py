@@ -165,7 +165,7 @@ MISTAKES = (
     ),
     Mistake(
         "run: --force on the working directory",
-        ("run",),
+        ("working directory", "out"),
         argv=("run", "job.toml", "--force", "--set", "out=."),
     ),
     Mistake(

@@ -171,4 +171,4 @@ def _judge(
 
 
 def _is_run(name: str, before: dict[str, str]) -> bool:
-    return name not in before and name.startswith("runs/")
+    return name not in before and Path(name).parent == Path("runs")
