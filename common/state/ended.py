@@ -94,6 +94,11 @@ async def ended(state: State) -> list[Ended]:
     return sorted(found, key=lambda end: (-end.at_ms, end.name))
 
 
+async def forget_all(state: State) -> None:
+    """A mesh that starts again knows nothing of how its processes ended before."""
+    await state.command("DEL", ENDED)
+
+
 class Reports:
     """Tells of ends at once, or from the background for a while where Redis does not answer."""
 

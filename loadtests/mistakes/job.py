@@ -136,7 +136,8 @@ def make_model(directory: Path) -> None:
     vocabulary = {letter: index for index, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    file = directory.parent / "letters.json"
+    file = directory.parent / "letters" / "tokenizer.json"
+    file.parent.mkdir(parents=True)
     tokenizer.save(str(file))
     config = ModelConfig.from_hf(
         {

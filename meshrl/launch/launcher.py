@@ -27,7 +27,7 @@ from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import embedded, registry
 from common.state.client import State
-from common.state.ended import Report, Reports
+from common.state.ended import Report, Reports, ended, forget_all
 from meshrl.launch import leftovers, plan, redis_guard
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.places import MeshPlace, read_json, write_json
@@ -35,6 +35,7 @@ from meshrl.observe import storage
 
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
+START_TRIES = 3  # times that an error may end a process while the mesh starts
 GRACE_S = 10.0  # from SIGTERM to SIGKILL, for each stage of the stop
 ECHO_S = 1.0  # one Ctrl-C may arrive twice, from the terminal and from a parent
 
@@ -71,6 +72,7 @@ class Launcher(Hooks):
         self._redis_children: list[Child] = []
         self._watch: LeaseWatch | None = None
         self._reports: Reports | None = None
+        self._explained: set[str] = set()  # those whose ends have an error that says why
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def start(self, begin: Callable[[], Awaitable[None]] | None = None) -> None:
@@ -86,6 +88,7 @@ class Launcher(Hooks):
             self.state = await State.open(url)
             self._reports = Reports(self.state, self.clock)
             await self._refuse_a_second_mesh()
+            await forget_all(self.state)
             self._write_settings(url)
             if begin is not None:
                 await begin()
@@ -154,6 +157,8 @@ class Launcher(Hooks):
         if self._supervisor is None:  # the mesh stops
             return
         log = str(self.place.log(child.name))
+        if end.failure is not None:
+            self._explained.add(child.name)
         report = Report(child.name, end.code, end.why, end.failure, final=end.final, log=log)
         if child.name == "redis":
             if self._reports is not None:
@@ -181,8 +186,8 @@ class Launcher(Hooks):
         )
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
-        said = end_of(spec.log)
-        self.why = f"{spec.name} does not stay up: {why}; its log {spec.log} ends: {said}"
+        said = "" if spec.name in self._explained else f" ends: {end_of(spec.log)}"
+        self.why = f"{spec.name} does not stay up: {why}; its log {spec.log}{said}"
 
     async def escalate(self, name: str) -> None:
         self.failed.set()
@@ -284,6 +289,7 @@ class Launcher(Hooks):
                 return
             if self.failed.is_set():
                 raise MeshError(self.why)
+            await self._none_is_hopeless({e.name for e in entries})
             if self.clock.monotonic() > until:
                 absent = ", ".join(missing) or f"{self.shape.workers - workers} workers"
                 raise DeadlineExceeded(
@@ -291,6 +297,13 @@ class Launcher(Hooks):
                     fix=f"See the logs in {self.place.logs}",
                 )
             await self.clock.sleep(0.1)
+
+    async def _none_is_hopeless(self, alive: set[str]) -> None:
+        """MeshError with what ends a process that would not come up, however long one waited."""
+        for end in await ended(self.state):
+            tried = bool(end.error.get("type")) and end.times >= START_TRIES
+            if end.name not in alive and (end.final or tried):
+                raise MeshError(f"{end.name} does not start: {end.told}; its log: {end.log}")
 
     def _services(self) -> list[plan.Service]:
         shape = self.shape

@@ -11,7 +11,7 @@ from common.job.changing import differences, refusal
 from common.records.checkpoints import steps_done
 from common.state import jobs
 from meshrl.asking import ANSWER_S, ask
-from meshrl.job import edited, jobfile
+from meshrl.job import edited
 from meshrl.launch import places
 from meshrl.launch.claims import locked, runs
 from meshrl.launch.places import MeshPlace
@@ -28,10 +28,14 @@ def resume(directory: Path, settings: list[str]) -> int:
         return _on_the_mesh(run, settings)
     with locked(run.place, run_dir):
         whole.check(run_dir, held, run.place)
+    if not settings:
+        _refuse_if_done(run, held["document"], held["document"])
+    from meshrl.job import jobfile  # here, because pydantic takes half a second to import
+
     _, was = jobfile.again(held["document"], [])  # with what later versions have added
     job, document = jobfile.again(held["document"], settings)
     changes = _allowed(run, was, document)
-    _refuse_if_done(run, held["document"], document)
+    _refuse_if_done(run, was, document)
     for line in edited.notice(held["file"], document, run.shown) if "file" in held else []:
         print(line)
     # Imported here: only now is it sure that a mesh will be needed.

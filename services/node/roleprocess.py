@@ -45,6 +45,7 @@ class RoleProcess(Hooks):
         self._mesh, self._gang, self._commands, self._logs = mesh, gang, commands, logs
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
         self._reports = Reports(mesh.state, mesh.clock)
+        self._explained = False  # its last end has an error that says why
         self.leases = LeaseWatch(
             mesh.state, mesh.clock, mesh.settings.host, lambda: self._supervisor.children.values()
         )
@@ -148,6 +149,7 @@ class RoleProcess(Hooks):
 
     async def ended(self, child: Child, end: End) -> None:
         await self.leases.evict(child)
+        self._explained = end.failure is not None
         if self.state in ("starting", "ready"):
             self.restarts += 1
             self._enter("starting", f"{child.name} ended: {end.told}")
@@ -167,6 +169,6 @@ class RoleProcess(Hooks):
         return self.leases.expired(child)
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
-        said = end_of(spec.log)
-        self._enter("failed", f"{spec.name}: {why}; its log {spec.log} ends: {said}")
+        said = "" if self._explained else f" ends: {end_of(spec.log)}"
+        self._enter("failed", f"{spec.name}: {why}; its log {spec.log}{said}")
         self.changed.set()

@@ -69,7 +69,8 @@ class Failures:
 
     def failed(self, error: ToolFailed, *, evaluation: bool = False) -> str:
         """A trajectory has failed by this error; its kind."""
-        kind, place, text = OTHER, place_in(error.message), error.message
+        kind = OTHER if type(error) is ToolFailed else error.code.replace("_", " ")
+        place, text = place_in(error.message), error.message
         if isinstance(error, TrajectoryFailed):
             kind, place, text = error.kind, error.place, error.detail
         found = self._kind(kind, without_place(text), place, evaluation)

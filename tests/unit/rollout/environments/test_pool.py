@@ -21,6 +21,7 @@ from common.random import Random
 from loadtests.chat_templates import directory_of
 from services.environment.environments import made, parser
 from services.rollout.environments.pool import EnvironmentPool, command
+from services.rollout.failures import TrajectoryFailed
 from tests.meshes import alone
 from tests.unit.common.model.templates.formats import FORMATS
 
@@ -106,7 +107,8 @@ async def test_code_that_hangs_fails_by_type_and_takes_no_neighbour_with_it(
     )
     failed = {key: a for key, a in zip(keys, answers, strict=True) if isinstance(a, Exception)}
     assert failed.keys() == {3}
-    assert isinstance(failed[3], ToolFailed) and "hung: step()" in str(failed[3])
+    assert isinstance(failed[3], TrajectoryFailed) and "hung: step()" in str(failed[3])
+    assert failed[3].kind == "environment timed out"
 
 
 async def test_a_restore_may_take_as_long_as_the_steps_that_it_repeats(
