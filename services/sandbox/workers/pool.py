@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.answer import Answer
 from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
-from services.sandbox.workers.worker import LOADED, OK, shown_name
+from services.sandbox.workers.worker import FORKED, LOADED, OK, OUT_OF_MEMORY, shown_name
 
 LOAD_S = 30.0  # for the import of the job's modules
 BASELINE_S = 0.05  # into a call its CPU time is first read: most have ended by then
@@ -336,7 +337,10 @@ class Pool:
         place = self._places.get(call.name, "")
         of = f"{self._job}, {place}" if place else self._job
         with self._waits.wait("its end", on=f"{shown_name(call.name)} of {of} (pid {child.pid})"):
-            return await self._answered(child, call_id, call)
+            try:
+                return await self._answered(child, call_id, call)
+            except PeerLost as error:
+                raise PeerLost(await _end_of(child) or error.message) from error
 
     async def _answered(self, child: Child, call_id: int, call: _Waiting) -> Answer:
         begun = self._clock.monotonic()
@@ -383,6 +387,18 @@ class Pool:
 
     def _placed(self, call: _Waiting, error: str) -> str:
         return placed(error, self._places.get(call.name, ""))
+
+
+async def _end_of(child: Child) -> str:
+    """How a worker ended whose channel is closed; empty while it still runs."""
+    code = await child.wait(ENDING_S)
+    if code is None:
+        return ""
+    if code == OUT_OF_MEMORY:
+        return "there was no memory left for it (MemoryError)"
+    if code == FORKED:
+        return "a child process that it started came back from the function"
+    return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
 def _unpacked(frame: bytes) -> tuple[int, str, Any, str]:

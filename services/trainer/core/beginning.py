@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from common.errors import ConfigError
+from common.job.authored import beginning_of, place_of, placed
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model
 from common.model.tokenizer import Tokenizer
+from common.random import Random
 from kernels.build import TRAINING, library
 from services.trainer.arithmetic.forward import checkpoint_layers
 from services.trainer.arithmetic.learner import Learner
@@ -111,7 +113,7 @@ def warm(data: JobData, learner: Learner, progress: Callable[[int, float], None]
             return True
     warm_start.warm_start(
         learner,
-        function(data, config.warm_start.demonstrations),
+        demonstrations(data),
         Tokenizer.load(str(data.tokenizer)),
         config.warm_start,
         seed=config.seed,
@@ -158,6 +160,32 @@ def function(data: JobData, reference: str) -> Callable[..., Any]:
     module, _, name = reference.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
+
+
+def demonstrations(data: JobData) -> warm_start.Demonstrate:
+    """The job's function for its warm start; it raises ConfigError, with the line of the author's
+    code, for what raises there or is no demonstration.
+    """
+    use, directory = data.config.warm_start.demonstrations, str(data.modules)
+    asked = function(data, use)
+
+    def demonstrate(random: Random, done: float) -> warm_start.Segments:
+        try:
+            segments = asked(random, done)
+        except Exception as error:
+            why = f"{use} raised {type(error).__name__}: {error}"
+            place = place_of(error, directory)
+            raise ConfigError(placed(why, place), where="warm_start.demonstrations") from error
+        if not warm_start.is_demonstration(segments):
+            why = f"{use} returned {repr(segments)[:80]}, which is no demonstration"
+            raise ConfigError(
+                placed(why, beginning_of(asked, directory)),
+                where="warm_start.demonstrations",
+                fix="return [(text, whether the model writes it), ...], the prompt first",
+            )
+        return segments  # type: ignore[no-any-return]
+
+    return demonstrate
 
 
 def check(data: JobData) -> None:

@@ -94,6 +94,16 @@ def demonstration(
     )
 
 
+def is_demonstration(found: object) -> bool:
+    """Whether a job's function has returned pieces of text, each with whose it is."""
+    return (
+        isinstance(found, list | tuple)
+        and bool(found)
+        and all(isinstance(piece, list | tuple) and len(piece) == 2 for piece in found)
+        and all(isinstance(text, str) for text, _ in found)
+    )
+
+
 def encode(segments: Segments, tokenizer: Tokenizer, chat: bool = False) -> Sequence:
     """Each segment by itself, as a rollout appends it: tokens never merge across a border."""
     first, *others = [text for text, _ in segments]

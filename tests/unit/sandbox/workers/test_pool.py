@@ -200,9 +200,9 @@ async def with_neighbours(pool: Pool, do: str, **row: Any) -> Answer:
         ("prints", "ok", ""),
         ("writes_to_descriptors", "ok", ""),
         ("closes_descriptors", "crashed", "reward failed its process twice"),
-        ("exits", "crashed", "reward failed its process twice"),
+        ("exits", "crashed", "reward failed its process twice: exit status 0"),
         ("exits_politely", "raised", "SystemExit: done"),
-        ("segfaults", "crashed", "reward failed its process twice"),
+        ("segfaults", "crashed", "reward failed its process twice: it ended by SIGSEGV"),
         ("forks", "ok", ""),
     ],
 )
@@ -243,7 +243,9 @@ async def test_an_integer_reward_and_a_bool_are_floats(make: Make) -> None:
 async def test_a_tool_that_eats_all_memory_crashes_and_its_process_is_replaced(make: Make) -> None:
     pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
     eats, good = use(10.0, "leaks"), use(10.0, "good")
-    assert [a.status for a in await pool.run([good, eats, good])] == ["ok", "crashed", "ok"]
+    answers = await pool.run([good, eats, good])
+    assert [answer.status for answer in answers] == ["ok", "crashed", "ok"]
+    assert "MemoryError" in answers[1].error
     assert pool.replaced == 2
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from common.job.config import LoraConfig, ModelConfigSection
+from common.errors import ConfigError
+from common.job.config import LoraConfig, ModelConfigSection, WarmStartConfig
 from common.job.job_data import JobData
-from services.trainer.core.beginning import first_weights, fresh_learner, outline
+from common.random import Random
+from services.trainer.core.beginning import demonstrations, first_weights, fresh_learner, outline
 from tests.unit.trainer.core.groups_under_test import job
 
 JOBS = Path(__file__).parents[3] / "mesh/jobs"
@@ -33,3 +35,28 @@ def test_without_a_warm_start_nobody_makes_a_whole_model_for_the_ranks(data: Job
     adapted = replace(data, config=replace(data.config, lora=LoraConfig(rank=2)))
     for one in (data, adapted):
         assert first_weights(one, lambda step, loss: None) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "return 'a text'",
+            "returned 'a text', which is no demonstration (shows_0.py:1 in show())",
+        ),
+        ("return []", "returned [], which is no demonstration (shows_1.py:1 in show())"),
+        ("return [('1', 0), (2, 1)]", "is no demonstration (shows_2.py:1 in show())"),
+        ("\n    return {}['prompt']", "raised KeyError: 'prompt' (shows_3.py:3 in show())"),
+    ],
+)
+def test_what_is_no_demonstration_is_named_with_its_line(
+    data: JobData, body: str, said: str, request: pytest.FixtureRequest
+) -> None:
+    number = request.node.callspec.indices["body"]
+    data.modules.mkdir(exist_ok=True)
+    (data.modules / f"shows_{number}.py").write_text(f"def show(rng, progress):\n    {body}\n")
+    shows = WarmStartConfig(demonstrations=f"shows_{number}:show")
+    asked = demonstrations(replace(data, config=replace(data.config, warm_start=shows)))
+    with pytest.raises(ConfigError) as told:
+        asked(Random(0), 0.0)
+    assert said in told.value.message and told.value.where == "warm_start.demonstrations"
