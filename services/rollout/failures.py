@@ -8,6 +8,7 @@ trajectory fails.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from common.errors import MeshError, ToolFailed
@@ -66,6 +67,7 @@ class Failures:
         self._kinds: dict[tuple[str, str, bool], _Kind] = {}
         self._hanging: dict[str, _Row] = {}
         self._told = 0  # events
+        self._telling = asyncio.Lock()
 
     def failed(self, error: ToolFailed, *, evaluation: bool = False) -> str:
         """A trajectory has failed by this error; its kind."""
@@ -113,28 +115,29 @@ class Failures:
         """Puts into the event stream what it does not know yet; a retryable MeshError leaves the
         rest for the next time.
         """
-        now = self._mesh.clock.monotonic()
-        for (kind, where, evaluation), found in self._kinds.items():
-            due = last or found.told is None or now - found.told >= TELL_S
-            if not due or not (found.count or found.calls):
-                continue
-            count, calls = found.count, found.calls
-            fields = {
-                "job": self._job,
-                "kind": kind,
-                "text": found.text,
-                "fix": found.fix,
-                "where": where,
-                "count": count,
-                "calls": calls,
-                "evaluation": evaluation,
-                "by": self._mesh.name,
-            }
-            mesh, op_id = self._mesh, f"failure-{self._mesh.token}-{self._told}"
-            await events.append_as(mesh.state, mesh.name, mesh.token, "failure", fields, op_id)
-            self._told += 1
-            found.told = now
-            found.count, found.calls = found.count - count, found.calls - calls
+        async with self._telling:  # an event told twice at a time would count once
+            now = self._mesh.clock.monotonic()
+            for (kind, where, evaluation), found in self._kinds.items():
+                due = last or found.told is None or now - found.told >= TELL_S
+                if not due or not (found.count or found.calls):
+                    continue
+                count, calls = found.count, found.calls
+                fields = {
+                    "job": self._job,
+                    "kind": kind,
+                    "text": found.text,
+                    "fix": found.fix,
+                    "where": where,
+                    "count": count,
+                    "calls": calls,
+                    "evaluation": evaluation,
+                    "by": self._mesh.name,
+                }
+                mesh, op_id = self._mesh, f"failure-{self._mesh.token}-{self._told}"
+                await events.append_as(mesh.state, mesh.name, mesh.token, "failure", fields, op_id)
+                self._told += 1
+                found.told = now
+                found.count, found.calls = found.count - count, found.calls - calls
 
     def _kind(self, kind: str, text: str, place: str, evaluation: bool) -> _Kind:
         key = kind, place, evaluation

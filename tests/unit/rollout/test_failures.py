@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from common.api.sandbox import RAISED, TIMEOUT, Outcome, RewardCall
 from common.job.authored import beginning_of, place_in, place_of, placed, without_place
 from common.state import events, jobs
-from services.rollout.failures import HUNG_CALLS, TELL_S
+from services.rollout.failures import HUNG_CALLS, TELL_S, TrajectoryFailed
 from services.rollout.rewards.sandboxes import TIMEOUTS
 from tests.contract.state.state_bench import JOB
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
@@ -42,6 +43,17 @@ def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_by_thei
         every = await told(bench)
         assert len(every) <= 3, "one event of a kind in so many seconds"
         assert sum(event["count"] for event in every) == 6, "two groups of three"
+
+    on_shard(tmp_path, story)
+
+
+def test_what_two_tell_at_the_same_time_is_counted_whole(tmp_path: Path) -> None:
+    async def story(bench: ShardBench) -> None:
+        failures = bench.job.failures
+        for text in (RAISES, SLEEPS, RAISES):
+            failures.failed(TrajectoryFailed(text, kind="reward raised"))
+            await asyncio.gather(*(failures.tell(last=True) for _ in range(3)))
+        assert sum(event["count"] for event in await told(bench)) == 3
 
     on_shard(tmp_path, story)
 
