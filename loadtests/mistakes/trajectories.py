@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loadtests.mistakes.job import CODE
+from loadtests.mistakes.job import CODE, LETTERS
 from loadtests.mistakes.mistake import Mistake
 
 _TOOLS = """
@@ -47,7 +47,9 @@ def _in_a_reward(name: str, body: str, *says: str, **set_: Any) -> Mistake:
 
 
 def _in_an_environment(name: str, old: str, new: str, *says: str, **set_: Any) -> Mistake:
-    keys = _USE | {"environment.tool_deadline_s": 2.0, "environment.step_deadline_s": 2.0}
+    # Any letter ends a turn, so that every trajectory comes to the environment's step.
+    keys = _USE | {"rollout.stop": list(LETTERS), "environment.tool_deadline_s": 2.0}
+    keys |= {"environment.step_deadline_s": 2.0}
     keys |= {key.replace("__", "."): value for key, value in set_.items()}
     return Mistake(f"environment: {name}", says, running=True, files=_changed(old, new), set=keys)
 
