@@ -54,14 +54,15 @@ count('filtered', left_out)
 count('typed_drops', drops)
 redis.call('HSET', JOB .. ':job', 'version', a.step, 'steps_done', a.step, 'manifest', a.manifest,
   'checkpoint', a.checkpoint)
--- Trajectories that have ended since the commit before, in groups of this step and in those that were
--- dropped meanwhile. A job that was put back, or went back, begins to count at this step.
+-- Trajectories that have ended since the commit before, in groups of this step and in those that
+-- were dropped meanwhile. A job that was put back, or went back, begins to count at this step.
 local total = redis.call('HMGET', JOB .. ':job', 'trained', 'filtered', 'typed_drops', 'told_ended',
   'told_failed')
 local all_failed = tonumber(total[3])
 local all_ended = tonumber(total[1]) + tonumber(total[2]) + all_failed
 local first = a.step == 1
-local ended = all_ended - tonumber(total[4] or (first and 0 or all_ended - trained - left_out - drops))
+local here = trained + left_out + drops
+local ended = all_ended - tonumber(total[4] or (first and 0 or all_ended - here))
 local failed = all_failed - tonumber(total[5] or (first and 0 or all_failed - drops))
 redis.call('HSET', JOB .. ':job', 'told_ended', all_ended, 'told_failed', all_failed)
 redis.call('HSET', step_key, 'lineage', a.lineage, 'step', a.step, 'manifest', a.manifest,
