@@ -195,9 +195,10 @@ def _done_on(place: MeshPlace, directory: Path, job: str) -> None:
     if not place.settings.is_file():
         return  # there is no such mesh any more
     fix = f"`meshrl cancel {directory}` ends it; or set another `out`"
+    summary = directory / "summary.json"
+    written = read_json(summary).get("phase") if summary.is_file() else None
     if not runs(place):
-        summary = directory / "summary.json"
-        if not summary.is_file() or read_json(summary).get("phase") not in ENDED:
+        if written not in ENDED:
             raise Refused(
                 f"the run in {directory} has not ended: it waits for its mesh in {place.root}",
                 fix=f"`meshrl resume {directory}` goes on; or set another `out`",
@@ -212,8 +213,15 @@ def _done_on(place: MeshPlace, directory: Path, job: str) -> None:
             f"whether the run in {directory} goes on cannot be seen: {error.message}",
             fix=f"`meshrl down --mesh {place.root}` stops its mesh; or set another `out`",
         ) from error
-    if row.run_dir == str(directory) and not row.ended:
+    if row.run_dir != str(directory):
+        return
+    if not row.ended:
         raise Refused(f"the run in {directory} goes on, on the mesh in {place.root}", fix=fix)
+    if written != row.phase:  # the summary is the last file of a run: its recorder still writes
+        raise Refused(
+            f"the run in {directory} is over and is being written down",
+            fix=f"`meshrl wait {directory}` returns when it is; or set another `out`",
+        )
 
 
 def _left_over(_: object, path: str, why: tuple[type, BaseException, object]) -> None:
