@@ -39,11 +39,15 @@ class Claim:
     kept: bool = False
 
     def keep(self) -> None:
-        """The run has begun: what it replaces goes."""
+        """The run has begun, or nobody knows: its directory stays."""
         self.kept = True
         (self.directory / TAKEN).unlink(missing_ok=True)
+
+    def replace(self) -> None:
+        """The run goes on: what it replaces goes."""
         if self.aside is not None:
             shutil.rmtree(self.aside, onerror=_left_over)
+            self.aside = None
 
     def mark(self) -> None:
         """Takes the directory: it is not empty from here on."""
@@ -55,12 +59,22 @@ class Claim:
         """Leaves everything as it was before."""
         if self.taken:
             for path in self.directory.iterdir():
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                folder = path.is_dir() and not path.is_symlink()
+                shutil.rmtree(path, ignore_errors=True) if folder else path.unlink()
         with contextlib.suppress(OSError):  # somebody else has put something there
             for path in self.made:
                 path.rmdir()
-        if self.aside is not None:
+        if self.aside is None:
+            return
+        try:
             self.aside.rename(self.directory)
+        except OSError as error:
+            self.tell_of_replaced(str(error))
+
+    def tell_of_replaced(self, why: str) -> None:
+        """Where the run lies that was to be replaced, and is neither deleted nor put back."""
+        told = f"the run that --force replaces is whole in {self.aside} ({why})"
+        print(f"{told}; `mv` it to a name of its own, and `meshrl resume` goes on", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -87,6 +101,8 @@ def claimed(config: JobConfig, force: bool) -> Iterator[Claim]:
         finally:
             if not claim.kept:
                 claim.give_back()
+            elif claim.aside is not None:
+                claim.tell_of_replaced(f"the one in {target} did not come up")
 
 
 @contextlib.contextmanager
