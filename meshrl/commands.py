@@ -58,8 +58,13 @@ def submit(
         async def hand_over(state: State) -> None:
             await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
 
-        ask(place, hand_over, ANSWER_S)
+        try:
+            ask(place, hand_over, ANSWER_S)
+        except StateUnavailable:  # perhaps the mesh has the job all the same
+            claim.keep()
+            raise
         claim.keep()
+        claim.replace()
     print(f"submitted {job}; its run directory is {run_dir}")
 
 

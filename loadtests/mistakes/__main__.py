@@ -1,6 +1,6 @@
 """Makes every mistake that users are known to make, and says which are told clearly and in time.
 
-    python -m loadtests.mistakes                    # all, on real meshes; some ten minutes
+    python -m loadtests.mistakes                    # all, on real meshes
     python -m loadtests.mistakes --only rollout     # those with this in their names
     python -m loadtests.mistakes --list
 

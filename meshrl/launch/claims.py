@@ -39,11 +39,15 @@ class Claim:
     kept: bool = False
 
     def keep(self) -> None:
-        """The run has begun: what it replaces goes."""
+        """The run has begun, or nobody knows: its directory stays."""
         self.kept = True
         (self.directory / TAKEN).unlink(missing_ok=True)
+
+    def replace(self) -> None:
+        """The run goes on: what it replaces goes."""
         if self.aside is not None:
             shutil.rmtree(self.aside, onerror=_left_over)
+            self.aside = None
 
     def mark(self) -> None:
         """Takes the directory: it is not empty from here on."""
@@ -55,12 +59,22 @@ class Claim:
         """Leaves everything as it was before."""
         if self.taken:
             for path in self.directory.iterdir():
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+                folder = path.is_dir() and not path.is_symlink()
+                shutil.rmtree(path, ignore_errors=True) if folder else path.unlink()
         with contextlib.suppress(OSError):  # somebody else has put something there
             for path in self.made:
                 path.rmdir()
-        if self.aside is not None:
+        if self.aside is None:
+            return
+        try:
             self.aside.rename(self.directory)
+        except OSError as error:
+            self.tell_of_replaced(str(error))
+
+    def tell_of_replaced(self, why: str) -> None:
+        """Where the run lies that was to be replaced, and is neither deleted nor put back."""
+        told = f"the run that --force replaces is whole in {self.aside} ({why})"
+        print(f"{told}; `mv` it to a name of its own, and `meshrl resume` goes on", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -87,6 +101,8 @@ def claimed(config: JobConfig, force: bool) -> Iterator[Claim]:
         finally:
             if not claim.kept:
                 claim.give_back()
+            elif claim.aside is not None:
+                claim.tell_of_replaced(f"the one in {target} did not come up")
 
 
 @contextlib.contextmanager
@@ -195,9 +211,10 @@ def _done_on(place: MeshPlace, directory: Path, job: str) -> None:
     if not place.settings.is_file():
         return  # there is no such mesh any more
     fix = f"`meshrl cancel {directory}` ends it; or set another `out`"
+    summary = directory / "summary.json"
+    written = read_json(summary).get("phase") if summary.is_file() else None
     if not runs(place):
-        summary = directory / "summary.json"
-        if not summary.is_file() or read_json(summary).get("phase") not in ENDED:
+        if written not in ENDED:
             raise Refused(
                 f"the run in {directory} has not ended: it waits for its mesh in {place.root}",
                 fix=f"`meshrl resume {directory}` goes on; or set another `out`",
@@ -212,8 +229,15 @@ def _done_on(place: MeshPlace, directory: Path, job: str) -> None:
             f"whether the run in {directory} goes on cannot be seen: {error.message}",
             fix=f"`meshrl down --mesh {place.root}` stops its mesh; or set another `out`",
         ) from error
-    if row.run_dir == str(directory) and not row.ended:
+    if row.run_dir != str(directory):
+        return
+    if not row.ended:
         raise Refused(f"the run in {directory} goes on, on the mesh in {place.root}", fix=fix)
+    if written != row.phase:  # the summary is the last file of a run: its recorder still writes
+        raise Refused(
+            f"the run in {directory} is over and is being written down",
+            fix=f"`meshrl wait {directory}` returns when it is; or set another `out`",
+        )
 
 
 def _left_over(_: object, path: str, why: tuple[type, BaseException, object]) -> None:

@@ -40,7 +40,7 @@ def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None
             await _bring_in(launcher, run_dir, config.name, document)
             claim.keep()
 
-        return asyncio.run(session(run_dir, shape_for(config), begin))
+        return asyncio.run(session(run_dir, shape_for(config), begin, claim.replace))
 
 
 def pack_run(
@@ -81,9 +81,14 @@ def place_of(run_dir: Path) -> MeshPlace:
     return MeshPlace(Path(read_json(run_dir / "job.json").get("mesh", run_dir)))
 
 
-async def session(run_dir: Path, shape: Shape, begin: Callable[[Launcher], Awaitable[None]]) -> int:
+async def session(
+    run_dir: Path,
+    shape: Shape,
+    begin: Callable[[Launcher], Awaitable[None]],
+    started: Callable[[], None] = lambda: None,
+) -> int:
     """A mesh from its start to the end of a run; the exit status. `begin` gives Redis the job,
-    before any service looks for one.
+    before any service looks for one; `started` is called when all services are there.
     """
     job = str(read_json(run_dir / "job.json")["job"])
     place = place_of(run_dir)
@@ -93,6 +98,8 @@ async def session(run_dir: Path, shape: Shape, begin: Callable[[Launcher], Await
     print(f"{job}: starting a mesh of {shape.workers} workers in {_short(run_dir)}", flush=True)
     await launcher.start(partial(begin, launcher))
     places.point_to(place)
+    if not stop.is_set():
+        started()
     recorder: Recorder | None = None
     try:
         recorder = Recorder(launcher, job, run_dir)

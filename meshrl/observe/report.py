@@ -111,13 +111,14 @@ class LivePage:
             phase=shot.phase,
             seed=shot.seed,
             wall_s=wall_s,
-            warm_start_cached=False,
+            warm_start_cached=self._recorder.tally.warm_start_cached,
             rows=rows,
             evaluations=shot.evaluations,
             events=events,
             tally=Tally.read(run_dir / "usage.json"),
-            account=account(events, shot.in_flight, job) | {"lost": 0, "trained_twice": 0},
+            account=account(events, shot.in_flight, job),
         )
+        found["lost"] = None  # known when nothing is in flight any more
         kept = samples.read(run_dir)
         write_page(run_dir, html(found, rows, shot.evaluations, events, document, PAGE_S, kept))
 
@@ -165,6 +166,8 @@ def show(found: dict[str, Any], run_dir: Path) -> None:
 def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary as (what, value) for people."""
 
+    lost = "" if found["lost"] is None else f"{found['lost']} lost, "
+
     def accuracy(key: str) -> str:
         held = found["held_out"][key]
         if not held:
@@ -191,7 +194,7 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
             "trajectories",
             f"{found['opened']} opened, {found['trained']} trained, {found['filtered']} filtered, "
             f"{found['stale_requeued'] + found['host_lost']} given back, "
-            f"{found['typed_drops']} failed, {found['lost']} lost, "
+            f"{found['typed_drops']} failed, {lost}"
             f"{found['trained_twice']} trained twice",
         ),
         *_failed(found),

@@ -23,7 +23,6 @@ Sample = dict[str, Any]
 OLDER = ".older.jsonl"  # ends the name of a file that another has followed
 LOOK_S = 0.5  # between two looks for what is new
 STYLES = {"prompt": "dim", "model": "cyan", "tool": "yellow", "environment": "green"}
-ORDERS = ("best", "worst", "failed")
 
 
 def show(

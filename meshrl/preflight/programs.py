@@ -90,11 +90,11 @@ def servers(job: JobFile) -> None:
 def packages(job: JobFile) -> None:
     """What is installed only on demand, for what the job names, is there."""
     environment, uses = job.config.environment, [p.use for p in job.config.reward.declared]
-    wanted = {"math_verify": ("math" in uses, "reward.use", "the reward 'math'", "math")}
-    wanted["mcp"] = (bool(environment.mcp), "environment.mcp", "MCP servers", "mcp")
+    wanted = {"math_verify": ("math" in uses, "reward.use", "the reward 'math' needs", "math")}
+    wanted["mcp"] = (bool(environment.mcp), "environment.mcp", "MCP servers need", "mcp")
     for package, (used, key, what, extra) in wanted.items():
         if used and importlib.util.find_spec(package) is None:
-            wrong = f"{key}: {what} take the package {package}, which is not installed"
+            wrong = f"{key}: {what} the package {package}, which is not installed"
             raise job.fail(key, wrong, f"pip install 'meshrl[{extra}]'")
 
 

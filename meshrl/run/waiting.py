@@ -19,6 +19,7 @@ from meshrl.run.target import Run, may_live, row_of, run_of
 
 POLL_S = 0.5
 TIMED_OUT = 124  # exit status of a wait that was too short, as timeout(1) has it
+GONE_S = 2.0  # a mesh that starts has the job of its run only a moment after its Redis answers
 WRITTEN_S = 150.0  # for the report and the model of a run that is over: the export may take 120 s
 
 
@@ -62,8 +63,14 @@ def _ended(found: Outcome) -> str:
 def until_over(run: Run, timeout_s: float | None) -> Outcome | None:
     """How the run ended, once it has and what it leaves is written; None when that takes longer."""
     until = None if timeout_s is None else time.monotonic() + timeout_s
+    gone: float | None = None  # since when Redis answers and has the run no more
     while until is None or time.monotonic() < until:
-        row = _row(run)
+        try:
+            row, gone = _row(run), None
+        except (NotFound, Refused):
+            row, gone = None, gone or time.monotonic()
+            if time.monotonic() - gone >= GONE_S:
+                return outcome_of(run, live=False)  # the mesh works on other things
         ended = row is not None and row.ended
         if ended or (row is None and not may_live(run.place)):
             _written(run, ended, until)
@@ -73,12 +80,12 @@ def until_over(run: Run, timeout_s: float | None) -> Outcome | None:
 
 
 def _row(run: Run) -> JobRow | None:
-    """None: Redis does not answer, or has the run no more."""
+    """None: Redis does not answer. NotFound or Refused: it does, and has the run no more."""
     if not run.place.settings.is_file():
         return None
     try:
         return ask(run.place, lambda state: row_of(state, run), ANSWER_S)
-    except (StateUnavailable, NotFound, Refused):
+    except StateUnavailable:
         return None
 
 

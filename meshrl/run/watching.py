@@ -31,6 +31,11 @@ class Onlooker:
         self._history, self._last_event = History(), "0"
         self._evaluated: list[events.Event] = []
 
+    @property
+    def _seen(self) -> int:
+        """The last step of the rows: a restored run has none up to its checkpoint."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
     async def look(self) -> Snapshot:
         """The run now; NotFound or Refused when the mesh has it no more."""
         state, run = self._state, self._run
@@ -40,9 +45,9 @@ class Onlooker:
         if new:
             self._last_event = new[-1].id
         left = any(e.kind in ("lineage", "restored") for e in mine)
-        if left or row.steps_done < len(self.rows):
+        if left or row.steps_done < self._seen:
             self.rows = []
-        self.rows += await steps.step_rows(state, run.job, since=len(self.rows))
+        self.rows += await steps.step_rows(state, run.job, since=self._seen)
         self._evaluated = evaluated([*self._evaluated, *mine], run.job)
         reading = Reading(
             at=elapsed_s(run.directory),

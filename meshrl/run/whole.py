@@ -5,6 +5,7 @@ checkpoint that its last commit names.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def _checkpoint(run_dir: Path, place: MeshPlace) -> None:
         path = run_dir / "checkpoints" / f"{named}.json"
         fix = _START_OVER
         if newest is not None and place.root == run_dir:
-            fix = f"To go on from {newest.stem} instead: rm -r {place.redis}"
+            fix = f"To go on from {newest.stem} instead: {_aside(place.redis)}"
         raise NotFound(f"the run's checkpoint is not whole: {path} is missing", fix=fix)
     if newest is None or (is_first(newest) and not redis):
         return
@@ -110,10 +111,15 @@ def _checkpoint(run_dir: Path, place: MeshPlace) -> None:
     older = [path for path in all_checkpoints(run_dir) if path < newest]
     fix = _START_OVER
     if older:
-        fix = f"To go on from {older[-1].stem} instead: rm {newest}"
+        fix = f"To go on from {older[-1].stem} instead: {_aside(newest)}"
         if place.root == run_dir:
-            fix += f"; rm -r {place.redis}"
+            fix += f"; {_aside(place.redis)}"
     raise NotFound(f"the run's checkpoint {newest.stem} is not whole: {missing}", fix=fix)
+
+
+def _aside(path: Path) -> str:
+    """The command that puts something out of the way, and deletes nothing."""
+    return shlex.join(["mv", str(path), f"{path}.aside"])
 
 
 def _missing_of(checkpoint: Path, chunks: ChunkStore) -> str | None:

@@ -21,6 +21,7 @@ PLACES = 64  # kinds and places that are told apart; further ones count for thei
 HUNG_CALLS = 8  # in a row: a function that ends sometimes has ended by then
 HUNG_DEADLINES = 4.0  # that these must have lasted, in all
 CLOSE_S = 2.0  # for the last events of a job
+REWARD = "reward"  # what the job's reward is called in what is said of it
 OTHER = "failed"  # the kind of what has no other
 
 
@@ -66,6 +67,7 @@ class Failures:
         self._mesh, self._job = mesh, job
         self._kinds: dict[tuple[str, str, bool], _Kind] = {}
         self._hanging: dict[str, _Row] = {}
+        self._of = mesh.random.token()  # of its events, which another job's are no repeats of
         self._told = 0  # events
         self._telling = asyncio.Lock()
 
@@ -90,7 +92,11 @@ class Failures:
         row.calls, row.text = row.calls + 1, f"{text}; {found.fix}"
 
     def answered(self, what: str) -> None:
-        """A call of the function has ended by itself."""
+        """A call of the function has ended by itself. A reward that has says that trajectories come
+        to their end, whatever tool hangs in others.
+        """
+        if what == REWARD:
+            self._hanging.clear()
         self._hanging.pop(what, None)
 
     @property
@@ -117,7 +123,7 @@ class Failures:
         """
         async with self._telling:  # an event told twice at a time would count once
             now = self._mesh.clock.monotonic()
-            for (kind, where, evaluation), found in self._kinds.items():
+            for (kind, where, evaluation), found in list(self._kinds.items()):
                 due = last or found.told is None or now - found.told >= TELL_S
                 if not due or not (found.count or found.calls):
                     continue
@@ -133,7 +139,7 @@ class Failures:
                     "evaluation": evaluation,
                     "by": self._mesh.name,
                 }
-                mesh, op_id = self._mesh, f"failure-{self._mesh.token}-{self._told}"
+                mesh, op_id = self._mesh, f"failure-{self._of}-{self._told}"
                 await events.append_as(mesh.state, mesh.name, mesh.token, "failure", fields, op_id)
                 self._told += 1
                 found.told = now

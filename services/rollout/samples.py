@@ -93,8 +93,9 @@ class Samples:
             key=lambda entry: (_reward(entry[0]), entry[0].id),
         )
         failed = [entry for entry in drawn if _reward(entry[0]) is None]
-        chosen = [(t, row, ["worst"]) for t, row in scored[:EVALUATED]]
-        chosen += [(t, row, ["best"]) for t, row in scored[EVALUATED:][::-1][:EVALUATED]]
+        best = min(EVALUATED, (len(scored) + 1) // 2)  # of few, none is both
+        chosen = [(t, row, ["best"]) for t, row in scored[::-1][:best]]
+        chosen += [(t, row, ["worst"]) for t, row in scored[: len(scored) - best][:EVALUATED]]
         chosen += [(t, row, ["failed"]) for t, row in failed[:EVALUATED]]
         for t, row, why in chosen:
             self._write(self._sample(t, row, step, why) | {"set": name, "evaluation": tag})

@@ -38,7 +38,7 @@ from common.job.job_data import JobData
 from common.runtime.batcher import Batcher
 from common.runtime.mesh import Mesh
 from common.state import registry
-from services.rollout.failures import Failures, TrajectoryFailed
+from services.rollout.failures import REWARD, Failures, TrajectoryFailed
 
 Q = TypeVar("Q")
 Answered = tuple[str, Any, Any]  # a tool, its input, its value
@@ -52,7 +52,6 @@ LOOK_S = 2.0  # between two looks at which sandboxes there are
 SLOWEST = 5  # times its limit that a jailed call may take with the queue before it
 BATCH = 3  # times its deadline that a batch of calls may take: two, and what a busy host adds
 QUEUE_S = 1800.0  # longest wait in the queue
-REWARD = "reward"  # what the job's reward is called in what is said of it
 SAID = {  # how a call of the author's code failed, by its status
     RAISED: "raised",
     TIMEOUT: "timed out",

@@ -12,7 +12,7 @@ from common.api.sandbox import RAISED, TIMEOUT, Outcome, RewardCall
 from common.job.authored import beginning_of, place_in, place_of, placed, without_place
 from common.state import events, jobs
 from common.state.keys import job_prefix
-from services.rollout.failures import HUNG_CALLS, TELL_S, TrajectoryFailed
+from services.rollout.failures import HUNG_CALLS, TELL_S, Failures, TrajectoryFailed
 from services.rollout.rewards.sandboxes import TIMEOUTS
 from services.rollout.shard import RolloutShard
 from tests.contract.state.state_bench import JOB
@@ -57,6 +57,44 @@ def test_what_two_tell_at_the_same_time_is_counted_whole(tmp_path: Path) -> None
             failures.failed(TrajectoryFailed(text, kind="reward raised"))
             await asyncio.gather(*(failures.tell(last=True) for _ in range(3)))
         assert sum(event["count"] for event in await told(bench)) == 3
+
+    on_shard(tmp_path, story)
+
+
+def test_a_kind_that_comes_up_while_others_are_told_is_told_next(tmp_path: Path) -> None:
+    async def story(bench: ShardBench) -> None:
+        failures = bench.job.failures
+        failures.failed(TrajectoryFailed("one", kind="reward raised"))
+        telling = asyncio.ensure_future(failures.tell(last=True))
+        await asyncio.sleep(0)
+        failures.failed(TrajectoryFailed("two", kind="environment raised"))
+        await telling
+        await failures.tell(last=True)
+        assert [event["text"] for event in await told(bench)] == ["one", "two"]
+
+    on_shard(tmp_path, story)
+
+
+def test_a_second_job_of_a_shard_tells_its_own_first_failure(tmp_path: Path) -> None:
+    async def story(bench: ShardBench) -> None:
+        for failures in (bench.job.failures, Failures(bench.job.mesh, "another")):
+            failures.failed(TrajectoryFailed("one", kind="reward raised"))
+            await failures.tell(last=True)
+        assert [event["job"] for event in await told(bench)] == [JOB, "another"]
+
+    on_shard(tmp_path, story)
+
+
+def test_a_tool_that_hangs_in_some_trajectories_does_not_end_a_job_that_scores_others(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: ShardBench) -> None:
+        failures = bench.job.failures
+        for _ in range(3 * HUNG_CALLS):
+            failures.gave_up("look", "look timed out", "slow", 10.0, "environment.tool_deadline_s")
+            await bench.clock.sleep(10.0)
+            failures.answered("reward")
+            assert not failures.hopeless
 
     on_shard(tmp_path, story)
 

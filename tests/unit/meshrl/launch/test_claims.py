@@ -35,6 +35,7 @@ def make_run(directory: Path, **about: str) -> Path:
 def replace_mine(config: JobConfig = MINE) -> None:
     with claimed(config, True) as claim:
         claim.keep()
+        claim.replace()
 
 
 def everything(directory: Path) -> list[str]:
@@ -64,7 +65,33 @@ def test_a_start_that_succeeds_replaces_it(here: Path) -> None:
     with claimed(MINE, True) as claim:
         assert claim.directory == here / "mine"
         claim.keep()
+        claim.replace()
     assert everything(here) == ["mine"]
+
+
+def test_a_run_whose_successor_does_not_come_up_stays_whole_and_is_told(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(here / "mine")
+    with pytest.raises(KeyError), claimed(MINE, True) as claim:
+        claim.keep()  # Redis has the new job; then a service does not start
+        raise KeyError
+    (aside,) = here.glob(".mine.replaced-*")
+    assert (aside / "weights").read_text() == "precious"
+    assert str(aside) in capsys.readouterr().err
+
+
+def test_what_a_failed_start_has_linked_is_taken_back_and_what_it_leads_to_is_not(
+    here: Path,
+) -> None:
+    make_run(here / "mine")
+    (here / "store").mkdir()
+    (here / "store/chunk").write_text("precious")
+    with pytest.raises(KeyError), claimed(MINE, True) as claim:
+        (claim.directory / "store").symlink_to(here / "store")
+        raise KeyError
+    assert (here / "mine/weights").read_text() == "precious"
+    assert (here / "store/chunk").read_text() == "precious"
 
 
 def test_an_empty_directory_of_the_users_stays_one(here: Path) -> None:

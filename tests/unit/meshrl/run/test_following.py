@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from common.clock import SystemClock
+from common.errors import Refused
+from common.job.config import AlgorithmConfig, JobConfig
+from common.state import steps
 from common.state.jobs import Phase
+from common.state.registry import Entry, register
 from meshrl.__main__ import main
 from meshrl.cli import app
-from tests.unit.meshrl.run.conftest import HeldMesh, written_run
+from meshrl.launch.claims import claimed
+from meshrl.launch.places import MeshPlace
+from meshrl.run.target import Run
+from meshrl.run.watching import Onlooker
+from sim.state import simulated_state
+from tests.contract.state.state_bench import JOB as STEPPED
+from tests.contract.state.state_bench import SHARD, TRAINER, Bench, Seats
+from tests.unit.meshrl.run.conftest import HOUR_MS, HeldMesh, written_run
 
 PATIENCE_S = 30.0
 
@@ -93,6 +107,37 @@ def test_waiting_ends_with_the_job_and_its_last_file(held: HeldMesh) -> None:
     assert json.loads(found.stdout)["state"] == "finished"
 
 
+@pytest.mark.parametrize("other", [False, True], ids=["no such job", "another run's"])
+def test_waiting_ends_when_the_mesh_has_the_run_no_more(held: HeldMesh, other: bool) -> None:
+    held.phase(Phase.TRAINING)
+    held.record()
+    held.ask(lambda state: state.command("FLUSHALL"))
+    run, held.run = held.run, held.run.with_name("other")
+    lease = Entry("planner/0", "planner", incarnation="two", run_root=str(held.root))
+    held.ask(held.submit if other else lambda state: register(state, lease, HOUR_MS))
+    found = meshrl("wait", str(run), "--timeout", str(PATIENCE_S))
+    assert found.exit_code == 3 and "was stopped at step 0 of 8" in found.stdout, found.output
+
+
+def test_a_run_that_is_over_is_replaced_when_its_last_file_is_written(held: HeldMesh) -> None:
+    held.phase(Phase.FINISHED)
+    config = replace(JobConfig(), out=str(held.run))
+    with MeshPlace(held.root).lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for written in ("", "stopped"):  # of an end before it was resumed
+            held.record(written)
+            with (
+                pytest.raises(Refused, match="being written down") as refused,
+                claimed(config, True),
+            ):
+                pass
+            assert f"meshrl wait {held.run}" in str(refused.value)
+        held.record("finished")
+        with claimed(config, True) as claim:
+            claim.keep()
+    assert not (held.run / "job.json").exists()
+
+
 def test_a_job_that_fails_is_an_exit_status_of_one_with_its_error(held: HeldMesh) -> None:
     held.phase(Phase.FAILED, "rollout.stop: '</s>' is no token")
     held.record("failed")
@@ -153,6 +198,33 @@ def test_a_watched_run_is_shown_to_its_end_and_nothing_is_written(held: HeldMesh
     held.record("failed")
     found = meshrl("watch", str(held.run))
     assert found.exit_code == 1 and "the reward is not there" in found.stdout
+
+
+async def test_each_step_after_the_checkpoint_of_a_restored_run_is_seen_once(
+    tmp_path: Path,
+) -> None:
+    state = simulated_state(SystemClock())
+    bench = Bench(state, None)
+    algorithm = AlgorithmConfig(groups_per_step=2, group_size=2)
+    document = replace(JobConfig(), name=STEPPED, algorithm=algorithm).document()
+    kinds = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+    saved = {"lineage": 0, "version": 4, "counts": dict.fromkeys(kinds, 0), "in_flight": 0}
+    saved |= {"next_group": 8, "cursor": 8, "requeue": [], "manifest": "m0.4"}
+    await steps.restore_job(state, STEPPED, document, str(tmp_path), saved)
+    seats = Seats(state, await bench.seat(SHARD), await bench.seat(TRAINER))
+    onlooker = Onlooker(state, Run(tmp_path, STEPPED, MeshPlace(tmp_path)))
+    measured = {"reward": 0.5, "logprob_gap": None, "wall": 1.0, "tokens_trained": 1}
+    for step in (5, 6):
+        for group in await seats.admit():
+            await seats.finish(group)
+        taken, manifest = await seats.leased(step), f"m1.{step}"
+        who = (TRAINER, seats.trainer, 1, step, taken, ())
+        await steps.commit_step(state, STEPPED, *who, manifest, "", measured, {"bins": []})
+        for _ in range(3):
+            shot = await onlooker.look()
+            assert [row["step"] for row in onlooker.rows] == list(range(5, step + 1))
+            assert shot.step == step
+    await state.close()
 
 
 def test_a_run_and_a_mesh_are_alike_to_commands_that_look(held: HeldMesh) -> None:

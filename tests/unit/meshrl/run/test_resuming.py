@@ -131,4 +131,5 @@ def test_force_replaces_a_submitted_run_that_its_live_mesh_has_done_with(
     submitted.phase(Phase.STOPPED)
     with claimed(config, True) as claim:
         claim.keep()
+        claim.replace()
     assert not (submitted.run / "job.json").exists()

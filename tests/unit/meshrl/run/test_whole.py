@@ -108,7 +108,10 @@ def test_what_a_checkpoint_lacks_is_named_with_the_one_before(run: Made) -> None
     last, before = run.names[1], run.names[0]
     (run.directory / f"checkpoints/{last}/state/part.safetensors").unlink()
     assert f"checkpoints/{last}/state is missing" in (told := refused(run))
-    assert f"To go on from {before} instead: rm {run.json_of(last)}; rm -r " in told
+    assert (
+        f"To go on from {before} instead: mv {run.json_of(last)} {run.json_of(last)}.aside; mv "
+        in told
+    )
 
 
 @pytest.mark.parametrize("which", ["tensor", "manifest"])

@@ -2,7 +2,8 @@
 
 What each writes was read from the templates that TRL 1.16 and Axolotl 0.19 carry, and is compared
 with those by `loadtests.chat_templates`: Qwen2.5 and Qwen3 (Apache-2.0), Llama 3.1 (Llama licence),
-Mistral v3, SmolLM2, TinyLlama (Apache-2.0) and Gemma (Gemma terms).
+Mistral v3 (Apache-2.0) and Gemma (Gemma terms). SmolLM2 and TinyLlama are in neither: theirs follow
+the ChatML and Zephyr templates there, as which they are published.
 """
 
 from __future__ import annotations

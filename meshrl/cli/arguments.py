@@ -1,0 +1,82 @@
+"""The program, and the arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="meshrl",
+    epilog="A first run: meshrl init mygame; meshrl run mygame/job.toml",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, as in runs/calculator.")]
+RunOrJob = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run directory, or a job of the mesh by its name.")
+]
+RunOrMesh = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[RUN]", help="A run or mesh directory; default: the mesh started last."
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Overrides a key of the job file; VALUE is TOML or a bare string. May be repeated.",
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Changes a key of the run, from its next step on. May be repeated.",
+    ),
+]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="Overrides `seed` of the job file.")]
+Force = Annotated[bool, typer.Option("--force", help="Replaces a run that has ended.")]
+MeshOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--mesh", metavar="PATH", help="A run or mesh directory; default: the mesh started last."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from meshrl import versions
+
+        print(versions.line())
+        raise typer.Exit
+
+
+@app.callback()
+def _meshrl(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Prints the version."),
+    ] = False,
+) -> None:
+    """Reinforcement learning for language models on a mesh of accelerators.
+
+    Exit status: 0 done, 1 an error (one line says what it is and what to do), 2 wrong usage,
+    130 Ctrl-C; `watch` and `wait` have more.
+    """
+
+
+def overrides(values: list[str] | None, seed: int | None) -> list[str]:
+    """`--set` and `--seed` as keys of the job file."""
+    return [*(values or []), *([] if seed is None else [f"seed={seed}"])]

@@ -1,0 +1,182 @@
+"""Commands that look at a run or a mesh, and the one that stops a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshrl.cli.arguments import AsJson, MeshOption, RunOrJob, RunOrMesh, app
+
+
+@app.command(rich_help_panel="Runs")
+def watch(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run directory, or a job of the mesh; default: what the mesh works on.",
+        ),
+    ] = None,
+    mesh: MeshOption = None,
+) -> None:
+    """Shows a run as `meshrl run` does: one that was submitted, or is run in another terminal.
+
+    Changes nothing; Ctrl-C ends the view and leaves the job running. Exit status, when the run is
+    over: 0 it has finished, 1 it has failed, 3 it was stopped before its end; 130 after Ctrl-C.
+
+    Example:
+
+        meshrl watch runs/calculator
+    """
+    from meshrl.run import watching
+
+    raise typer.Exit(watching.watch(run, mesh))
+
+
+@app.command(rich_help_panel="Runs")
+def wait(
+    run: RunOrJob,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Gives up after that; default: never.")
+    ] = None,
+    json: AsJson = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Returns when a run is over and its report and model are written, and says how it ended.
+
+    Exit status: 0 it has finished, 1 it has failed, 3 it was stopped before its end, 124 --timeout.
+
+    Example:
+
+        meshrl wait runs/calculator --timeout 3600 && meshrl audit runs/calculator
+    """
+    from meshrl.run import waiting
+
+    raise typer.Exit(waiting.wait(run, mesh, timeout, json))
+
+
+@app.command(rich_help_panel="Runs")
+def cancel(run: RunOrJob, json: AsJson = False, mesh: MeshOption = None) -> None:
+    """Ends a job cleanly: one of a mesh, which takes up the next one, or that of a `meshrl run`.
+
+    What it has made stays, its last checkpoint too, and `meshrl resume` goes on from there. Exits 1
+    when the job has finished or failed already.
+
+    Example:
+
+        meshrl cancel runs/calculator
+    """
+    from meshrl.run import waiting
+
+    raise typer.Exit(waiting.cancel(run, mesh, json))
+
+
+@app.command(rich_help_panel="Runs")
+def samples(
+    run: RunOrMesh = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Only those of a step, evaluations of it too.")
+    ] = None,
+    best: Annotated[bool, typer.Option("--best", help="Those with the highest reward.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Those with the lowest.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Those without a reward.")] = False,
+    most: Annotated[int, typer.Option("-n", metavar="N", help="How many.")] = 5,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
+    json: AsJson = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Shows trajectories: what the model said, its tools, its reward, how it ended.
+
+    A run keeps a few of each step and of each evaluation, among them the best, the worst and those
+    that failed; also while it goes on.
+
+    Examples:
+
+        meshrl samples runs/calculator --step 12 --best
+
+        meshrl samples runs/calculator --failed --follow
+    """
+    from meshrl.observe import samples as reading
+    from meshrl.run.target import run_of
+
+    asked = [name for name, on in (("best", best), ("worst", worst), ("failed", failed)) if on]
+    if len(asked) > 1:
+        raise typer.BadParameter(f"--{asked[0]} and --{asked[1]} exclude each other")
+    directory = run_of(run, mesh).directory
+    order = asked[0] if asked else ""
+    reading.show(directory, step, order, most, follow, json)
+
+
+@app.command(rich_help_panel="Runs")
+def audit(run: RunOrMesh = None, json: AsJson = False, mesh: MeshOption = None) -> None:
+    """Accounts for every trajectory of a run, from its ledger and events alone.
+
+    Of a mesh: of the job that it works on, or did last. Exits 1 when a trajectory is lost or was
+    trained twice.
+
+    Example:
+
+        meshrl audit runs/calculator
+    """
+    from meshrl.observe import audit as auditing
+    from meshrl.run.target import run_of
+
+    raise typer.Exit(auditing.show(run_of(run, mesh).directory, json))
+
+
+@app.command(rich_help_panel="Meshes")
+def status(
+    run: RunOrMesh = None,
+    stalled: Annotated[
+        bool, typer.Option("--stalled", help="Names who waits and which process is the cause.")
+    ] = False,
+    json: AsJson = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Shows jobs, services and gangs, or with --stalled what holds them up.
+
+    Of a run that is over: how it ended, and the command that goes on.
+
+    Example:
+
+        meshrl status
+
+        meshrl status runs/calculator
+
+        meshrl status --stalled --json
+    """
+    from meshrl import commands
+
+    if stalled:
+        commands.stalled(run, mesh, json)
+    else:
+        commands.status(run, mesh, json)
+
+
+@app.command(rich_help_panel="Help")
+def logs(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN] [SERVICE]",
+            help="A run or mesh directory, and a service as in rollout/0; default: all logs of "
+            "the mesh started last.",
+        ),
+    ] = None,
+    lines: Annotated[int, typer.Option("-n", "--lines", help="How many, of each log.")] = 20,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Waits for more.")] = False,
+    mesh: MeshOption = None,
+) -> None:
+    """Prints the logs of a mesh, also of one that has stopped.
+
+    Example:
+
+        meshrl logs rollout/0 -f
+
+        meshrl logs runs/calculator trainer/calculator
+    """
+    from meshrl import logs as printing
+
+    printing.show(names or [], mesh, lines, follow)

@@ -1,0 +1,222 @@
+"""Commands that begin a run, go on with one, or use what came of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshrl.cli.arguments import (
+    AsJson,
+    Changes,
+    Force,
+    Job,
+    MeshOption,
+    Run,
+    RunOrJob,
+    Seed,
+    Set,
+    app,
+    overrides,
+)
+
+
+@app.command(rich_help_panel="Runs")
+def run(
+    job: Job,
+    seed: Seed = None,
+    set_: Set = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Prints the resolved job and the process plan.")
+    ] = False,
+    force: Force = False,
+) -> None:
+    """Starts a mesh, trains the job on it, reports, and stops the mesh.
+
+    The run directory is `out` of the job file, or else runs/NAME (runs/NAME-2 when that is taken).
+    Ctrl-C stops cleanly and prints the command that resumes.
+
+    Examples:
+
+        meshrl run examples/calculator.toml
+
+        meshrl run examples/calculator.toml --seed 1 --set budget.steps=12 --set mesh.workers=4
+
+        meshrl run examples/calculator.toml --dry-run
+    """
+    from meshrl.job import jobfile
+    from meshrl.preflight import checks
+
+    found = jobfile.read(job, overrides(set_, seed))
+    checks.check(found)
+    if dry_run:
+        from meshrl import dryrun
+
+        dryrun.show(found.config)
+        return
+    from meshrl.launch import session
+
+    raise typer.Exit(session.run(found.config, found.base, force, job))
+
+
+@app.command(rich_help_panel="Runs")
+def init(
+    name: Annotated[
+        Path, typer.Argument(metavar="NAME", help="A new directory; the job is called as it is.")
+    ],
+) -> None:
+    """Writes a small job that runs as it is: environment, reward, tokenizer and data.
+
+    A model from scratch learns a guessing game within two minutes on two CPU cores;
+    docs/first-job.md explains each file. Nothing that is there already is overwritten.
+
+    Example:
+
+        meshrl init mygame
+
+        meshrl run mygame/job.toml
+    """
+    from meshrl.starter import creating
+
+    creating.create(name)
+
+
+@app.command(rich_help_panel="Runs")
+def resume(run: Run, set_: Changes = None) -> None:
+    """Continues a run that was stopped or cut off, or a finished one with more steps to do.
+
+    With the mesh's Redis data in the run directory everything goes on where it was; without it the
+    job starts again from its newest checkpoint. docs/operations.md lists what may change.
+
+    Examples:
+
+        meshrl resume runs/calculator
+
+        meshrl resume runs/calculator --set optimizer.adamw_lr=0.0005
+
+        meshrl resume runs/calculator --set budget.steps=96
+    """
+    from meshrl.launch.places import existing_run
+
+    existing_run(run)  # first, because what follows takes a second to import
+    from meshrl.run import resuming
+
+    raise typer.Exit(resuming.resume(run, set_ or []))
+
+
+@app.command(rich_help_panel="Runs")
+def submit(
+    job: Job, seed: Seed = None, set_: Set = None, force: Force = False, mesh: MeshOption = None
+) -> None:
+    """Hands a job to the mesh that runs, and returns.
+
+    Example:
+
+        meshrl submit examples/calculator.toml --set budget.steps=12
+    """
+    from meshrl import commands
+    from meshrl.job import jobfile
+    from meshrl.preflight import checks
+
+    found = jobfile.read(job, overrides(set_, seed))
+    checks.check(found, starts_mesh=False)
+    commands.submit(found.config, found.base, force, mesh, job)
+
+
+@app.command(rich_help_panel="Runs")
+def export(
+    run: Run,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of a step that is still kept; default: the last one."),
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The version that evaluation found best.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Default: RUN/model, or RUN/model-N.")
+    ] = None,
+) -> None:
+    """Writes a version of a run as a Hugging Face directory, also while the run goes on.
+
+    Of a run with adapters: the merged model, and the adapters in PEFT's layout in DIR/adapter.
+
+    Example:
+
+        meshrl export runs/calculator --step 12
+    """
+    from meshrl import exporting
+
+    raise typer.Exit(exporting.export(run, step, best, out))
+
+
+@app.command("eval", rich_help_panel="Runs")
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a run.")
+    ],
+    job: Job,
+    set_: Set = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Of a run: that step's; default: the last.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Of a run: what its evaluations found best.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Evaluates a model on the held-out rows and evaluation datasets of a job, and trains nothing.
+
+    It starts a mesh, prints the figures and writes them to evaluation.json in a run directory of
+    its own, runs/NAME-eval. Progress goes to standard error.
+
+    Examples:
+
+        meshrl eval Qwen2.5-0.5B job.toml --set evaluation.problems=128
+
+        meshrl eval runs/calculator examples/calculator.toml --best --json
+    """
+    from meshrl.run import evaluating
+
+    raise typer.Exit(evaluating.evaluate(model, job, set_ or [], step, best, json))
+
+
+@app.command(rich_help_panel="Runs")
+def chat(
+    run: RunOrJob,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="One trajectory of it, and the end.")
+    ] = None,
+    row: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="One trajectory of a held-out row, from 0, and its reward."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: another each time.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="That step's model; default: the last.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The model that evaluation found best.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Talks with the trained model, with the tools and in the environment of its job.
+
+    A job with a chat format is a conversation; another one plays trajectories, of rows by their
+    number or of prompts. It ends at the end of the input (Ctrl-D).
+
+    Examples:
+
+        meshrl chat runs/chat
+
+        meshrl chat runs/calculator --prompt "?2a+3="
+
+        meshrl chat runs/mygame --row 0 --temperature 0 --json
+    """
+    from meshrl.run import chatting
+
+    raise typer.Exit(chatting.chat(run, step, best, prompt, row, temperature, seed, json))
