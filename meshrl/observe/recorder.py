@@ -171,10 +171,9 @@ class Recorder:
             if event.kind in ("lineage", "restored") and event.fields.get("job") == self.job:
                 kept = min(kept, int(event.fields["version"]))
         if kept < len(self.rows):
+            rewrite_lines(self.run_dir / "metrics.jsonl", self.rows[:kept])
             self.trackers.rewind(kept)
             self.rows = self.rows[:kept]
-            (self.run_dir / "metrics.jsonl").unlink()
-            append_lines(self.run_dir / "metrics.jsonl", self.rows)
 
     def _keep(self, rows: list[dict[str, Any]], new: list[events.Event]) -> None:
         if rows:
@@ -239,6 +238,14 @@ def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
     finally:
         file.close()
+
+
+def rewrite_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Makes them all that the file holds, or leaves it as it is; StorageFull."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)  # cut short by a full disk
+    append_lines(fresh, rows)
+    fresh.replace(path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

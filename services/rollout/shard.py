@@ -45,21 +45,21 @@ class RolloutShard(Actor):
             if row is None:
                 await self._pause()
                 continue
-            await self._serve_or_fail(JobData.of(row.id, row.document, row.run_dir))
+            await self._serve_or_fail(row)
 
-    async def _serve_or_fail(self, data: JobData) -> None:
+    async def _serve_or_fail(self, row: jobs.JobRow) -> None:
         """Serves a job. It fails by an error that no restart mends, and the shard is free for the
         next; any other error ends the process, which says of which job it is.
         """
         try:
-            await self._serve_job(data)
+            await self._serve_job(JobData.of(row.id, row.document, row.run_dir))
         except FATAL as error:
-            self.mesh.telemetry.log.error("job failed", job=data.id, error=str(error))
-            await self._fail(data.id, str(Failure.of(error)))
+            self.mesh.telemetry.log.error("job failed", job=row.id, error=str(error))
+            await self._fail(row.id, str(Failure.of(error)))
         except Exception as error:
             traceback.print_exc()
             told = f"{self.mesh.name} cannot go on: {error!r}"
-            self.mesh.host.exit(BROKEN, told, error, data.id)
+            self.mesh.host.exit(BROKEN, told, error, row.id)
 
     async def _fail(self, job: str, why: str) -> None:
         mesh = self.mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 from common.api.sandbox import RAISED, TIMEOUT, Outcome, RewardCall
 from common.job.authored import beginning_of, place_in, place_of, placed, without_place
 from common.state import events, jobs
+from common.state.keys import job_prefix
 from services.rollout.failures import HUNG_CALLS, TELL_S, Failures, TrajectoryFailed
 from services.rollout.rewards.sandboxes import TIMEOUTS
+from services.rollout.shard import RolloutShard
 from tests.contract.state.state_bench import JOB
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 
@@ -153,5 +156,22 @@ def test_a_prompt_that_leaves_no_room_fails_its_trajectory_by_name(tmp_path: Pat
         (first,) = await told(bench)
         assert (first["kind"], first["count"]) == ("prompt too long", 3)
         assert first["text"].endswith("its prompt has 200 tokens")
+
+    on_shard(tmp_path, story)
+
+
+def test_a_job_whose_document_cannot_be_read_fails_and_the_shard_is_free_for_the_next(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: ShardBench) -> None:
+        row = await jobs.job(bench.state, JOB)
+        document = json.dumps(row.document | {"renamed": 1})
+        await bench.state.command("HSET", f"{job_prefix(JOB)}:job", "document", document)
+        serving = asyncio.create_task(RolloutShard(bench.mesh, tmp_path).serve())
+        await bench.clock.sleep(5.0)
+        assert not serving.done()
+        failed = await jobs.job(bench.state, JOB)
+        assert failed.phase == jobs.Phase.FAILED and "renamed" in failed.error
+        serving.cancel()
 
     on_shard(tmp_path, story)

@@ -1,12 +1,22 @@
-"""What a run's record says was evaluated."""
+"""What a run's record says was evaluated, and that it outlives a full disk."""
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from common.errors import StorageFull
+from common.job.config import JobConfig
 from common.state.events import Event
+from meshrl.launch.launcher import Launcher, Shape
+from meshrl.launch.places import MeshPlace, write_json
 from meshrl.observe import watch
-from meshrl.observe.recorder import evaluated
+from meshrl.observe.recorder import Recorder, append_lines, evaluated, read_lines
 
 JOB = "j"
 
@@ -48,3 +58,31 @@ def test_what_was_evaluated_after_training_is_one_on_the_way_once_the_run_is_ext
     other = event("changed", lineage=0, version=3, extended=False, changes={})
     assert told([after, other]) == [("after", False)]
     assert watch.told(more) == "from step 4 on: budget.steps 3 -> 6"
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """No file of this process may grow, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_rows_that_stay_outlive_a_full_disk_when_those_after_them_are_cut_off(
+    tmp_path: Path,
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [{"step": step} for step in (1, 2, 3)]
+    append_lines(metrics, rows)
+    document = JobConfig(name=JOB).document()
+    write_json(tmp_path / "job.json", {"job": JOB, "document": document})
+    recorder = Recorder(Launcher(MeshPlace(tmp_path), Shape()), JOB, tmp_path)
+    back = [event("lineage", lineage=1, version=2)]
+    with no_room(), pytest.raises(StorageFull):
+        recorder._abandon(3, back)
+    assert read_lines(metrics) == recorder.rows == rows
+    recorder._abandon(3, back)
+    assert read_lines(metrics) == recorder.rows == rows[:2]
