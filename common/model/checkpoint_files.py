@@ -1,5 +1,5 @@
-"""Whether a Hugging Face directory's weights are whole, from the headers of its files alone:
-nothing is loaded, and torch is not imported.
+"""Whether a Hugging Face directory's weights are whole, from the headers of its files, and whether
+they are numbers; torch is not imported.
 
 The format is Hugging Face's safetensors: eight bytes with the length of a JSON header, the header,
 and the bytes of the tensors, whose places the header holds.
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.errors import ConfigError
 from common.model.config import ModelConfig
 from common.model.formats.architectures import ARCHITECTURES
@@ -22,6 +24,15 @@ from common.model.projections import ATTENTION, projections
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
 FLOATING = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # types that are trained, with their bytes
+EXPONENTS: dict[
+    str, np.unsignedinteger[Any]
+] = {  # the bits of a type's exponent: all are set where a number is NaN or infinite
+    "F64": np.uint64(0x7FF0 << 48),
+    "F32": np.uint32(0x7F80 << 16),
+    "F16": np.uint16(0x7C00),
+    "BF16": np.uint16(0x7F80),
+}
+PIECE = 1 << 22  # numbers that are looked at together
 HEADER_BYTES = 100_000_000  # longest header that safetensors itself reads
 POINTER = b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins
 _SAVE = "Save it again with transformers (save_pretrained), which writes safetensors"
@@ -83,6 +94,30 @@ def check(directory: Path, config: ModelConfig) -> None:
                 where=str(stored.file),
                 fix="Check that config.json and the weights are of the same model",
             )
+
+
+def check_finite(directory: Path) -> None:
+    """ConfigError, which names the tensor, if a weight is NaN or infinite. It reads every file."""
+    for file in files(directory):
+        content = np.memmap(file, np.uint8, "r")
+        for name, stored in header(file).items():
+            exponent = EXPONENTS.get(stored.dtype)
+            if exponent is None:
+                continue
+            bits = content[stored.begin : stored.end].view(exponent.dtype)
+            pieces = (bits[begin : begin + PIECE] for begin in range(0, len(bits), PIECE))
+            broken = sum(int(((piece & exponent) == exponent).sum()) for piece in pieces)
+            if broken:
+                raise not_finite(name, broken, len(bits), str(file))
+
+
+def not_finite(name: str, broken: int, numbers: int, where: str) -> ConfigError:
+    """What is said of a tensor with `broken` NaN or infinite ones among its `numbers`."""
+    return ConfigError(
+        f"tensor {name} has {broken} of {numbers} weights that are not finite (NaN or infinite)",
+        where=where,
+        fix="Take weights that were saved whole: these were broken when they were written",
+    )
 
 
 def files(directory: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.errors import ConfigError
-from common.model.checkpoint_files import INDEX, SINGLE, UNEMBEDDING, files
+from common.model.checkpoint_files import INDEX, SINGLE, UNEMBEDDING, files, not_finite
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.formats.architectures import ARCHITECTURES
@@ -225,12 +225,7 @@ class _Tensors(Mapping[str, Tensor]):
         tensor: Tensor = self._shard[name].get_tensor(name)
         if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
             broken = int((~tensor.isfinite()).sum())
-            raise ConfigError(
-                f"tensor {name} has {broken} of {tensor.numel()} weights that are not finite "
-                "(NaN or infinite)",
-                where="safetensors",
-                fix="take weights that were saved whole: these were broken when they were written",
-            )
+            raise not_finite(name, broken, tensor.numel(), "safetensors")
         return tensor
 
     def __contains__(self, name: object) -> bool:

@@ -182,7 +182,9 @@ MISTAKES = (
     ),
     Mistake("submit: no mesh", ("meshrl up",), argv=("submit", "job.toml", "--mesh", "nowhere")),
     Mistake(
-        "status: no mesh", ("meshrl up|no mesh", "nowhere"), argv=("status", "--mesh", "nowhere")
+        "status: no mesh",
+        ("neither a run nor a mesh", "nowhere"),
+        argv=("status", "--mesh", "nowhere"),
     ),
     Mistake("audit: nothing there", ("runs/mine",), argv=("audit", _RUN)),
     Mistake("export: nothing there", ("runs/mine",), argv=("export", _RUN)),

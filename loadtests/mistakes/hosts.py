@@ -15,43 +15,52 @@ from loadtests.mistakes.mistake import Mistake, NotPreparedError
 
 _ELSEWHERE = "203.0.113.7"  # an address for documentation (RFC 5737): no interface has it
 _PASSWORD = "secret"
-_PORT = 46_379  # of servers that trials start
+_PORTS = range(46_379, 46_383)  # of servers that trials start, one each: some run side by side
 _DISK_KB = 700  # a file system that holds a start and not a run
 
 
 @contextmanager
 def _taken(place: Place) -> Iterator[None]:
     """Somebody else listens at the port."""
-    with socket.create_server(("127.0.0.1", _PORT)):
+    with socket.create_server(("127.0.0.1", _PORTS[0])):
         yield
 
 
 @contextmanager
 def _web_server(place: Place) -> Iterator[None]:
-    argv = [sys.executable, "-m", "http.server", str(_PORT), "--bind", "127.0.0.1"]
-    with _serving(argv):
+    argv = [sys.executable, "-m", "http.server", str(_PORTS[1]), "--bind", "127.0.0.1"]
+    with _serving(argv, _PORTS[1]):
         yield
 
 
 @contextmanager
-def _with_password(place: Place) -> Iterator[None]:
+def _asks_for_password(place: Place) -> Iterator[None]:
+    with _serving(_redis_server(_PORTS[2]), _PORTS[2]):
+        yield
+
+
+@contextmanager
+def _has_another_password(place: Place) -> Iterator[None]:
+    with _serving(_redis_server(_PORTS[3]), _PORTS[3]):
+        yield
+
+
+def _redis_server(port: int) -> list[str]:
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         raise NotPreparedError("apt-get install redis-server")
-    argv = [program, "--port", str(_PORT), "--requirepass", _PASSWORD, "--save", ""]
-    with _serving(argv):
-        yield
+    return [program, "--port", str(port), "--requirepass", _PASSWORD, "--save", ""]
 
 
 @contextmanager
-def _serving(argv: list[str]) -> Iterator[None]:
+def _serving(argv: list[str], port: int) -> Iterator[None]:
     quiet = subprocess.DEVNULL
     with subprocess.Popen(argv, stdout=quiet, stderr=quiet, cwd="/") as server:
         try:
             for _ in range(1000):
                 with socket.socket() as probe:
                     probe.settimeout(0.1)
-                    if probe.connect_ex(("127.0.0.1", _PORT)) == 0:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
                         break
             yield
         finally:
@@ -120,8 +129,8 @@ MISTAKES = (
     ),
     Mistake(
         "host: a port for metrics that is taken",
-        (r"mesh\.metrics", str(_PORT)),
-        set={"mesh.metrics": f"127.0.0.1:{_PORT}"},
+        (r"mesh\.metrics", str(_PORTS[0])),
+        set={"mesh.metrics": f"127.0.0.1:{_PORTS[0]}"},
         prepare=_taken,
     ),
     Mistake(
@@ -132,24 +141,24 @@ MISTAKES = (
     Mistake(
         "host: Redis that is not there",
         ("MESHRL_REDIS_URL|redis", "refused|connect"),
-        environ=_redis("redis://127.0.0.1:46380"),
+        environ=_redis("redis://127.0.0.1:46399"),
     ),
     Mistake(
         "host: Redis asks for a password",
         ("auth", "redis"),
-        environ=_redis(f"redis://127.0.0.1:{_PORT}"),
-        prepare=_with_password,
+        environ=_redis(f"redis://127.0.0.1:{_PORTS[2]}"),
+        prepare=_asks_for_password,
     ),
     Mistake(
         "host: Redis has another password",
         ("WRONGPASS|password", "redis"),
-        environ=_redis(f"redis://:wrong@127.0.0.1:{_PORT}"),
-        prepare=_with_password,
+        environ=_redis(f"redis://:wrong@127.0.0.1:{_PORTS[3]}"),
+        prepare=_has_another_password,
     ),
     Mistake(
         "host: something else than Redis",
-        ("redis", f"{_PORT}"),
-        environ=_redis(f"redis://127.0.0.1:{_PORT}"),
+        ("redis", f"{_PORTS[1]}"),
+        environ=_redis(f"redis://127.0.0.1:{_PORTS[1]}"),
         prepare=_web_server,
     ),
     Mistake(

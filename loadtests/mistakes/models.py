@@ -109,7 +109,7 @@ MISTAKES = (
     ),
     Mistake(
         "model: dynamic rope beyond its positions",
-        ("dynamic", "max_tokens|positions"),
+        ("max_tokens", "256 positions"),
         set={"rollout.max_tokens": 300},
         prepare=_config(
             rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=256
@@ -144,7 +144,7 @@ MISTAKES = (
     ),
     Mistake(
         "model: weights of PyTorch's own format",
-        ("safetensors", "pytorch_model.bin"),
+        ("safetensors", "pickles of PyTorch", "save_pretrained"),
         files={_FILE: None, "model/pytorch_model.bin": b"PK\x03\x04"},
     ),
     Mistake(

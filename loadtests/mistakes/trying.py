@@ -18,7 +18,7 @@ from loadtests.mistakes.job import Place
 from loadtests.mistakes.mistake import Mistake, NotPreparedError
 
 SILENT_S = 60.0  # what is not said by then is not said
-END_S = 30.0  # for the command to end by itself once it has said it
+END_S = 60.0  # for the command to end by itself once it has said it
 STOP_S = 30.0  # for a clean stop after SIGINT
 STARTED = "starting a mesh"
 

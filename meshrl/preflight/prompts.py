@@ -35,10 +35,13 @@ def lengths(job: JobFile) -> None:
         for place, texts in read:
             if time.monotonic() > until:
                 break
-            count = sum(
+            counts = [
                 count_tokens(job, key, place, text, tokenizer, begins=i == 0)
                 for i, text in enumerate(texts)
-            )
+            ]
+            if not counts[0]:
+                raise job.fail(key, f"{place}: the prompt is empty", "Leave the row out")
+            count = sum(counts)
             if count + (not answer) > room:
                 long.append((place, count))
         refuse_long(job, key, long, "prompt and answer have" if answer else "the prompt has")

@@ -71,7 +71,7 @@ def run_of(chosen: Path | None, mesh: Path | None) -> Run:
     if chosen is not None and (chosen / "job.json").is_file():
         return run_in(chosen)
     if chosen is not None and chosen.exists():
-        return _job_of(find_mesh(chosen), "")
+        return _job_of(place_of(chosen, None), "")
     if chosen is None:
         place = find_mesh(mesh)
         if (place.root / "job.json").is_file():

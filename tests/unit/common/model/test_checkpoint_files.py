@@ -161,3 +161,19 @@ def test_a_directory_of_another_format_is_named_as_such(tmp_path: Path) -> None:
     assert "neither model.safetensors nor" in refusal(tmp_path)
     (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
     assert "pickles of PyTorch" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_weight_that_is_no_number_is_found_in_every_type(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    largest = torch.finfo(dtype).max
+    weights = torch.tensor([[0.0, -largest], [torch.finfo(dtype).tiny, largest]], dtype=dtype)
+    file = tmp_path / "model.safetensors"
+    save_file({"odd": torch.ones(3, dtype=torch.int8), NAME: weights}, file)
+    checkpoint_files.check_finite(tmp_path)
+    for number in (float("nan"), float("inf"), -float("inf")):
+        weights[1, 0] = number
+        save_file({"odd": torch.ones(3, dtype=torch.int8), NAME: weights}, file)
+        with pytest.raises(ConfigError, match=f"tensor {NAME} has 1 of 4 weights"):
+            checkpoint_files.check_finite(tmp_path)

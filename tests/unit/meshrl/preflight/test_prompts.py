@@ -50,3 +50,8 @@ def test_rows_of_an_environment_of_the_authors_own_are_its_business(place: Path)
     write(place, "train.jsonl", {"prompt": "1" * 100})
     (place.parent / "rooms.py").write_text("def room(): ...\n")
     prompts.lengths(read(place, "environment.use=rooms:room"))
+
+
+def test_an_empty_prompt_is_named_by_its_line(place: Path) -> None:
+    write(place, "train.jsonl", {"prompt": "1"}, {"prompt": ""})
+    assert "train.jsonl, line 2: the prompt is empty" in refusal(prompts.lengths, place)
