@@ -8,6 +8,7 @@ import asyncio
 import sys
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,16 +157,16 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:
     """Shows the run until it is over, the user stops it, or the mesh gives up."""
-    page = report.LivePage(recorder)
     with view_for(recorder.run_dir) as view:
-        while not stop.is_set() and not recorder.launcher.failed.is_set():
-            shot = await recorder.look()
-            if shot is not None:
-                view.show(shot, recorder.rows)
-                if shot.over:
-                    return
-            await page.look()
-            await recorder.launcher.clock.sleep(LOOK_S)
+        async with aclosing(report.LivePage(recorder, view.say)) as page:
+            while not stop.is_set() and not recorder.launcher.failed.is_set():
+                shot = await recorder.look()
+                if shot is not None:
+                    view.show(shot, recorder.rows)
+                    if shot.over:
+                        return
+                page.look()
+                await recorder.launcher.clock.sleep(LOOK_S)
         if stop.is_set():
             view.say("stopping; Ctrl-C again ends everything at once")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import DeadlineExceeded, MeshError, StateUnavailable
@@ -48,14 +49,14 @@ async def record(launcher: Launcher, job: str, run_dir: Path, stop: asyncio.Even
         recorder: Recorder | None = None
         try:
             recorder = Recorder(launcher, job, run_dir)
-            page = report.LivePage(recorder)
-            while not stop.is_set():
-                shot = await recorder.look()
-                said = ""
-                if shot is not None and shot.over:
-                    break
-                await page.look()
-                await launcher.clock.sleep(LOOK_S)
+            async with contextlib.aclosing(report.LivePage(recorder, _say_of(job))) as page:
+                while not stop.is_set():
+                    shot = await recorder.look()
+                    said = ""
+                    if shot is not None and shot.over:
+                        break
+                    page.look()
+                    await launcher.clock.sleep(LOOK_S)
             await recorder.close()
             await report.write(recorder)
             return
@@ -69,6 +70,11 @@ async def record(launcher: Launcher, job: str, run_dir: Path, stop: asyncio.Even
             async with launcher.clock.timeout(RETRY_S, "the next try"):
                 await stop.wait()
                 return
+
+
+def _say_of(job: str) -> Callable[[str], None]:
+    """Says something of a job in the mesh's log."""
+    return lambda text: print(f"{job}: {text}", file=sys.stderr, flush=True)
 
 
 async def _unrecorded(launcher: Launcher, job: str, why: str) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from common.errors import MeshError
 from common.job.evaluation_plan import HELD_OUT
 from common.process.failure import NO_ROOM
 from common.state.accounting import account
@@ -80,24 +82,52 @@ async def write(recorder: Recorder) -> dict[str, Any]:
 
 
 class LivePage:
-    """The report of a run that goes on, written now and then."""
+    """The report of a run that goes on, written now and then by a task beside who records it.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._due = 0.0
+    What keeps a page from being written is said once, and the next one is tried.
+    """
 
-    async def look(self) -> None:
-        """Writes the page if it is time; long runs, whose page takes long, get it less often."""
-        recorder, clock = self._recorder, self._recorder.launcher.clock
-        started = clock.monotonic()
-        if recorder.shot is None or started < self._due:
+    def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
+        self._recorder, self._say = recorder, say
+        self._due, self._said = 0.0, ""
+        self._making: asyncio.Task[None] | None = None
+        self._over, self._placing = False, threading.Lock()
+
+    def look(self) -> None:
+        """Begins a page if it is time and none is being made; long runs, whose page takes long, get
+        it less often.
+        """
+        recorder = self._recorder
+        if self._making is not None:
+            if not self._making.done():
+                return
+            self._making.result()  # raises what is a fault of ours
+        if recorder.shot is None or recorder.launcher.clock.monotonic() < self._due:
             return
-        rows, shot = list(recorder.rows), recorder.shot
+        making = self._make(list(recorder.rows), recorder.shot)
+        self._making = asyncio.create_task(making, name="live page")
+
+    async def aclose(self) -> None:
+        """From here on the page belongs to others: one that is being made is not written."""
+        with self._placing:
+            self._over = True
+        if self._making is not None:
+            self._making.cancel()
+            await asyncio.wait([self._making])
+            if not self._making.cancelled():
+                self._making.result()
+
+    async def _make(self, rows: list[dict[str, Any]], shot: Snapshot) -> None:
+        clock = self._recorder.launcher.clock
+        started, trouble = clock.monotonic(), ""
         try:
-            await asyncio.to_thread(self._write, rows, shot, recorder.wall_s)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise  # a full disk is shown, and the page is written when there is room
+            await asyncio.to_thread(self._write, rows, shot, self._recorder.wall_s)
+        except (OSError, ValueError, MeshError) as error:
+            if not (isinstance(error, OSError) and error.errno in NO_ROOM):  # that is shown anyway
+                trouble = f"the report cannot be written now: {error}"
+        if trouble and trouble != self._said:
+            self._say(trouble)
+        self._said = trouble
         now = clock.monotonic()
         self._due = now + max(PAGE_S, PAGE_SHARE * (now - started))
 
@@ -120,7 +150,10 @@ class LivePage:
         )
         found["lost"] = None  # known when nothing is in flight any more
         kept = samples.read(run_dir)
-        write_page(run_dir, html(found, rows, shot.evaluations, events, document, PAGE_S, kept))
+        page = html(found, rows, shot.evaluations, events, document, PAGE_S, kept)
+        with self._placing:
+            if not self._over:
+                write_page(run_dir, page)
 
 
 def write_page(run_dir: Path, page: str) -> None:
