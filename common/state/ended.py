@@ -52,7 +52,7 @@ class Report:
     failure: Failure | None = None
     job: str = ""  # that the process works for alone
     final: bool = False  # it is not started again
-    spent: bool = False  # its restarts are spent: its job fails, whatever the error
+    spent: bool = False  # its restarts are spent: its job fails, if it may be the job's fault
     log: str = ""
     event: bool = True  # False: the event was told before, and this is what became of it
     operation: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -173,10 +173,12 @@ class Launcher(Hooks):
         return self._watch is not None and child.name != "redis" and self._watch.expired(child)
 
     async def absolved(self, spec: ChildSpec, end: End) -> bool:
-        """Errors that one job brings about end that job; the others, and the mesh, go on. On a full
-        disk everything ends again and again, until there is room.
+        """Errors that one job brings about end that job; the others, and the mesh, go on. What is
+        nobody's fault, as a full disk or a lost peer, may end everything again and again, until it
+        is over.
         """
-        if storage.full([self.place.root]):
+        always = end.failure is not None and end.failure.restart == "always"
+        if always or storage.full([self.place.root]):
             return True
         if self._reports is None or end.failure is None or not end.failure.job:
             return False

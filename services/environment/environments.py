@@ -20,12 +20,11 @@ import msgpack
 
 from common.environment import mcp_client
 from common.environment.framing import checked, encodable
-from common.errors import ConfigError
+from common.environment.making import making
 from common.job import builtin
 from common.job.authored import place_of, placed
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
-from common.process import failure
 from common.process.child import Channel
 from services.environment.sessions import ChatSession, Session, TextSession
 from services.environment.tools import BuiltIn, JobTool
@@ -194,14 +193,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = parser().parse_args()
     channel = Channel.from_env()
-    try:
+    with making():
         served = made(arguments)
-    except Exception as error:  # whatever it is: no start of this process would go better
-        raise ConfigError(
-            f"the environment cannot be made: {type(error).__name__}: {error}",
-            where=failure.place_of(error),
-            fix=f"mend it, or install what is missing for {sys.executable}",
-        ) from error
     serve(channel, served)
     served.close()
 

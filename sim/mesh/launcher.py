@@ -59,6 +59,8 @@ class VirtualLauncher(Hooks):
         )
 
     async def absolved(self, spec: ChildSpec, end: End) -> bool:
+        if end.failure is not None and end.failure.restart == "always":
+            return True
         if end.failure is None or not end.failure.job:
             return False
         report = Report(spec.name, end.code, end.why, end.failure, spent=True, event=False)

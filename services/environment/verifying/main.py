@@ -20,11 +20,11 @@ import msgpack
 from verifiers.v1 import Env, ModelContext
 
 from common.environment.framing import checked, encodable, frames, packed
-from common.errors import ConfigError, MeshError
+from common.environment.making import making
+from common.errors import MeshError
 from common.model.chat import Chat
 from common.model.tokenizer import Tokenizer
 from common.process.child import CHANNEL_FD, FRAME_LIMIT
-from common.process.failure import place_of
 from services.environment.verifying import configuration, harness
 from services.environment.verifying.client import ENGINES, MODEL, EngineClient, serving
 from services.environment.verifying.episode import Episode, RolloutFailed
@@ -148,14 +148,8 @@ def main() -> None:
     # Tool servers are processes that run the module which defines them.
     os.environ["PYTHONPATH"] = str(Path(arguments.modules).resolve())
     sys.modules[harness.ID] = harness  # plugins are top-level modules, found by their id
-    try:
+    with making(arguments.taskset):
         env = configuration.load(arguments.taskset, arguments.options)
-    except Exception as error:  # whatever it is: no start of this process would go better
-        raise ConfigError(
-            f"the environment cannot be made: {type(error).__name__}: {error}",
-            where=place_of(error) or arguments.taskset,
-            fix=f"mend it, or install what is missing for {sys.executable}",
-        ) from error
     if arguments.rows:
         with arguments.rows.open("w", encoding="utf-8") as file:
             for row in configuration.rows(env, arguments.most):

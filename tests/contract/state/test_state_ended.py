@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 
 from common.errors import ConfigError, PeerLost
@@ -91,3 +92,20 @@ async def test_a_job_that_goes_on_after_such_an_end_has_its_tries_again(bench: B
     await jobs.set_phase(bench.state, JOB, jobs.Phase.STOPPED, token, TRAINER)
     failure = Failure.of(ConfigError("late"))
     assert not await tell(bench.state, report(failure)), "it has ended already"
+
+
+async def test_what_became_of_an_end_is_not_another_end(bench: Bench) -> None:
+    await bench.training_job()
+    for _ in range(2):
+        assert not await tell(bench.state, report(ODD))
+    assert not await tell(bench.state, report(ODD, event=False))
+    assert (await ended(bench.state))[0].times == 2
+    assert (await phase(bench))[0] == "training"
+
+
+async def test_a_budget_that_others_faults_have_spent_fails_no_job(bench: Bench) -> None:
+    await bench.training_job()
+    for error in (PeerLost("gone"), OSError(errno.EDQUOT, "no room")):
+        lost = replace(Failure.of(error), job=JOB)
+        assert not await tell(bench.state, report(lost, job="", spent=True, event=False))
+    assert (await phase(bench))[0] == "training"

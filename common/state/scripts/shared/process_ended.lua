@@ -17,10 +17,10 @@ end
 
 row.name, row.job, row.code, row.why = a.name, a.job, a.code, a.why
 row.at_ms, row.final, row.log = NOW, a.final, a.log
-row.times = row.times + 1
+if a.event then row.times = row.times + 1 end -- else it was counted when it was told
 row.error = a.error
 local cause = a.error.type .. ' ' .. a.error.where
-if a.error.type ~= '' and a.restart ~= 'always' then
+if a.event and a.error.type ~= '' and a.restart ~= 'always' then
   local progress = a.job .. ' ' .. (job.phase or '') .. ' ' .. (job.lineage or '') .. ' '
     .. (job.steps_done or '')
   local again = row.cause == cause and row.progress == progress
@@ -28,7 +28,8 @@ if a.error.type ~= '' and a.restart ~= 'always' then
   row.cause, row.progress = cause, progress
 end
 local fails = goes_on and a.error.type ~= ''
-  and (a.restart == 'never' or a.spent or (a.restart == 'counted' and row.same >= SAME))
+  and (a.restart == 'never'
+    or (a.restart == 'counted' and (a.spent or row.same >= SAME)))
 if fails then row.same = 0 end
 redis.call('HSET', KEY, a.name, cjson.encode(row))
 if a.event then

@@ -129,6 +129,7 @@ def test_force_replaces_a_submitted_run_that_its_live_mesh_has_done_with(
         pass
     assert (submitted.run / "job.json").is_file()
     submitted.phase(Phase.STOPPED)
+    submitted.record("stopped")
     with claimed(config, True) as claim:
         claim.keep()
         claim.replace()
