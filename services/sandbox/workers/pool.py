@@ -116,7 +116,7 @@ class Pool:
     async def start(self) -> None:
         """Starts the warm workers; ToolFailed if the job's modules do not import."""
         children = await asyncio.gather(
-            *(self._started() for _ in range(self._limits.warm)), return_exceptions=True
+            *(self._begun() for _ in range(self._limits.warm)), return_exceptions=True
         )
         failures = [child for child in children if isinstance(child, BaseException)]
         for child in children:
@@ -232,6 +232,20 @@ class Pool:
                 if tries % START_TRIES == 0:
                     self._fail_waiting(ToolFailed(f"job {self._job}: {error}"))
             await self._clock.sleep(min(RETRY_S * tries, LOAD_S))
+
+    async def _begun(self) -> Child:
+        """A process of a pool that starts. A signal or a busy machine may keep one from its import,
+        but hardly START_TRIES of them.
+        """
+        tries = 1
+        while True:
+            try:
+                return await self._started()
+            except ToolFailed as error:
+                if error.__cause__ is None or tries == START_TRIES:  # none: the import raised
+                    raise
+            await self._clock.sleep(RETRY_S * tries)
+            tries += 1
 
     async def _started(self) -> Child:
         child = self._host.spawn(

@@ -349,6 +349,33 @@ async def test_code_that_does_not_load_fails_with_its_reason(
         await make(reward=reference)
 
 
+@pytest.mark.parametrize(("ends", "tries"), [(2, 3), (9, 3)])
+async def test_a_worker_that_a_signal_ends_while_it_loads_is_started_again(
+    make: Make, tmp_path: Path, ends: int, tries: int
+) -> None:
+    begun = tmp_path / "begun"
+    code = f"""
+        import os, signal
+        with open({str(begun)!r}, "a+") as file:
+            file.write("x")
+            file.seek(0)
+            begun = len(file.read())
+        if begun <= {ends}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def reward(row, turns):
+            return 0.5
+    """
+    (tmp_path / "killed.py").write_text(textwrap.dedent(code))
+    if ends < tries:
+        pool = await make(reward="killed:reward", warm=1, most=1)
+        assert await pool.run([score("good")]) == [GOOD]
+    else:
+        with pytest.raises(ToolFailed, match="ended the process"):
+            await make(reward="killed:reward", warm=1, most=1)
+    assert len(begun.read_text()) == tries
+
+
 async def test_what_reads_texts_of_the_model_has_no_files_programs_or_network(
     tmp_path: Path,
 ) -> None:
