@@ -177,7 +177,7 @@ def time_to_go(rows: Sequence[dict[str, Any]], steps: int) -> float | None:
     if len(walls) < 3:
         return None
     spans = sorted(b - a for a, b in pairwise(walls))
-    return spans[len(spans) // 2] * (steps - len(rows))
+    return spans[len(spans) // 2] * (steps - int(rows[-1]["step"]))
 
 
 def trained_rate(rows: Sequence[dict[str, Any]]) -> float:

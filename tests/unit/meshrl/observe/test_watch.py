@@ -117,6 +117,10 @@ def test_the_rate_is_over_the_last_seconds_and_survives_a_restart() -> None:
     assert snapshot(reading(21.0, 105.0), history).rolled_out_s == pytest.approx(100.0)
 
 
+def test_the_time_to_go_is_of_the_steps_that_are_left_though_the_first_are_not_shown() -> None:
+    assert time_to_go([row(5), row(6), row(7)], 10) == 2.0 * 3
+
+
 def test_no_time_to_go_before_three_steps() -> None:
     assert time_to_go([row(1), row(2)], 10) is None
 
