@@ -21,6 +21,7 @@ from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
 from common.wire.bulk import ChunkStore
+from meshrl.preflight.weights import READ_BYTES
 from tests.mesh.running import JOB, ROOT, Run
 
 QUICK = {"rollout__max_tokens": 24, "algorithm__group_size": 4, "algorithm__groups_per_step": 2}
@@ -141,7 +142,8 @@ def test_a_job_whose_teacher_has_weights_that_are_no_numbers_fails_by_their_tens
     other = teacher(tmp_path / "teacher")
     weights = other / "model.safetensors"
     tensors = load_file(weights)
-    tensors["model.norm.weight"][0] = torch.nan  # which no header tells before the start
+    tensors["model.norm.weight"][0] = torch.nan  # which no header tells before the start,
+    tensors["unused"] = torch.zeros(READ_BYTES // 2, dtype=torch.bfloat16)  # in what is large
     save_file(tensors, weights)
     one = run(
         mesh__workers=3,
