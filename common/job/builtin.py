@@ -43,6 +43,8 @@ TOOLS = {
     "calculator": Tool("Works out an arithmetic expression.", "expression", jailed=False),
 }
 
+PERSON = "the person"  # as a tool of a trajectory; no model can call it: it names no function
+
 _TEXT = frozenset({"answer", "strip"})
 REWARDS = {
     "math": Reward(_TEXT),

@@ -146,3 +146,11 @@ def occupied(directory: Path) -> bool:
     if not os.path.lexists(directory):
         return False
     return not directory.is_dir() or any(directory.iterdir())
+
+
+def shown(path: Path) -> str:
+    """A path as one would type it: relative to the working directory where it lies below."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

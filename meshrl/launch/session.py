@@ -22,12 +22,12 @@ from meshrl.job import bundle, edited
 from meshrl.launch import places
 from meshrl.launch.claims import claimed, writing
 from meshrl.launch.launcher import Launcher, Shape, interruptible
-from meshrl.launch.places import MeshPlace, read_json, write_json
+from meshrl.launch.places import read_json, write_json
 from meshrl.observe import report
 from meshrl.observe.recorder import LOOK_S, Recorder
 from meshrl.observe.view import view_for
-
-STOPPED = 130  # exit status after Ctrl-C, as shells have it
+from meshrl.run.outcome import INTERRUPTED
+from meshrl.run.target import run_in
 
 
 def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None) -> int:
@@ -77,11 +77,6 @@ def shape_for(config: JobConfig) -> Shape:
     )
 
 
-def place_of(run_dir: Path) -> MeshPlace:
-    """The mesh of a run: its own, or the one that it was submitted to."""
-    return MeshPlace(Path(read_json(run_dir / "job.json").get("mesh", run_dir)))
-
-
 async def session(
     run_dir: Path,
     shape: Shape,
@@ -91,19 +86,18 @@ async def session(
     """A mesh from its start to the end of a run; the exit status. `begin` gives Redis the job,
     before any service looks for one; `started` is called when all services are there.
     """
-    job = str(read_json(run_dir / "job.json")["job"])
-    place = place_of(run_dir)
-    launcher = Launcher(place, shape)
+    run = run_in(run_dir)
+    launcher = Launcher(run.place, shape)
     stop = asyncio.Event()
     interruptible(stop, launcher)
-    print(f"{job}: starting a mesh of {shape.workers} workers in {_short(run_dir)}", flush=True)
+    print(f"{run.job}: starting a mesh of {shape.workers} workers in {run.shown}", flush=True)
     await launcher.start(partial(begin, launcher))
-    places.point_to(place)
+    places.point_to(run.place)
     if not stop.is_set():
         started()
     recorder: Recorder | None = None
     try:
-        recorder = Recorder(launcher, job, run_dir)
+        recorder = Recorder(launcher, run.job, run_dir)
         await _follow(recorder, stop)
         await launcher.stop_services()
         await recorder.close()
@@ -186,13 +180,5 @@ async def _conclude(recorder: Recorder | None, launcher: Launcher) -> int:
         error = recorder.shot.error if recorder.shot else ""
         print(f"error: the job failed: {error}", file=sys.stderr)
         return 1
-    print(f"To go on: meshrl resume {_short(recorder.run_dir)}", flush=True)
-    return 1 if launcher.failed.is_set() else STOPPED
-
-
-def _short(path: Path) -> str:
-    """Relative to the working directory where that is shorter to type."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    print(f"To go on: meshrl resume {places.shown(recorder.run_dir)}", flush=True)
+    return 1 if launcher.failed.is_set() else INTERRUPTED

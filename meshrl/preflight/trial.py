@@ -25,8 +25,6 @@ CALLED = {  # what a reference is -> (the arguments that it is called with, how 
     "tool": ((None,), "def {name}(input):"),
     "demonstrations": ((None, 0.0), "def {name}(random, progress):"),
 }
-
-
 CALLER = {
     "environment": "an environment's factory",
     "reward": "a reward",
@@ -139,10 +137,10 @@ def described(error: BaseException, modules: str) -> dict[str, str]:
     if isinstance(error, Unfit):
         return {"said": str(error), "place": error.place, "fix": error.fix}
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    fix = ""
+    absent = ""
     if isinstance(error, FileNotFoundError) and error.filename:
-        fix = str(error.filename)
-    return {"said": said[:2000], "place": place(error, modules), "fix": "", "absent": fix}
+        absent = str(error.filename)
+    return {"said": said[:2000], "place": place(error, modules), "fix": "", "absent": absent}
 
 
 def place(error: BaseException, modules: str) -> str:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from common.errors import NotFound
 from meshrl import exporting
+from meshrl.run.outcome import INTERRUPTED
 from meshrl.run.target import run_of
-
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
 
 def chat(

@@ -14,6 +14,7 @@ from meshrl.observe.watch import told
 from meshrl.run.target import Run, may_live
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit statuses of commands that follow a run to its end
+INTERRUPTED = 130  # after Ctrl-C, as shells have it
 RUNNING, STILL = "running", "stopped"
 # What is read of a run: a mesh gives up with a process that ends and is not started again.
 TELLING = tuple(f'"kind": "{kind}"' for kind in ("phase", "step", "evaluation", "process_ended"))

@@ -14,7 +14,6 @@ from meshrl.asking import ANSWER_S, ask
 from meshrl.job import edited
 from meshrl.launch import places
 from meshrl.launch.claims import locked, runs
-from meshrl.launch.places import MeshPlace
 from meshrl.run import whole
 from meshrl.run.target import Run
 
@@ -23,7 +22,7 @@ def resume(directory: Path, settings: list[str]) -> int:
     """Continues the run in a directory, with `KEY=VALUE` settings; the exit status."""
     run_dir = places.existing_run(directory)
     held = whole.record_of(run_dir)
-    run = Run(run_dir, held["job"], MeshPlace(Path(held.get("mesh", run_dir))))
+    run = Run.of(run_dir, held)
     if "mesh" in held and runs(run.place):
         return _on_the_mesh(run, settings)
     with locked(run.place, run_dir):

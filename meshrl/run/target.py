@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.errors import ConfigError, NotFound, Refused, StateUnavailable
 from common.state import jobs, registry
@@ -24,13 +25,15 @@ class Run:
     job: str
     place: MeshPlace
 
+    @classmethod
+    def of(cls, directory: Path, held: dict[str, Any]) -> Run:
+        """The run in a directory whose `job.json` holds this."""
+        return cls(directory, held["job"], MeshPlace(Path(held.get("mesh", directory))))
+
     @property
     def shown(self) -> str:
         """Its directory as one would type it."""
-        try:
-            return str(self.directory.relative_to(Path.cwd()))
-        except ValueError:
-            return str(self.directory)
+        return places.shown(self.directory)
 
 
 def run_in(directory: Path) -> Run:
@@ -39,7 +42,7 @@ def run_in(directory: Path) -> Run:
     held = read_json(found / "job.json")
     if not isinstance(held.get("job"), str):
         raise ConfigError(f"{found / 'job.json'} names no job", fix="It is not a run's, or damaged")
-    return Run(found, held["job"], MeshPlace(Path(held.get("mesh", found))))
+    return Run.of(found, held)
 
 
 def place_of(chosen: Path | None, mesh: Path | None) -> MeshPlace:

@@ -15,10 +15,9 @@ from meshrl.launch.places import read_json
 from meshrl.observe.recorder import ANSWER_S, LOOK_S, evaluated
 from meshrl.observe.view import View, view_for
 from meshrl.observe.watch import History, Reading, Snapshot, snapshot
-from meshrl.run.outcome import Outcome, outcome_of
+from meshrl.run.outcome import INTERRUPTED, Outcome, outcome_of
 from meshrl.run.target import Run, may_live, row_of, run_of
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 GONE_S = 15.0  # of silence before it is asked whether the mesh is still there
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-PERSON = "the person"  # as a tool that the trajectory calls; no model can: it names no function
+from common.job.builtin import PERSON
 
 
 class Conversation:

@@ -27,6 +27,7 @@ from common.api.sandbox import (
 from common.errors import ConfigError, MeshError, ToolFailed, from_wire
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
+from common.job.builtin import PERSON
 from common.job.job_data import JobData
 from common.model.hf import load_model
 from common.model.tokenizer import Tokenizer
@@ -41,7 +42,6 @@ from services.rollout.transcript import Transcript, tool_turn
 
 CONVERSATION = 4096  # tokens of a conversation, where the model has positions for so many
 CONVERSE = "services.environment.person:conversation"
-PERSON = "the person"  # whom that environment calls like a tool
 LOAD_S = 120.0  # for the sandbox to import the job's modules
 CALLS = 1024  # most tool calls in a turn, as in training
 
