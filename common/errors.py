@@ -110,6 +110,12 @@ class StorageFull(MeshError):
     retryable = True
 
 
+class Damaged(MeshError):
+    """A durable file is not what was written; see `common.records.damage`."""
+
+    code = "damaged"
+
+
 class ToolFailed(MeshError):
     """A tool or reward of the job's author hung, raised or returned garbage."""
 

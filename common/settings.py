@@ -66,6 +66,7 @@ class MeshSettings:
     host: str = field(default_factory=this_host)
     metrics: str = "127.0.0.1:*"  # see `metrics_ports`; off: nowhere
     nice: int = 0  # for the role processes that this process starts
+    secret: str = ""  # of this start of the mesh, in hexadecimal digits; see common.secret
 
     @classmethod
     def from_env(cls) -> MeshSettings:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,7 @@ from common.process.handle import Child
 from common.process.host import SystemHost, own_start_time
 from common.process.lease_watch import LeaseWatch
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.secret import SECRET_BYTES
 from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import embedded, registry
 from common.state.client import State
@@ -249,6 +251,7 @@ class Launcher(Hooks):
             bind=shape.bind,
             advertise=shape.advertise,
             metrics=shape.metrics,
+            secret=secrets.token_hex(SECRET_BYTES),
         )
         self.settings.to_file(self.place.settings)
         write_json(self.place.directory / "shape.json", asdict(shape))

@@ -1,0 +1,16 @@
+"""The secret of a mesh: who knows it belongs to the mesh. Keys and passwords are derived from it,
+so that it is never sent itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+SECRET_BYTES = 32
+
+
+def derived(secret: str, purpose: str) -> bytes:
+    """32 bytes for one purpose ("curve/trainer", "bulk", "redis"), by keyed BLAKE2b; those of one
+    purpose tell nothing of those of another, or of the secret.
+    """
+    return hashlib.blake2b(purpose.encode(), key=bytes.fromhex(secret), digest_size=32).digest()
