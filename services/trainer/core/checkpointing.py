@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from common.errors import MeshError
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
 from common.model.output import write_version
-from common.records.checkpoints import STATE, checkpoint_name, newest_due
-from common.records.durable import sync, sync_tree
+from common.records.checkpoints import STATE, appear, checkpoint_name, newest_due
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.wire.weight_store import STORE
@@ -70,6 +70,7 @@ class Checkpoints:
             step=step,
             weights=manifest,
             account=account | {"ranks": self._compute.ranks},
+            files={},
         )
         self._writing = asyncio.create_task(self._write(request, snapshot, weights))
 
@@ -99,20 +100,13 @@ class Checkpoints:
             self._enter("writing", request.step)
             arguments = self._data, self._config, weights, scratch, directory
             await run(write_version, *arguments, deadline_s=SAVE_S)
-            await run(appear, scratch, directory, deadline_s=SAVE_S)
+            files = await run(appear, scratch, directory, deadline_s=SAVE_S)
         finally:
             await run(shutil.rmtree, scratch, True, deadline_s=SAVE_S)
         store = self._mesh.ref(STORE)
-        await patiently(self._mesh.clock, lambda: store.call(Weights.save, request))
+        whole = replace(request, files=files)
+        await patiently(self._mesh.clock, lambda: store.call(Weights.save, whole))
         self.name, self.step = name, request.step
-
-
-def appear(scratch: Path, directory: Path) -> None:
-    """Whole or not at all, whenever the power goes; what is there already is the same."""
-    if not directory.exists():
-        sync_tree(scratch)
-        scratch.rename(directory)
-    sync(directory.parent)
 
 
 def _remove_unnamed(directory: Path) -> None:
