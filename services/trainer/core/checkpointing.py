@@ -46,10 +46,12 @@ class Checkpoints:
         config = self._data.config
         return newest_due(step, config.training.checkpoint_every, config.budget.steps) == step
 
-    async def clear(self) -> None:
-        """Removes what an earlier start of the trainer began and did not end."""
-        directory = self._data.run_dir / "checkpoints"
-        await self._mesh.host.run_blocking(_remove_unnamed, directory, deadline_s=SAVE_S)
+    async def clear(self, committed: str) -> None:
+        """Removes what an earlier start of the trainer began and did not end, not the checkpoint
+        that is committed: if its manifest is gone, it is damaged.
+        """
+        directory, run = self._data.run_dir / "checkpoints", self._mesh.host.run_blocking
+        await run(_remove_unnamed, directory, committed, deadline_s=SAVE_S)
 
     async def begin(
         self,
@@ -109,7 +111,8 @@ class Checkpoints:
         self.name, self.step = name, request.step
 
 
-def _remove_unnamed(directory: Path) -> None:
+def _remove_unnamed(directory: Path, committed: str) -> None:
     for path in directory.glob("step-*"):
-        if path.is_dir() and not path.with_name(f"{path.name}.json").is_file():
+        named = path.name == committed or path.with_name(f"{path.name}.json").is_file()
+        if path.is_dir() and not named:
             shutil.rmtree(path, ignore_errors=True)
