@@ -105,11 +105,9 @@ async def held(state: State, known: Mark) -> Mark:
     the one that is known: that one itself, if the stream has it. One that has been trimmed counts
     as there, because what follows it is.
     """
-    event = FIRST
-    if known.event != FIRST and (rows := await _newest(state, known.event)):
-        event = rows[0][0]
-    elif rows := await _newest(state, "+"):
-        event = rows[0][0]
+    rows = await _newest(state, known.event) if known.event != FIRST else []
+    rows = rows or await _newest(state, "+")
+    event = rows[0][0] if rows else FIRST
     token = int(await state.command("GET", TOKEN) or 0)
     jobs: dict[str, JobMark] = {}
     for job in await state.command("ZRANGE", f"{MESH}:jobs", 0, -1) or []:
@@ -119,7 +117,8 @@ async def held(state: State, known: Mark) -> Mark:
             *("lineage", "version", "next_group", "run_dir", "phase"),
         )
         if row[0] is not None:
-            jobs[job] = JobMark(*map(int, row[:3]), *row[3:])
+            lineage, version, next_group = map(int, row[:3])
+            jobs[job] = JobMark(lineage, version, next_group, *row[3:])
     return Mark(event, token, jobs)
 
 
