@@ -169,7 +169,7 @@ class Recorder:
         kept = min(len(self.rows), steps_done)
         for event in new:
             if event.kind in ("lineage", "restored") and event.fields.get("job") == self.job:
-                kept = min(kept, int(event.fields["version"]))
+                kept = min(kept, max(0, int(event.fields["version"])))
         if kept < len(self.rows):
             rewrite_lines(self.run_dir / "metrics.jsonl", self.rows[:kept])
             self.trackers.rewind(kept)
