@@ -26,6 +26,7 @@ class Kind:
     found: Callable[[Path], list[Path]]
     readers: tuple[str, ...]
     at_head: bool = False  # the byte that is flipped lies in its first bytes, else in the middle
+    recovers: bool = True  # there is a second copy, or it can be made again
     # Ways in which nothing that goes on needs it: what is not read need not be told.
     unneeded: tuple[str, ...] = ()
 
@@ -122,9 +123,11 @@ KINDS: tuple[Kind, ...] = (
     Kind("redis log", _matching(f"{APPEND_ONLY}*.incr.aof"), ("redis",)),
     Kind("redis snapshot", _matching(f"{APPEND_ONLY}*.base.*"), ("redis",)),
     Kind("redis manifest", _matching(f"{APPEND_ONLY}*.manifest"), ("redis",)),
-    Kind("dataset", _matching("bundle/*/data/train.jsonl"), ("rollout/0",)),
-    Kind("tokenizer", _matching("bundle/*/tokenizer/tokenizer.json"), ("rollout/0",)),
-    Kind("code", _matching("bundle/*/modules/*.py"), ("sandbox/0",)),
+    Kind("dataset", _matching("bundle/*/data/train.jsonl"), ("rollout/0",), recovers=False),
+    Kind(
+        "tokenizer", _matching("bundle/*/tokenizer/tokenizer.json"), ("rollout/0",), recovers=False
+    ),
+    Kind("code", _matching("bundle/*/modules/*.py"), ("sandbox/0",), recovers=False),
     Kind("job", _one("job.json"), (LAUNCHER,)),
     Kind("events", _one("events.jsonl"), (LAUNCHER,)),
     Kind("metrics", _one("metrics.jsonl"), (LAUNCHER,)),

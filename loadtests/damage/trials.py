@@ -29,7 +29,7 @@ from loadtests.damage.harms import harm
 from loadtests.mistakes.job import JOB, Place, toml
 
 AT_REST, RUNNING = "at rest", "running"
-STEPS = 16
+STEPS = 24
 OLDER, NEWER = 3, 7  # steps done when the older and the newer copy are made; a checkpoint every two
 NAMED_S = 60.0  # by when a failure must be named
 ENDS_S = 180.0  # by when a run must have ended, in one way or another
@@ -41,7 +41,7 @@ import time
 
 
 def reward(row, turns):
-    time.sleep(0.2)
+    time.sleep(0.4)
     said = "".join(turn["text"] for turn in turns if turn["role"] == "model")
     return float(row["answer"] in said)
 '''
