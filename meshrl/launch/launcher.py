@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from common.clock import SystemClock
 from common.errors import DeadlineExceeded, MeshError, Refused
+from common.process.child import PRIVATE
 from common.process.failure import end_of
 from common.process.handle import Child
 from common.process.host import SystemHost, own_start_time
@@ -32,6 +33,7 @@ from common.state.client import State
 from common.state.ended import Report, Reports, ended, forget_all
 from meshrl.launch import leftovers, plan, redis_guard
 from meshrl.launch.nursery import MeshNursery
+from meshrl.launch.ownership import made_private
 from meshrl.launch.places import MeshPlace, read_json, write_json
 from meshrl.observe import storage
 
@@ -199,7 +201,7 @@ class Launcher(Hooks):
     # Parts of the start
 
     def _take_lock(self) -> None:
-        self.place.directory.mkdir(parents=True, exist_ok=True)
+        made_private(self.place.directory)
         self._lock = self.place.lock.open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -374,6 +376,7 @@ async def serve(root: Path, shape: Shape) -> int:
 def main() -> None:
     import argparse
 
+    os.umask(PRIVATE)
     parser = argparse.ArgumentParser(prog="meshrl.launch.launcher")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=3)
