@@ -56,7 +56,7 @@ def test_a_pointer_of_another_user_leads_nowhere(
     monkeypatch.setenv("MESHRL_HOME", str(tmp_path / ".meshrl"))
     point_to(MeshPlace(tmp_path))
     os.chown(home() / "current.json", NOBODY, NOBODY)
-    with pytest.raises(Refused, match="current.json belongs to user"):
+    with pytest.raises(Refused, match=r"current\.json belongs to user"):
         find_mesh(None)
 
 
