@@ -16,7 +16,7 @@ from common.errors import NotFound, Refused, StateUnavailable
 from common.job.config import JobConfig
 from common.process.handle import usage_of
 from common.state import ended, events, gangs, jobs, leader, registry
-from common.state.client import State
+from common.state.client import State, server_ms
 from common.state.embedded import without_password
 from common.state.keys import PLANNER
 from meshrl.asking import ANSWER_S, ask
@@ -31,12 +31,6 @@ QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is na
 VERDICT_S = 6.0
 POLL_S = 0.2
 ROLES = (gangs.Role.ROLLOUT, gangs.Role.TRAINING, gangs.Role.IDLE)
-
-
-async def server_ms(state: State) -> float:
-    """The server's time, which leases and waits are compared with."""
-    seconds, micros = await state.command("TIME")
-    return int(seconds) * 1000 + int(micros) / 1000
 
 
 def submit(

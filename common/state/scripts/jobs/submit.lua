@@ -8,7 +8,7 @@ if redis.call('EXISTS', job) == 1 then
   return refuse('refused', 'there is a job ' .. a.job .. ' already')
 end
 redis.call('HSET', job, 'document', a.document, 'run_dir', a.run_dir, 'phase', a.phase,
-  'error', '', 'groups_per_step', a.groups_per_step,
+  'error', '', 'progress_ms', NOW, 'groups_per_step', a.groups_per_step,
   'group_size', a.group_size, 'max_staleness', a.max_staleness, 'budget_steps', a.budget_steps,
   'lineage', a.lineage, 'version', a.version, 'manifest', a.manifest, 'checkpoint', a.checkpoint,
   'steps_done', a.steps_done, 'covered', a.covered, 'cursor', a.cursor, 'next_group', a.next_group,

@@ -40,6 +40,17 @@ local function event(kind, fields, extra)
     'fields', fields and cjson.encode(fields) or '{}', 'extra', extra or '{}')
 end
 
+-- A job has come further: a group, a step, an evaluation. `slowest_ms` is about the longest that it
+-- takes to: what takes much longer than that does not come.
+local function progressed(prefix)
+  local key = prefix .. ':job'
+  local before = redis.call('HMGET', key, 'progress_ms', 'slowest_ms')
+  local gap = NOW - tonumber(before[1] or NOW)
+  local slowest = math.max(gap, math.floor(0.9 * tonumber(before[2] or 0)))
+  redis.call('HSET', key, 'progress_ms', NOW, 'slowest_ms', slowest)
+  redis.call('HINCRBY', key, 'progress', 1)
+end
+
 -- Counts up from the time at which the mesh began, so that tokens rise even when Redis lost all it
 -- had.
 local function next_token()
