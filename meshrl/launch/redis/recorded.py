@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from common.records.checkpoints import all_checkpoints
-from common.state.rollback import FIRST, JobMark, Mark, joined, order
+from common.state.events import order
+from common.state.rollback import FIRST, JobMark, Mark, joined
 
 STANDS = ("initial", "step", "lineage", "restored")  # events that tell a lineage and a version
 

@@ -26,8 +26,9 @@ from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.records import damage
 from common.state import embedded, rollback
 from common.state.client import State
+from common.state.events import order
 from common.state.keys import EVENTS, MESH, job_prefix
-from common.state.rollback import Mark, order
+from common.state.rollback import Mark
 from meshrl.launch.places import MeshPlace
 from meshrl.launch.redis import aof, guard
 from meshrl.launch.redis import note as notes

@@ -150,7 +150,7 @@ async def test_one_that_is_not_what_was_written_is_set_aside_at_the_next_start(
         assert await jobs.jobs(bench.state) == []
         (told,) = await events.read_all(bench.state)
         assert told.kind == damage.EVENT and told.fields["what"] == "redis"
-        assert rollback.order(told.id) > rollback.order(last)
+        assert events.order(told.id) > events.order(last)
         assert mesh.redis.known.jobs[JOB].version == 3
         assert await bench.seat(TRAINER) > seats.trainer
         if what != "all of it gone":
