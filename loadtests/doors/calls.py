@@ -8,6 +8,7 @@ import pkgutil
 import time
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -124,6 +125,7 @@ def _ask(socket: zmq.Socket[bytes], process: Process) -> dict[int, str]:
                 target=target,
                 number=DEADLINE_MS,
             )
-            socket.send_multipart([header, body, *buffers], zmq.NOBLOCK)
+            with suppress(zmq.Again):  # its connection was ended: that is an answer for all
+                socket.send_multipart([header, body, *buffers], zmq.NOBLOCK)
             sent[number] = f"{method.label} ({'right' if right else 'wrong'} incarnation)"
     return sent
