@@ -31,7 +31,7 @@ from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import embedded, registry
 from common.state.client import State
 from common.state.ended import Report, Reports, ended, forget_all
-from meshrl.launch import absolving, leftovers, plan, redis_guard
+from meshrl.launch import absolving, leftovers, plan, redis_guard, trimming
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.ownership import made_private
 from meshrl.launch.places import MeshPlace, read_json, write_json
@@ -99,6 +99,8 @@ class Launcher(Hooks):
             await self._nursery.listens()
             await self._start_services()
             await self._all_registered()
+            trimmed = trimming.trim_forever(self.state, self.clock)
+            self._tasks.append(asyncio.create_task(trimmed, name="trim events"))
             self._write_marker(ready=True)
         except BaseException:
             await self.stop()
