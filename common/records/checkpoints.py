@@ -208,5 +208,5 @@ def best(run_dir: Path) -> Best | None:
 
 
 def is_first(path: Path) -> bool:
-    """Whether it is version 0 of the first lineage, for which nothing has been trained."""
-    return path.name.startswith("step-000-000000-")
+    """Whether it is of version 0, for which nothing has been trained."""
+    return path.name.split("-")[2] == "000000"

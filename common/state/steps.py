@@ -12,7 +12,7 @@ from typing import Any
 
 from common.state.client import State
 from common.state.groups import GroupRow, group_row
-from common.state.jobs import COUNTS, Phase, create
+from common.state.jobs import COUNTS, Phase, beginning, create
 from common.state.keys import job_prefix
 
 # Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
@@ -217,6 +217,18 @@ async def restore_job(
     op_id = f"restore-{lineage}-{version}"
     details = {"counts": counts}
     await create(state, job, document, run_dir, op_id, phase, counters, "restored", details)
+
+
+async def restart_job(
+    state: State, job: str, document: dict[str, Any], run_dir: str, last_lineage: int
+) -> None:
+    """After the loss of Redis before the first checkpoint that has an account: the job from its
+    beginning, in a lineage above `last_lineage`. Once per new lineage.
+    """
+    lineage = last_lineage + 1
+    counters = beginning() | {"lineage": lineage, "next_group": lineage * IDS_APART}
+    op_id, details = f"restart-{lineage}", {"counts": counters["counts"]}
+    await create(state, job, document, run_dir, op_id, Phase.QUEUED, counters, "restored", details)
 
 
 def _record(row: dict[str, str]) -> StepRecord:
