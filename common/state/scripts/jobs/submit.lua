@@ -1,3 +1,4 @@
+-- uses: readers
 -- A new job. The numbers that the gate needs stand beside the document, so that no script has to
 -- read it.
 local seen = replayed()
@@ -17,5 +18,6 @@ redis.call('HSET', job, 'document', a.document, 'run_dir', a.run_dir, 'phase', a
 for field, value in pairs(a.kept or {}) do redis.call('HSET', job, field, value) end
 for _, prompt in ipairs(a.requeue) do redis.call('RPUSH', KEYS[1] .. ':requeue', prompt .. ':0') end
 redis.call('ZADD', MESH .. ':jobs', NOW, a.job)
-event(a.why, {job = a.job, run_dir = a.run_dir, lineage = a.lineage, version = a.version}, a.extra)
+await_recorder(a.job, event(a.why, {job = a.job, run_dir = a.run_dir, lineage = a.lineage,
+  version = a.version}, a.extra))
 return done({submitted = true})

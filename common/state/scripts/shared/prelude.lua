@@ -33,10 +33,10 @@ local function done(result)
   return text
 end
 
--- `extra` is JSON that passes through unread, so that its empty lists and long floats stay as they
--- are.
+-- Tells of something, and returns the event's id. `extra` is JSON that passes through unread, so
+-- that its empty lists and long floats stay as they are.
 local function event(kind, fields, extra)
-  redis.call('XADD', MESH .. ':events', '*', 'kind', kind,
+  return redis.call('XADD', MESH .. ':events', '*', 'kind', kind,
     'fields', fields and cjson.encode(fields) or '{}', 'extra', extra or '{}')
 end
 
