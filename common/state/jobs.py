@@ -58,6 +58,8 @@ class JobRow:
     initial_manifest: str = ""  # manifest of version 0, once there is one
     best_version: int = -1  # by `evaluation.best`; -1: none yet
     best_manifest: str = ""
+    progress_ms: int = 0  # when it last came further: a group, a step, an evaluation, a phase
+    slowest_ms: int = 0  # about the longest time that this took lately
 
     @property
     def ended(self) -> bool:
@@ -69,7 +71,12 @@ async def submit(
     state: State, job: str, document: dict[str, Any], run_dir: str, op_id: str
 ) -> None:
     """Puts a job on record, queued. Refused when the mesh has one of this name."""
-    fresh = {
+    await create(state, job, document, run_dir, op_id, Phase.QUEUED, beginning(), "submitted", {})
+
+
+def beginning() -> dict[str, Any]:
+    """The counters of a job that has done nothing."""
+    return {
         "lineage": 0,
         "version": -1,
         "manifest": "",
@@ -82,7 +89,6 @@ async def submit(
         "counts": dict.fromkeys(COUNTS, 0),
         "requeue": [],
     }
-    await create(state, job, document, run_dir, op_id, Phase.QUEUED, fresh, "submitted", {})
 
 
 async def create(
@@ -259,5 +265,7 @@ def _job(row: dict[str, str]) -> JobRow:
         initial_manifest=row.get("initial_manifest", ""),
         best_version=int(row.get("best_version", -1)),
         best_manifest=row.get("best_manifest", ""),
+        progress_ms=int(row.get("progress_ms", 0)),
+        slowest_ms=int(row.get("slowest_ms", 0)),
         **{field: int(row[field]) for field in whole},
     )
