@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from common.errors import BadMessage, MeshError, NotFound, StorageFull
-from common.records.durable import sync
+from common.records.durable import flush, sync
 
 DIGEST_DIGITS = 32
 STALE_SCRATCH_S = 3600.0  # a scratch file this old was left by a process that ended
@@ -67,7 +67,7 @@ class Scratch:
     def commit(self) -> None:
         """Makes the chunk durable under its name. StorageFull: the disk is full."""
         try:
-            os.fsync(self._fd)
+            flush(self._fd)
             self._stamp(self._path)
             os.rename(self._path, self._target)
             sync(self._target.parent)
