@@ -50,6 +50,7 @@ bench: $(READY)
 	$(BIN)/python -m loadtests.trainer
 	$(BIN)/python -m loadtests.replay
 	$(BIN)/python -m loadtests.sandbox
+	$(BIN)/python -m loadtests.damage --count 20
 
 # What benchmarks compare with: vLLM and TRL in environments of their own; pyzmq and transformers
 # are in ours.

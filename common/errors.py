@@ -116,6 +116,18 @@ class Damaged(MeshError):
     code = "damaged"
 
 
+class HistoryLost(MeshError):
+    """Events that a reader has not read are gone. Those after `through` are there."""
+
+    code = "history_lost"
+
+    def __init__(
+        self, message: str, *, where: str = "", fix: str = "", since: str = "", through: str = ""
+    ) -> None:
+        super().__init__(message, where=where, fix=fix)
+        self.since, self.through = since, through
+
+
 class ToolFailed(MeshError):
     """A tool or reward of the job's author hung, raised or returned garbage."""
 

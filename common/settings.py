@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def advertised_host(advertise: str) -> str:
     return found.group(1) if found else advertise
 
 
+def _refuse_shared(path: str) -> None:
+    """ConfigError for a file that names servers and holds secrets, and is not this user's alone."""
+    found = os.stat(path)
+    if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(
+            f"settings of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}",
+            where=path,
+            fix=f"They hold the secret of a mesh: chown it to user {os.geteuid()}, chmod 600",
+        )
+
+
 @dataclass(frozen=True)
 class MeshSettings:
     """The settings of one mesh."""
@@ -70,8 +82,8 @@ class MeshSettings:
 
     @classmethod
     def from_env(cls) -> MeshSettings:
-        """The settings in the file that $MESHRL_SETTINGS names; ConfigError if there is none or a
-        key is unknown.
+        """The settings in the file that $MESHRL_SETTINGS names; ConfigError if there is none, a
+        key is unknown, or another user can read or has made the file.
         """
         path = os.environ.get(SETTINGS_ENV, "")
         if not path:
@@ -80,6 +92,7 @@ class MeshSettings:
                 fix="Start services through `meshrl up` or `meshrl run`",
             )
         try:
+            _refuse_shared(path)
             fields = json.loads(Path(path).read_text())
             return cls(**fields)
         except (OSError, ValueError, TypeError) as error:

@@ -13,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ FLAGS = (
 TRAINING = ("varlen", "pointwise")  # what a training pass on a CPU calls
 NO_COMPILER = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH"
 NOT_YET = "compiled at the first start, in some 10 s"
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 BUILD_S = 300.0  # some 10 s on a quiet core
 
 
@@ -65,9 +67,9 @@ def library(name: str, define: str = "") -> Library:
         return Library(None, NO_COMPILER)
     try:
         path = _place(name, command)
-        if not path.exists():
+        if not trusted(path):
             with alone(path.with_suffix(".lock")):
-                if not path.exists():
+                if not trusted(path):
                     _build(command, path)
     except subprocess.CalledProcessError as error:
         return Library(None, f"{command[0]} fails on {name}.cpp: {_first_error(error.stderr)}")
@@ -84,7 +86,7 @@ def found(name: str, define: str = "") -> Library:
     if not command:
         return Library(None, NO_COMPILER)
     path = _place(name, command)
-    return Library(path) if path.exists() else Library(None, NOT_YET)
+    return Library(path) if trusted(path) else Library(None, NOT_YET)
 
 
 def _command(name: str, define: str) -> list[str]:
@@ -111,10 +113,20 @@ def folder() -> Path:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        # Code is loaded from it: nobody else may have made it.
-        if os.access(place, os.W_OK) and place.stat().st_uid == os.getuid():
+        # Code is loaded from it: nobody else may have made it, or put anything into it.
+        if os.access(place, os.W_OK) and trusted(place):
             return place
     raise OSError("no folder to keep libraries in; set XDG_CACHE_HOME to one that is yours")
+
+
+def trusted(path: Path) -> bool:
+    """Whether it is there, this user's, no link, and nobody else could have written to it."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    link, others = stat.S_ISLNK(found.st_mode), found.st_mode & OTHERS_WRITE
+    return found.st_uid == os.getuid() and not link and not others
 
 
 def _digest(command: list[str]) -> str:
@@ -148,6 +160,7 @@ def _build(command: list[str], path: Path) -> None:
             timeout=BUILD_S,
             check=True,
         )
+        draft.chmod(0o700)
         draft.replace(path)  # whole or not at all
     finally:
         draft.unlink(missing_ok=True)

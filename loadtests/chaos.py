@@ -1,11 +1,15 @@
-"""Kills and stops random processes of a running mesh, and says whether anything was lost.
+"""Kills and stops random processes of a running mesh, damages its files, fills its disk, and says
+whether anything was lost.
 
-    python -m loadtests.chaos examples/calculator.toml --faults kill,stop --count 10 --seed 1 \\
-        --set budget.steps=96  # long enough for ten
+    python -m loadtests.chaos examples/calculator.toml --faults kill,stop --count 10 --seed 1
+    python -m loadtests.chaos examples/calculator.toml --faults kill,stop,damage,full --seed 1
 
 Every few seconds one process gets SIGKILL, or SIGSTOP and, once its lease has expired, SIGCONT:
 services, planners, workers, role processes, environment processes, the agent, Redis, the nursery;
 never the launcher. While one is stopped, `meshrl status --stalled` is asked whether it names it.
+Or a durable file loses a bit, its end or all, and whoever reads it is killed; or the run's disk, a
+tmpfs of its own (which needs root), has no room for some seconds. A run that has finished before
+all faults were made gets more steps.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,11 +35,17 @@ import psutil
 from common.errors import MeshError
 from common.state import jobs, registry
 from common.state.client import State
+from loadtests.damage.files import KINDS, LAUNCHER
+from loadtests.damage.harms import harm
 
 GAP_S = (2.0, 5.0)  # between the end of one fault and the next
 STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
 WITHOUT_LEASE_S = 12.0  # of a process that holds none
-RUN_S = 900.0  # the whole run, faults included
+RUN_S = 1800.0  # the whole run, faults included
+MORE_STEPS = 24  # for a run that has finished before all faults were made
+FULL_S = (2.0, 8.0)  # how long there is no room
+DISK = "1g"  # of a run whose disk is filled
+HARMFUL = ("flip", "truncate", "empty")
 NAMED_S = 30.0  # by when a stop that holds somebody up must be named
 UP_S = 120.0
 UNREGISTERED = {
@@ -65,30 +77,71 @@ class Chaos:
         self.run_dir, self.kinds, self.count = run_dir, kinds, count
         self.random = random.Random(seed)
         self.report = Report()
-        self._url = ""
+        # What a running mesh reads again and has another copy of.
+        self.damageable = [k for k in KINDS if k.recovers and LAUNCHER not in k.readers]
 
     async def wreak(self) -> None:
-        """Waits for training to begin, then injects the faults one after the other."""
-        await self._until_training()
+        """Injects the faults one after the other while the run trains, until all are made."""
         while len(self.report.faults) < self.count:
+            await self._until_training()
             await asyncio.sleep(self.random.uniform(*GAP_S))
-            fault = self.random.choice(self.kinds)
-            target = self._choose(await self._targets())
-            if target is None:
-                continue
             phase = await self._phase()
             if phase in jobs.ENDED:
-                return
-            print(f"{fault} {target.name} ({target.pid}) in {phase}", file=sys.stderr, flush=True)
-            entry = {"fault": fault, "name": target.name, "phase": phase, "at": time.time()}
-            self.report.faults.append(entry)
-            try:
-                if fault == "kill":
+                continue
+            fault = self.random.choice(self.kinds)
+            entry = {"fault": fault, "phase": phase, "at": time.time()}
+            match fault:
+                case "damage":
+                    made = await self._damage()
+                case "full":
+                    made = await self._fill()
+                case _:
+                    made = await self._hit(fault)
+            if made:
+                self.report.faults.append(entry | made)
+
+    async def _hit(self, fault: str) -> dict[str, Any]:
+        """Kills or stops one process; empty when there was none, or it ended by itself just now."""
+        target = self._choose(await self._targets())
+        if target is None:
+            return {}
+        _say(f"{fault} {target.name} ({target.pid})")
+        try:
+            if fault == "kill":
+                os.kill(target.pid, signal.SIGKILL)
+                return {"name": target.name}
+            return {"name": target.name} | await self._stop(target)
+        except ProcessLookupError:
+            return {}
+
+    async def _damage(self) -> dict[str, Any]:
+        """Damages a file that a process of the mesh reads again, and kills that process."""
+        kind = self.random.choice(self.damageable)
+        path = next(iter(kind.found(self.run_dir)), None)
+        how = self.random.choice(HARMFUL)
+        if path is None or harm(how, path, None, kind.at_head):
+            return {}
+        _say(f"{how} {path}")
+        targets = await self._targets()
+        for target in targets:
+            if target.name in kind.readers or target.kind in kind.readers:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(target.pid, signal.SIGKILL)
-                else:
-                    entry |= await self._stop(target)
-            except ProcessLookupError:
-                self.report.faults.remove(entry)  # it ended by itself just now
+        return {"name": f"{kind.name} {how}"}
+
+    async def _fill(self) -> dict[str, Any]:
+        """Takes all room of the run's disk for some seconds."""
+        lasts = self.random.uniform(*FULL_S)
+        _say(f"no room for {lasts:.1f} s")
+        filler = self.run_dir.parent / "filler"
+        try:
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(1 << 20)):
+                    pass
+            await asyncio.sleep(lasts)
+        finally:
+            filler.unlink(missing_ok=True)
+        return {"name": f"{lasts:.1f} s"}
 
     async def _stop(self, target: Target) -> dict[str, Any]:
         """Stops a process until its lease has expired; how soon it was named as the culprit."""
@@ -169,15 +222,19 @@ class Chaos:
         async with asyncio.timeout(UP_S):
             while not settings.exists():
                 await asyncio.sleep(0.2)
-        self._url = json.loads(settings.read_text())["redis_url"]
-        async with asyncio.timeout(RUN_S):
-            while await self._phase() not in (jobs.Phase.TRAINING, *jobs.ENDED):
-                await asyncio.sleep(0.5)
+        while await self._phase() != jobs.Phase.TRAINING:  # until this task is ended
+            await asyncio.sleep(0.5)
+
+    @property
+    def _url(self) -> str:
+        """Of the mesh that runs now: one that was resumed has another."""
+        settings = self.run_dir / "mesh" / "settings.json"
+        return str(json.loads(settings.read_text())["redis_url"])
 
     async def _phase(self) -> str:
         try:
             state = await State.open(self._url, connect_s=2.0)
-        except MeshError:
+        except (MeshError, OSError, ValueError):
             return "unknown"
         try:
             return next((row.phase for row in await jobs.jobs(state)), jobs.Phase.QUEUED)
@@ -201,30 +258,73 @@ LEASED = (
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    out = arguments.out or Path(tempfile.mkdtemp(prefix="meshrl-chaos-")) / "run"
-    command = [sys.executable, "-m", "meshrl", "run", str(arguments.job), "--set", f"out={out}"]
+    """The verdict on a run under faults."""
+    kinds = arguments.faults.split(",")
+    folder = Path(tempfile.mkdtemp(prefix="meshrl-chaos-"))
+    with _disk_of_its_own(folder) if "full" in kinds else contextlib.nullcontext():
+        out = arguments.out or folder / "run"
+        chaos = Chaos(out, arguments.seed, kinds, arguments.count)
+        faults = asyncio.create_task(chaos.wreak())
+        status = await _followed(arguments, chaos, folder.with_name(f"{folder.name}.log"))
+        if faults.done():
+            faults.result()  # what went wrong with the injection is no verdict on the mesh
+        faults.cancel()
+        await asyncio.gather(faults, return_exceptions=True)
+        return verdict(out, status, chaos.report, arguments.count)
+
+
+async def _followed(arguments: argparse.Namespace, chaos: Chaos, log: Path) -> int:
+    """The exit status of the run, which goes on until all faults are made; -1: it hangs."""
+    out = chaos.run_dir
+    words = ["run", str(arguments.job), "--set", f"out={out}"]
     for change in arguments.set or []:
-        command += ["--set", change]
-    log = Path(tempfile.mkdtemp(prefix="meshrl-chaos-")) / "run.log"
-    with log.open("wb") as stream:
-        run = await asyncio.create_subprocess_exec(*command, stdout=stream, stderr=stream)
-    chaos = Chaos(out, arguments.seed, arguments.faults.split(","), arguments.count)
-    faults = asyncio.create_task(chaos.wreak())
+        words += ["--set", change]
     try:
         async with asyncio.timeout(RUN_S):
-            status = await run.wait()
+            while True:
+                status = await _ran(words, log)
+                _say(_end_of(log))
+                if status != 0 or len(chaos.report.faults) >= chaos.count:
+                    return status
+                held = json.loads((out / "job.json").read_text())
+                steps = held["document"]["budget"]["steps"] + MORE_STEPS
+                words = ["resume", str(out), "--set", f"budget.steps={steps}"]
     except TimeoutError:
+        _say(_end_of(log))
+        return -1
+
+
+async def _ran(words: list[str], log: Path) -> int:
+    """The exit status of a command; one that is given up gets SIGINT, and a minute."""
+    with log.open("wb") as stream:
+        run = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "meshrl", *words, stdout=stream, stderr=stream
+        )
+    try:
+        return await run.wait()
+    except asyncio.CancelledError:
         run.send_signal(signal.SIGINT)
-        status = -1
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(60.0):
                 await run.wait()
-    if faults.done():
-        faults.result()  # what went wrong with the injection is no verdict on the mesh
-    faults.cancel()
-    await asyncio.gather(faults, return_exceptions=True)
-    print(log.read_text()[-6000:], file=sys.stderr)
-    return verdict(out, status, chaos.report, arguments.count)
+        raise
+
+
+@contextlib.contextmanager
+def _disk_of_its_own(folder: Path) -> Iterator[None]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "run", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text()[-6000:]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def verdict(out: Path, status: int, report: Report, count: int) -> dict[str, Any]:
@@ -243,6 +343,8 @@ def verdict(out: Path, status: int, report: Report, count: int) -> dict[str, Any
         "count": count,
         "kills": sum(f["fault"] == "kill" for f in report.faults),
         "stops": sum(f["fault"] == "stop" for f in report.faults),
+        "damages": sum(f["fault"] == "damage" for f in report.faults),
+        "full_disks": sum(f["fault"] == "full" for f in report.faults),
         "hit": ",".join(f"{f['fault']}:{f['name']}" for f in report.faults),
         "completed": int(status == 0 and summary.get("phase") == jobs.Phase.FINISHED),
         "continued": continued(out, first),

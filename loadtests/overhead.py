@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from common.job.job_data import JobData
-from common.state import events, jobs
+from common.state import jobs
 from common.state.client import State
 from loadtests.measuring.meter import Meter
+from loadtests.measuring.metered import all_events
 from loadtests.plain import Job, run_plain, warmed_up
 from meshrl.job import bundle, jobfile
 from services.trainer.core import warm_start
@@ -129,7 +130,7 @@ async def measure(out: Path, meter: Meter, run: asyncio.subprocess.Process) -> d
                 raise RuntimeError(f"the run ended with {run.returncode}")
             await asyncio.sleep(LOOK_S)
         last = meter.reading(roles=True)
-        found = await events.read_all(state)
+        found = await all_events(state, out)
     finally:
         await state.close()
     opened = next(e.ms for e in found if e.kind == "opened")

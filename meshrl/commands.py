@@ -16,9 +16,9 @@ from common.errors import NotFound, Refused, StateUnavailable
 from common.job.config import JobConfig
 from common.process.handle import usage_of
 from common.state import ended, events, gangs, jobs, leader, registry
-from common.state.client import State
+from common.state.client import State, server_ms
 from common.state.embedded import without_password
-from common.state.keys import EVENTS, PLANNER
+from common.state.keys import PLANNER
 from meshrl.asking import ANSWER_S, ask
 from meshrl.launch.claims import claimed, writing
 from meshrl.launch.places import MeshPlace, find_mesh
@@ -31,12 +31,6 @@ QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is na
 VERDICT_S = 6.0
 POLL_S = 0.2
 ROLES = (gangs.Role.ROLLOUT, gangs.Role.TRAINING, gangs.Role.IDLE)
-
-
-async def server_ms(state: State) -> float:
-    """The server's time, which leases and waits are compared with."""
-    seconds, micros = await state.command("TIME")
-    return int(seconds) * 1000 + int(micros) / 1000
 
 
 def submit(
@@ -202,10 +196,10 @@ def move(worker: str, role: str, mesh: Path | None) -> None:
         known = {found.id: found for found in await gangs.gangs(state)}
         if gang not in known:
             raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
-        last = await state.command("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)
+        last = await events.last_id(state)
         op_id = uuid.uuid4().hex
         await gangs.request_move(state, gang, role, op_id)
-        return await _verdict(state, known[gang], op_id, last[0][0] if last else "0")
+        return await _verdict(state, known[gang], op_id, last)
 
     print(ask(find_mesh(mesh), request, ANSWER_S))
 

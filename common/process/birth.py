@@ -40,7 +40,6 @@ class Order:
     environment: dict[str, str]
     passed: list[str]
     executable: str
-    umask: int
     niceness: int
 
     @classmethod

@@ -1,5 +1,5 @@
 """The first code of every process that a Host executes: it ties the process to its parent, then
-runs the program in its place.
+closes its files to other users, then runs the program in its place.
 
 `python -m common.process.child parent=PID death=FD nice=N rlimit=AS:BYTES -- module:NAME
 ARGS...` runs a Python module in this same interpreter; `-- exec:PROGRAM ARGS...` replaces it. This
@@ -19,6 +19,7 @@ import sys
 CHANNEL_FD = "MESHRL_CHANNEL_FD"
 FRAME_LIMIT = 64 << 20  # bytes; a longer length prefix means that the stream is garbage
 PR_SET_PDEATHSIG = 1
+PRIVATE = 0o077  # umask of every process of a mesh: what it writes is for its user's eyes only
 ORPHANED = 71  # exit status of a child whose parent was gone before it could be tied to it
 
 
@@ -127,6 +128,7 @@ def main(argv: list[str]) -> None:
     """Applies the options before `--`, then becomes the program behind it. SystemExit: an unknown
     option.
     """
+    os.umask(PRIVATE)
     split = argv.index("--")
     program, arguments = argv[split + 1], argv[split + 2 :]
     for option in argv[:split]:

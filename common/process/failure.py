@@ -17,7 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from common.errors import ConfigError, Fenced, MeshError, RankLost, ToolFailed
+from common.errors import (
+    ConfigError,
+    Fenced,
+    MeshError,
+    RankLost,
+    StateUnavailable,
+    StorageFull,
+    ToolFailed,
+)
 
 FAILURE_ENV = "MESHRL_FAILURE"  # path of the file
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
@@ -25,10 +33,13 @@ TAIL_BYTES = 1 << 16  # of a log: enough for the lines that an error shows
 ROOT = Path(__file__).parents[2]  # of our own packages
 
 # What starting a process again does about its error: nothing; perhaps nothing, so that the tries
-# are counted; or it is the cure, because the error tells of another process, a lease or a disk.
-Restart = Literal["never", "counted", "always"]
+# are counted; it is the cure once the other process or the lease that the error tells of is back,
+# which is waited for while the job makes progress, and for some minutes without; or, always, once
+# an outage is over that is shown to people: a full disk, or Redis away.
+Restart = Literal["never", "counted", "patient", "always"]
 FATAL = (ConfigError, ToolFailed)
 OTHERS_FAULT = (Fenced, RankLost)
+OUTAGES = (StorageFull, StateUnavailable)
 
 
 @dataclass(frozen=True)
@@ -83,9 +94,11 @@ def restart_after(error: BaseException) -> Restart:
     if isinstance(error, FATAL):
         return "never"
     if isinstance(error, MeshError):
-        return "always" if error.retryable or isinstance(error, OTHERS_FAULT) else "counted"
-    full = isinstance(error, OSError) and error.errno in NO_ROOM
-    return "always" if full or isinstance(error, asyncio.CancelledError) else "counted"
+        others = error.retryable or isinstance(error, OTHERS_FAULT)
+        return "always" if isinstance(error, OUTAGES) else "patient" if others else "counted"
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return "always"
+    return "patient" if isinstance(error, asyncio.CancelledError) else "counted"
 
 
 def place_of(error: BaseException) -> str:

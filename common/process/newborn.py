@@ -24,7 +24,7 @@ from pathlib import Path
 
 from common.process import failure
 from common.process.birth import GO, Order
-from common.process.child import CHANNEL_FD, ORPHANED, end_with
+from common.process.child import CHANNEL_FD, ORPHANED, PRIVATE, end_with
 
 MALLOPT = {  # glibc reads these when a program starts; afterwards they are set by number
     "MALLOC_TRIM_THRESHOLD_": -1,
@@ -91,7 +91,7 @@ def settle_environment(order: Order, environment: Mapping[str, str], paths: list
     os.environ.update(environment)
     inherited = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
     sys.path[:] = [os.getcwd(), *inherited, *paths]
-    os.umask(order.umask)
+    os.umask(PRIVATE)
     os.setpriority(os.PRIO_PROCESS, 0, order.niceness)
     show([order.executable, "-m", order.module, *order.arguments], environment)
 

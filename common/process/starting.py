@@ -50,15 +50,12 @@ class Start:
     def order(self, passed: list[str]) -> Order:
         """What a nursery is asked for, with these descriptors."""
         assert self.module is not None
-        umask = os.umask(0o077)
-        os.umask(umask)
         return Order(
             module=self.module,
             arguments=self.argv[3:],
             environment=self.environment,
             passed=passed,
             executable=sys.executable,
-            umask=umask,
             niceness=os.getpriority(os.PRIO_PROCESS, 0) + self.nice,
         )
 
@@ -127,7 +124,7 @@ class Starter:
 def opened_log(path: Path) -> int:
     """A descriptor that appends to a file, whose directory is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 def executed(start: Start, descriptors: Mapping[str, int]) -> subprocess.Popen[bytes]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import traceback
-from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,10 +18,9 @@ from common.errors import NotFound, Refused
 from common.process.failure import Failure
 from common.process.handle import Child
 from common.process.host import Host
+from common.process.restarts import FIRST_DELAY_S, LONGEST_DELAY_S, Restarts
 
 CHECK_S = 0.5  # how often a running child's lease is looked at
-FIRST_DELAY_S = 0.05  # before the first restart; it doubles with each that the budget remembers
-LONGEST_DELAY_S = 5.0
 NO_START = 1  # what a run that could not even begin ended with
 
 
@@ -35,7 +33,9 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
     restart: Literal["always", "on_failure", "never"] = "always"
-    budget: tuple[int, float] = (5, 60.0)  # restarts, seconds: more in that time is given up
+    # Restarts, seconds: more in that time is given up, and so are more in a row by one error after
+    # runs that were all shorter.
+    budget: tuple[int, float] = (5, 60.0)
     critical: bool = False  # its loss for good escalates
     stage: int = 0  # started from the lowest, stopped from the highest
     own_session: bool = False
@@ -53,6 +53,12 @@ class End:
     restarts: int = 0  # how often it had been started again until then
     final: bool = False  # it is not started again: it would only fail again
     asked: bool = False  # its supervisor ended it
+    lasting_s: float = 0.0  # since it first ended so, and by nothing else
+
+    @property
+    def cause(self) -> str:
+        """What tells this end from those by other causes; no numbers that each end has anew."""
+        return f"{self.failure.type} {self.failure.where}" if self.failure is not None else self.why
 
     @property
     def told(self) -> str:
@@ -95,35 +101,12 @@ async def _tell(hook: Coroutine[None, None, None]) -> None:
         traceback.print_exc()
 
 
-class Restarts:
-    """Counts restarts against a budget of `most` in `within_s`."""
-
-    def __init__(self, most: int, within_s: float) -> None:
-        self._most, self._within_s = most, within_s
-        self._times: deque[float] = deque()
-        self.total = 0
-
-    def next_delay(self, now: float) -> float | None:
-        """Seconds to wait before a restart at `now`; None when the budget is spent."""
-        while self._times and self._times[0] <= now - self._within_s:
-            self._times.popleft()
-        if len(self._times) >= self._most:
-            return None
-        delay = min(FIRST_DELAY_S * 2.0 ** len(self._times), LONGEST_DELAY_S)
-        self._times.append(now)
-        self.total += 1
-        return delay
-
-    def forget(self) -> None:
-        """Begins a fresh budget."""
-        self._times.clear()
-
-
 @dataclass
 class _Running:
     spec: ChildSpec
     restarts: Restarts
     child: Child | None = None
+    began: float = 0.0  # when it was started
     why_not: str = ""  # why there is no child: its last start failed
     stopping: bool = False
     watcher: asyncio.Task[None] | None = None
@@ -177,7 +160,8 @@ class Supervisor:
         if spec.name in self._children:
             raise Refused(f"{spec.name} is supervised already", fix="remove it first")
         child = adopted or self._spawn(spec)
-        running = self._children[spec.name] = _Running(spec, Restarts(*spec.budget), child)
+        began = self._clock.monotonic()
+        running = self._children[spec.name] = _Running(spec, Restarts(*spec.budget), child, began)
         running.watcher = asyncio.create_task(self._watch(running), name=f"watch {spec.name}")
         await _tell(self._hooks.started(child))
         return child
@@ -224,7 +208,9 @@ class Supervisor:
         except Exception as error:
             traceback.print_exc()
             running.why_not = f"it cannot be started: {type(error).__name__}: {error}"
+            running.began = self._clock.monotonic()
         else:
+            running.began = self._clock.monotonic()
             await _tell(self._hooks.started(running.child))
 
     async def _stop_one(self, running: _Running, grace_s: float) -> None:
@@ -278,11 +264,12 @@ class Supervisor:
         spec, why = running.spec, end.told
         wanted = spec.restart == "always" or (spec.restart == "on_failure" and end.code != 0)
         wanted = wanted and not end.final
-        delay = running.restarts.next_delay(self._clock.monotonic()) if wanted else None
+        now = self._clock.monotonic()
+        lasting_s = running.restarts.ended(end.cause, now - running.began, now)
+        delay = running.restarts.next_delay(now) if wanted else None
         if delay is None and wanted:
-            most, within_s = spec.budget
-            why = f"{why}; ended more than {most} times in {within_s:g} s"
-            if await self._absolved(spec, end):
+            why = f"{why}; {running.restarts.spent}"
+            if await self._absolved(spec, replace(end, lasting_s=lasting_s)):
                 running.restarts.forget()
                 delay = LONGEST_DELAY_S
         if delay is None:

@@ -23,7 +23,7 @@ class AppendFile:
         self.path = path
         self._room = room
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._full(error, "no room for a new file") from error
         self._length = os.lseek(self._fd, 0, os.SEEK_END)

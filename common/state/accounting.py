@@ -48,6 +48,9 @@ def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str,
                 steps = {step: rows for step, rows in steps.items() if step <= fields["version"]}
             case "restored":
                 terms, steps = {term: fields["counts"][term] for term in COUNTED}, {}
+            case "history_lost":  # what the rows in Redis said then, in place of what is gone
+                terms = {term: fields["counts"][term] for term in COUNTED}
+                steps = {row["step"]: row["groups"] for row in fields["steps"]}
     return _with_steps(terms, steps, in_flight)
 
 

@@ -230,6 +230,12 @@ class State:
         )
 
 
+async def server_ms(state: State) -> float:
+    """The server's time, which leases and waits are compared with."""
+    seconds, micros = await state.command("TIME")
+    return int(seconds) * 1000 + int(micros) / 1000
+
+
 def _refusal_behind(error: BaseException) -> BaseException | None:
     """What redis-py made a broken connection of that the server had closed to us."""
     cause = error.__cause__

@@ -7,11 +7,13 @@ import contextlib
 import json
 import uuid
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, StateUnavailable
-from common.process.failure import Failure, told
+from common.process.failure import Failure, end_of, told
+from common.process.signals import named, what_to_do
 from common.state.client import State
 from common.state.keys import MESH, job_prefix
 
@@ -19,7 +21,8 @@ ENDED = f"{MESH}:ended"
 EVENT_S = 2.0  # a report must not hold up a restart
 PATIENCE_S = 60.0  # while Redis is away it is tried again for so long
 RETRY_S = 1.0
-NO_ERROR = Failure("", "", restart="always")
+NO_ERROR = Failure("", "")
+CRASH = "crash"  # what `restart` is of an end without an error: a signal, or no word
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,16 @@ class Report:
     spent: bool = False  # its restarts are spent: its job fails, if it may be the job's fault
     log: str = ""
     event: bool = True  # False: the event was told before, and this is what became of it
+    charged: bool = True  # False: it never fails its job, which has another bound for it
+    count: int = 1  # processes of this name that have ended so since the last report
     operation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 async def tell(state: State, report: Report) -> bool:
     """Records an end, once for a report; whether its job failed by it."""
     failure = report.failure or NO_ERROR
+    restart = failure.restart if report.failure is not None else CRASH
     job = report.job or failure.job
-    text = f"{report.name} ended by {failure}"
-    if failure.restart == "counted" and not failure.fix:
-        text += f". `meshrl logs {report.name}` shows what led to it, `meshrl resume` goes on"
     args = {
         "op": report.operation,
         "name": report.name,
@@ -74,13 +77,30 @@ async def tell(state: State, report: Report) -> bool:
         "final": report.final,
         "spent": report.spent,
         "event": report.event,
-        "restart": failure.restart,
+        "charged": report.charged,
+        "count": report.count,
+        "restart": restart,
         "log": report.log,
         "error": failure.fields(),
-        "told": f"{text}. Its log: {report.log}" if report.log else text,
+        "told": f"{report.name} ended by {report.failure or named(report.code, report.why)}",
+        "advice": advice(report, restart),
     }
     answer = await state.run("process_ended", [job_prefix(job) if job else MESH], args)
     return bool(answer["failed"])
+
+
+def advice(report: Report, restart: str) -> str:
+    """What a job's error says after the cause: what to do, and what the log has of it."""
+    text = ""
+    if restart == CRASH:
+        text = f". {what_to_do(report.code)}"
+    elif restart != "never" and not (report.failure and report.failure.fix):
+        text = f". `meshrl logs {report.name}` shows what led to it, `meshrl resume` goes on"
+    if report.log:
+        text += f". Its log: {report.log}"
+        if restart != "never" and (said := end_of(Path(report.log))):
+            text += f" ends: {said}"
+    return text
 
 
 async def ended(state: State) -> list[Ended]:

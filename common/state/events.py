@@ -1,4 +1,6 @@
-"""The event stream of a mesh: what has happened, in order; nothing trims it."""
+"""The event stream of a mesh: what has happened, in order. It is trimmed below its readers' cursors
+(`readers`), and who reads from further back is told so.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,11 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.errors import HistoryLost
 from common.state.client import State
-from common.state.keys import EVENTS, MESH
+from common.state.keys import EVENTS, MESH, TRIMMED
+
+PAGE = 1000  # events of one answer
 
 
 @dataclass(frozen=True)
@@ -35,20 +40,49 @@ async def append_as(
     await state.run("append", [MESH], args)
 
 
-async def read(state: State, since: str = "0", count: int = 1000) -> list[Event]:
-    """Up to `count` events after the one whose id is `since`, oldest first."""
-    rows = await state.command(
-        "XRANGE", EVENTS, f"({since}" if since != "0" else "-", "+", "COUNT", count
-    )
-    return [_event(row) for row in rows or []]
+async def read(state: State, since: str = "0", count: int = PAGE) -> list[Event]:
+    """Up to `count` events after the one whose id is `since`, oldest first. HistoryLost when some
+    of them are gone.
+    """
+    # The event at the cursor is asked for too: while it is there, nothing behind it is gone.
+    first = since if since != "0" else "-"
+    rows = await state.command("XRANGE", EVENTS, first, "+", "COUNT", count + 1) or []
+    if rows and rows[0][0] == since:
+        return [_event(row) for row in rows[1:]]
+    await _refuse_a_gap(state, since)
+    return [_event(row) for row in rows[:count]]
 
 
 async def read_all(state: State, since: str = "0") -> list[Event]:
-    """All events after `since`, page by page."""
+    """All events after `since`, page by page. HistoryLost as from `read`."""
     found: list[Event] = []
     while page := await read(state, found[-1].id if found else since):
         found += page
     return found
+
+
+async def last_id(state: State) -> str:
+    """The id of the last event; "0" when there is none."""
+    rows = await state.command("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)
+    return str(rows[0][0]) if rows else "0"
+
+
+def order(event_id: str) -> tuple[int, int]:
+    """By what ids of events rise."""
+    ms, _, number = event_id.partition("-")
+    return int(ms), int(number or 0)
+
+
+async def _refuse_a_gap(state: State, since: str) -> None:
+    through = str(await state.command("GET", TRIMMED) or "0")
+    if order(since) < order(through):
+        raise HistoryLost(
+            f"history_lost: events after {since} are gone up to {through}",
+            where="the event stream",
+            fix="What was recorded of them is in events.jsonl of the run",
+            since=since,
+            through=through,
+        )
 
 
 def _event(row: Any) -> Event:

@@ -58,6 +58,8 @@ class JobRow:
     initial_manifest: str = ""  # manifest of version 0, once there is one
     best_version: int = -1  # by `evaluation.best`; -1: none yet
     best_manifest: str = ""
+    progress_ms: int = 0  # when it last came further: a group, a step, an evaluation, a phase
+    slowest_ms: int = 0  # about the longest time that this took lately
 
     @property
     def ended(self) -> bool:
@@ -259,5 +261,7 @@ def _job(row: dict[str, str]) -> JobRow:
         initial_manifest=row.get("initial_manifest", ""),
         best_version=int(row.get("best_version", -1)),
         best_manifest=row.get("best_manifest", ""),
+        progress_ms=int(row.get("progress_ms", 0)),
+        slowest_ms=int(row.get("slowest_ms", 0)),
         **{field: int(row[field]) for field in whole},
     )

@@ -6,6 +6,8 @@ from common.errors import Refused
 
 MESH = "{mesh}"
 EVENTS = f"{MESH}:events"
+TRIMMED = f"{MESH}:trimmed"  # id of the last event that is gone
+READERS = f"{MESH}:readers"
 PLANNER = "planner"  # the election whose leader writes desired roles
 
 

@@ -1,7 +1,8 @@
 """The bulk port for large bytes beside the control traffic: chunks by digest over TCP, or straight
 from the file on the same host.
 
-A request is a verb, a digest and a length; an answer a status and a length; then bytes. The server
+Both ends of a connection prove first that they know the mesh's secret (`handshake.py`). Then a
+request is a verb, a digest and a length; an answer a status and a length; then bytes. The server
 is one thread that never waits for one client, so a CANCEL on the control port never waits behind a
 chunk. A client on the same host reads and writes the files themselves.
 """
@@ -31,9 +32,11 @@ from common.errors import (
     to_wire,
 )
 from common.errors import from_wire as error_from_wire
-from common.settings import advertised_host
+from common.secret import derived
+from common.settings import MeshSettings, advertised_host
 from common.wire.chunks import ChunkStore, Scratch, digest_of
 from common.wire.frames import pack_error, unpack_error
+from common.wire.handshake import CHALLENGE, HELLO, TAG_BYTES, Answering, Asking
 
 if TYPE_CHECKING:
     from common.process.host import Host
@@ -44,23 +47,29 @@ __all__ = ["BulkClient", "BulkServer", "ChunkStore"]
 
 T = TypeVar("T")
 GET, PUT, HAS = b"G", b"P", b"H"
-_REQUEST = struct.Struct("<4sc16sQ")
+_REQUEST = struct.Struct("<c16sQ")
 _ANSWER = struct.Struct("<BQ")
-_MAGIC = b"MRB1"
 OK, FAILED = 0, 1
 PIECE_BYTES = 1 << 20  # what one connection may move before the others have their turn
 LARGEST_BYTES = 4 << 30  # most in one transfer, at either end
 IDLE_S = 60.0
 TURN_S = 0.2  # how often the thread looks whether it should end
+PROOF_S = 3.0  # in which a client has proved who it is: it takes one round trip
 CONNECTIONS = 256
+STRANGERS = 64  # connections without a proof yet; the oldest makes room for the next
 DEADLINE_S = 120.0
 
 _Steps = Generator[int, None, None]  # yields the selectors.EVENT_* that it waits for
 
 
+def bulk_key(settings: MeshSettings) -> bytes:
+    """The key of a mesh's bulk ports; without a secret it is one that everybody knows."""
+    return derived(settings.secret, "bulk")
+
+
 class BulkServer:
-    """Serves a ChunkStore. `bind` and `advertise` as for the transport; without `bind` there is no
-    port, and only clients of this host find the chunks.
+    """Serves a ChunkStore to who knows `key`. `bind` and `advertise` as for the transport; without
+    `bind` there is no port, and only clients of this host find the chunks.
     """
 
     def __init__(
@@ -70,10 +79,12 @@ class BulkServer:
         bind: str,
         advertise: str = "",
         *,
+        key: bytes,
         largest_bytes: int = LARGEST_BYTES,
     ) -> None:
-        self._chunks, self._largest_bytes = chunks, largest_bytes
+        self._chunks, self._key, self._largest_bytes = chunks, key, largest_bytes
         chunks.directory.mkdir(parents=True, exist_ok=True)
+        self._connections: dict[socket.socket, _Connection] = {}
         self._closing = False
         if not bind:
             self.address = chunks.local_address
@@ -91,11 +102,16 @@ class BulkServer:
         self._listener.setblocking(False)
         bound = self._listener.getsockname()
         shown = advertised_host(advertise) or bound[0]
-        self.address = f"tcp://{shown}:{bound[1]}#{chunks.directory}"
+        self._place = f"tcp://{shown}:{bound[1]}"
+        self.address = f"{self._place}#{chunks.directory}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._connections: dict[socket.socket, _Connection] = {}
         self._thread = host.every(0.0, self._turn, "bulk")
+
+    @property
+    def connections(self) -> int:
+        """How many are open now, those without a proof among them."""
+        return len(self._connections)
 
     def close(self) -> None:
         """Stops the server at its thread's next look; transfers under way break off."""
@@ -114,28 +130,34 @@ class BulkServer:
             else:
                 self._advance(key.data)
         now = time.monotonic()
-        for connection in [c for c in self._connections.values() if now - c.used > IDLE_S]:
+        for connection in [c for c in self._connections.values() if now > c.ends]:
             self._end(connection)
         return True
 
     def _accept(self) -> None:
         with suppress(OSError):  # the client has gone again, or there are no descriptors left
             accepted, _ = self._listener.accept()
-            if len(self._connections) >= CONNECTIONS:
+            strangers = [c for c in self._connections.values() if not c.proven]
+            if len(self._connections) - len(strangers) >= CONNECTIONS:
                 accepted.close()
                 return
+            if len(strangers) >= STRANGERS:
+                self._end(strangers[0])
             accepted.setblocking(False)
-            connection = _Connection(accepted, self._chunks, self._largest_bytes)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            proof = Answering(self._key, self._place)
+            connection = _Connection(accepted, proof, self._chunks, self._largest_bytes)
             self._connections[accepted] = connection
             self._selector.register(accepted, selectors.EVENT_READ, connection)
 
     def _advance(self, connection: _Connection) -> None:
-        connection.used = time.monotonic()
         try:
             wanted = next(connection.steps)
         except (StopIteration, OSError):
             self._end(connection)
             return
+        if connection.proven:
+            connection.ends = time.monotonic() + IDLE_S
         if wanted != connection.waits_for:
             connection.waits_for = wanted
             self._selector.modify(connection.socket, wanted, connection)
@@ -150,24 +172,28 @@ class BulkServer:
 class _Connection:
     """One client: a generator that goes on whenever its socket is ready."""
 
-    def __init__(self, connected: socket.socket, chunks: ChunkStore, largest_bytes: int) -> None:
+    def __init__(
+        self, connected: socket.socket, proof: Answering, chunks: ChunkStore, largest_bytes: int
+    ) -> None:
         self.socket = connected
-        self.used = time.monotonic()
+        self.proven = False
+        self.ends = time.monotonic() + PROOF_S
+        self._proof = proof
         self.waits_for = selectors.EVENT_READ
         self._chunks, self._largest_bytes = chunks, largest_bytes
-        self._received = bytearray()
         self.steps = self._serve()
 
     def _serve(self) -> _Steps:
+        challenge = self._proof.challenge((yield from self._whole(HELLO.size)))
+        if challenge is None:
+            return
+        yield from self._send_all(challenge)
+        self.proven = self._proof.proven((yield from self._whole(TAG_BYTES)))
+        if not self.proven:
+            return
         while True:
-            while len(self._received) < _REQUEST.size:
-                more = yield from self._receive(_REQUEST.size - len(self._received))
-                if not more:
-                    return
-                self._received += more
-            magic, verb, digest, length = _REQUEST.unpack(bytes(self._received))
-            self._received.clear()
-            if magic != _MAGIC or length > self._largest_bytes:
+            verb, digest, length = _REQUEST.unpack((yield from self._whole(_REQUEST.size)))
+            if length > self._largest_bytes:
                 return
             try:
                 if verb == GET:
@@ -242,6 +268,16 @@ class _Connection:
             with suppress(BlockingIOError):
                 view = view[self.socket.send(view) :]
 
+    def _whole(self, size: int) -> Generator[int, None, bytes]:
+        """The next `size` bytes."""
+        received = b""
+        while len(received) < size:
+            more = yield from self._receive(size - len(received))
+            if not more:
+                raise ConnectionError("the client closed the connection")
+            received += more
+        return received
+
     def _receive(self, most: int) -> Generator[int, None, bytes]:
         while True:
             yield selectors.EVENT_READ
@@ -256,6 +292,7 @@ class BulkClient:
 
     def __init__(self, mesh: Mesh, *, largest_bytes: int = LARGEST_BYTES) -> None:
         self._mesh, self._largest_bytes = mesh, largest_bytes
+        self._key = bulk_key(mesh.settings)
 
     async def get(self, entry: Entry, digest: str, *, deadline_s: float = DEADLINE_S) -> bytes:
         """The bytes of `digest`, checked. NotFound, PeerLost, BadMessage when they were changed."""
@@ -264,7 +301,7 @@ class BulkClient:
             return await self._off_loop(lambda: chunks.read(digest), deadline_s)
 
         def fetch() -> bytes:
-            with _Session(entry.bulk, deadline_s, self._largest_bytes) as session:
+            with self._session(entry, deadline_s) as session:
                 content = session.ask(GET, digest)
             if digest_of(content) != digest:
                 raise BadMessage(f"chunk {digest} arrived changed", where=entry.bulk)
@@ -291,7 +328,7 @@ class BulkClient:
 
         def send() -> str:
             digest = digest_of(content)
-            with _Session(entry.bulk, deadline_s, self._largest_bytes) as session:
+            with self._session(entry, deadline_s) as session:
                 if session.ask(HAS, digest) != b"\x01":
                     session.ask(PUT, digest, content)
             return digest
@@ -305,15 +342,20 @@ class BulkClient:
             return ChunkStore(directory, self._mesh.clock.wall)
         return None
 
+    def _session(self, entry: Entry, deadline_s: float) -> _Session:
+        return _Session(entry.bulk, self._key, deadline_s, self._largest_bytes)
+
     async def _off_loop(self, work: Callable[[], T], deadline_s: float) -> T:
         return await self._mesh.host.run_blocking(work, deadline_s=deadline_s)
 
 
 class _Session:
-    """A connection to a BulkServer, blocking; used in a thread."""
+    """A connection to a BulkServer that knows `key`, blocking; used in a thread."""
 
-    def __init__(self, address: str, deadline_s: float, largest_bytes: int) -> None:
+    def __init__(self, address: str, key: bytes, deadline_s: float, largest_bytes: int) -> None:
         self._address, self._largest_bytes = address.partition("#")[0], largest_bytes
+        self._asking = Asking(key, self._address)
+        self._proof = b""  # goes out with the first request
         self._ends = time.monotonic() + deadline_s
 
     def __enter__(self) -> _Session:
@@ -324,6 +366,22 @@ class _Session:
             self._socket = socket.create_connection((host, int(port)), timeout=self._left())
         except OSError as error:
             raise PeerLost(f"no bulk port: {error}", where=self._address) from error
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._socket.sendall(self._asking.hello())
+            proof = self._asking.proof(self._receive(CHALLENGE.size))
+        except TimeoutError:
+            self._socket.close()
+            raise DeadlineExceeded("a bulk port says nothing", where=self._address) from None
+        except OSError as error:
+            self._socket.close()
+            raise PeerLost(
+                f"a bulk port does not take the key of this mesh: {error}", where=self._address
+            ) from error
+        if proof is None:
+            self._socket.close()
+            raise PeerLost("another program has taken a bulk port", where=self._address)
+        self._proof = proof
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -331,9 +389,10 @@ class _Session:
 
     def ask(self, verb: bytes, digest: str, content: bytes | memoryview = b"") -> bytes:
         try:
-            head = _REQUEST.pack(_MAGIC, verb, bytes.fromhex(digest), len(content))
+            head = _REQUEST.pack(verb, bytes.fromhex(digest), len(content))
             self._socket.settimeout(self._left())
-            self._socket.sendall(head)
+            self._socket.sendall(self._proof + head)
+            self._proof = b""
             if content:
                 self._socket.sendall(content)
             status, length = _ANSWER.unpack(self._receive(_ANSWER.size))

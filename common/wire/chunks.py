@@ -50,7 +50,7 @@ class Scratch:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 sync(target.parent.parent)
             self._fd = os.open(
-                self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+                self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
             )
         except OSError as error:
             raise failure(error, target) from error

@@ -16,6 +16,7 @@ from typing import Any
 from common.state import events, jobs
 from common.state.client import State
 from loadtests.measuring.meter import Meter
+from meshrl.observe.lines import events_of
 
 LOOK_S = 0.02  # how soon a commit is seen; a step takes half a second or more
 START_S = 120.0  # until Redis is there; native code may have to be compiled before
@@ -92,10 +93,17 @@ async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
             if row is not None and row.phase == jobs.Phase.FAILED:
                 raise RuntimeError(f"the job failed: {row.error}")
             await asyncio.sleep(LOOK_S)
-        measured.rows = await steps_of(state)
+        measured.rows = await steps_of(state, out)
     return measured
 
 
-async def steps_of(state: State) -> list[dict[str, Any]]:
+async def all_events(state: State, run_dir: Path) -> list[events.Event]:
+    """What a run has recorded, and what has happened since."""
+    recorded = events_of(run_dir)
+    return recorded + await events.read_all(state, recorded[-1].id if recorded else "0")
+
+
+async def steps_of(state: State, run_dir: Path) -> list[dict[str, Any]]:
     """Metrics of all committed steps."""
-    return [e.fields["metrics"] for e in await events.read_all(state) if e.kind == "step"]
+    found = await all_events(state, run_dir)
+    return [e.fields["metrics"] for e in found if e.kind == "step"]

@@ -120,7 +120,7 @@ async def joined(task: Task, out: Path) -> tuple[list[Row], int]:
         moved = (await row_of(state)).version
         await gangs.request_move(state, gang, gangs.Role.TRAINING, uuid.uuid4().hex)
         while True:
-            rows = await steps_of(state)
+            rows = await steps_of(state, out)
             if len(rows) >= JOIN_AT + JOIN_STEPS or (rows and len(rows[-1]["workers"]) > 1):
                 return rows, moved
             await asyncio.sleep(LOOK_S)
@@ -167,7 +167,7 @@ async def recovered(task: Task, out: Path) -> tuple[float, float, float]:
         took = time.perf_counter() - killed
         trainers = await registry.entries(state, "trainer")
         used = cpu_s(next(e.pid for e in trainers if e.alive))
-        rows = await steps_of(state)
+        rows = await steps_of(state, out)
         return took, used, sum(row["train_s"] for row in rows[: KILL_AT + 1])
 
 

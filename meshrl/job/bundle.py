@@ -46,7 +46,6 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
         digest = digest_of(staging)
         target = home / digest
         if not target.is_dir():
-            staging.chmod(0o755)  # other users run the sandbox
             os.rename(staging, target)
             staging.mkdir()  # the context manager removes it
     document["bundle"] = {"dir": str(target.resolve()), "digest": digest}

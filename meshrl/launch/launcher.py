@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from common.clock import SystemClock
 from common.errors import DeadlineExceeded, MeshError, Refused
+from common.process.child import PRIVATE
 from common.process.failure import end_of
 from common.process.handle import Child
 from common.process.host import SystemHost, own_start_time
@@ -30,8 +31,9 @@ from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import embedded, registry
 from common.state.client import State
 from common.state.ended import Report, Reports, ended, forget_all
-from meshrl.launch import leftovers, plan, redis_guard
+from meshrl.launch import absolving, leftovers, plan, redis_guard, trimming
 from meshrl.launch.nursery import MeshNursery
+from meshrl.launch.ownership import made_private
 from meshrl.launch.places import MeshPlace, read_json, write_json
 from meshrl.observe import storage
 
@@ -97,6 +99,8 @@ class Launcher(Hooks):
             await self._nursery.listens()
             await self._start_services()
             await self._all_registered()
+            trimmed = trimming.trim_forever(self.state, self.clock)
+            self._tasks.append(asyncio.create_task(trimmed, name="trim events"))
             self._write_marker(ready=True)
         except BaseException:
             await self.stop()
@@ -175,19 +179,11 @@ class Launcher(Hooks):
         return self._watch is not None and child.name != "redis" and self._watch.expired(child)
 
     async def absolved(self, spec: ChildSpec, end: End) -> bool:
-        """Errors that one job brings about end that job; the others, and the mesh, go on. What is
-        nobody's fault, as a full disk or a lost peer, may end everything again and again, until it
-        is over.
-        """
-        always = end.failure is not None and end.failure.restart == "always"
-        if always or storage.full([self.place.root]):
-            return True
-        if self._reports is None or end.failure is None or not end.failure.job:
+        """Whether a service whose budget is spent may be tried again; see `absolving`."""
+        if self._reports is None:
             return False
-        log = str(spec.log)
-        return await self._reports.tell(
-            Report(spec.name, end.code, end.why, end.failure, spent=True, log=log, event=False)
-        )
+        full = storage.full([self.place.root])
+        return await absolving.absolved(self.state, self._reports, spec, end, full)
 
     async def gave_up(self, spec: ChildSpec, why: str) -> None:
         said = "" if spec.name in self._explained else f" ends: {end_of(spec.log)}"
@@ -199,7 +195,7 @@ class Launcher(Hooks):
     # Parts of the start
 
     def _take_lock(self) -> None:
-        self.place.directory.mkdir(parents=True, exist_ok=True)
+        made_private(self.place.directory)
         self._lock = self.place.lock.open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -374,6 +370,7 @@ async def serve(root: Path, shape: Shape) -> int:
 def main() -> None:
     import argparse
 
+    os.umask(PRIVATE)
     parser = argparse.ArgumentParser(prog="meshrl.launch.launcher")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=3)

@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import ConfigError, NotFound, Refused
 from common.job.config import JobConfig
+from meshrl.launch.ownership import refuse_foreign
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,12 @@ def find_mesh(chosen: Path | None) -> MeshPlace:
                 "no mesh has been started from this directory",
                 fix="Start one with `meshrl up` or `meshrl run JOB`, or name one with --mesh PATH",
             )
+        refuse_foreign(pointer)
         chosen = Path(read_json(pointer)["root"])
     for root in (chosen, chosen.parent, chosen.parent.parent):
         place = MeshPlace(root)
         if place.settings.is_file():
+            refuse_foreign(place.settings)
             return place
     raise NotFound(f"there is no mesh at {chosen}", fix="Start one with `meshrl up`")
 

@@ -92,6 +92,14 @@ def without_fate(events: list[Event], job: str, in_ledger: set[int]) -> dict[int
                 steps = {step: took for step, took in steps.items() if step <= fields["version"]}
             case "restored":
                 opened, steps = {}, {}
+            case "history_lost":
+                told = fields["in_flight"]
+                opened = {row["group"]: (row["samples"], event.ms) for row in told}
+                ready = {row["group"] for row in told if row["ready"]}
+                given_back = set()
+                steps = {
+                    row["step"]: {g["group"] for g in row["groups"]} for row in fields["steps"]
+                }
     ended = given_back.union(*steps.values())
     last_ms = events[-1].ms if events else 0
     return {

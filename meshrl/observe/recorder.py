@@ -11,12 +11,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, DeadlineExceeded, StateUnavailable, StorageFull
+from common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    HistoryLost,
+    StateUnavailable,
+    StorageFull,
+)
 from common.job.evaluation_plan import AFTER
 from common.process.failure import NO_ROOM
 from common.records.append_file import AppendFile
 from common.records.checkpoints import all_checkpoints, is_first
-from common.state import events, gangs, groups, jobs, registry, steps
+from common.state import events, gangs, groups, jobs, readers, registry, steps
 from meshrl.launch.launcher import Launcher
 from meshrl.launch.places import read_json, write_json
 from meshrl.observe import storage
@@ -26,6 +32,7 @@ from meshrl.observe.watch import History, Reading, Snapshot, snapshot
 
 LOOK_S = 0.5
 ANSWER_S = 4.0  # for one look; Redis is restarted after 8 s of silence
+NOTE_S = 5.0  # between notes of how far it has read: what it has not noted is not trimmed
 TALLY_S = 2.0  # between readings of CPU times: a process that lives shorter is not counted
 
 
@@ -51,6 +58,8 @@ class Recorder:
         self._clock = launcher.clock
         self._started = self._clock.monotonic()
         self._tallied = -TALLY_S
+        self._reader = readers.recorder_of(job)
+        self._noted: float | None = None  # when it said how far it is; None: it is not on record
         self._names: dict[int, str] = {}
         self._silent_since: float | None = None
         self._full = ""  # which disk is full
@@ -120,6 +129,7 @@ class Recorder:
                 counted = await groups.in_flight(self.launcher.state, self.job)
                 mark = {"event": self._last_event, **asdict(counted)}
                 write_json(self.run_dir / "in_flight.json", mark)
+                await self._note(left=self.shot is not None and self.shot.over)
         await self.trackers.close()
 
     async def abandon(self) -> None:
@@ -133,12 +143,14 @@ class Recorder:
             self.trackers.offer(self.rows, self._evaluated)
         state = self.launcher.state
         row = await jobs.job(state, self.job)
-        new_events = await events.read_all(state, self._last_event)
+        new_events = await self._new_events()
         self._abandon(row.steps_done, new_events)
-        new_rows = await steps.step_rows(state, self.job, since=len(self.rows))
+        new_rows = await steps.step_rows(state, self.job, since=last_step(self.rows))
         entries = await registry.entries(state)
         known = await gangs.gangs(state)
         self._keep(new_rows, new_events)
+        if self._clock.monotonic() - (self._noted or 0.0) >= NOTE_S:
+            await self._note()
         for entry in entries:
             if tokens := entry.stats.get("tokens"):
                 self.tally.see_tokens(entry.name, entry.incarnation, float(tokens))
@@ -156,6 +168,26 @@ class Recorder:
         )
         return snapshot(reading, self._history)
 
+    async def _new_events(self) -> list[events.Event]:
+        """What has happened since the last look. Where events are gone it says so, on record."""
+        state = self.launcher.state
+        if self._noted is None:
+            where = str(self.run_dir)
+            self._last_event = await readers.join(state, self._reader, self._last_event, where)
+            self._noted = self._clock.monotonic()
+        try:
+            return await events.read_all(state, self._last_event)
+        except HistoryLost as lost:
+            where = str(self.run_dir)
+            self._last_event = await readers.history_lost(state, self.job, where, lost)
+            return await events.read_all(state, self._last_event)
+
+    async def _note(self, *, left: bool = False) -> None:
+        """Says up to where events are recorded, so that no more of them need be kept in Redis."""
+        where = str(self.run_dir)
+        await readers.note(self.launcher.state, self._reader, self._last_event, where, left=left)
+        self._noted = self._clock.monotonic()
+
     def _note_warm_start(self) -> None:
         """Whether the warm start came from the cache; only the first checkpoint says so."""
         first = next(iter(all_checkpoints(self.run_dir)), None)
@@ -166,14 +198,12 @@ class Recorder:
 
     def _abandon(self, steps_done: int, new: list[events.Event]) -> None:
         """Cuts off the rows of steps that a new lineage has left behind."""
-        kept = min(len(self.rows), steps_done)
-        for event in new:
-            if event.kind in ("lineage", "restored") and event.fields.get("job") == self.job:
-                kept = min(kept, int(event.fields["version"]))
-        if kept < len(self.rows):
-            rewrite_lines(self.run_dir / "metrics.jsonl", self.rows[:kept])
-            self.trackers.rewind(kept)
-            self.rows = self.rows[:kept]
+        last = standing(steps_done, new, self.job)
+        if last < last_step(self.rows):
+            kept = [row for row in self.rows if row["step"] <= last]
+            rewrite_lines(self.run_dir / "metrics.jsonl", kept)
+            self.trackers.rewind(last)
+            self.rows = kept
 
     def _keep(self, rows: list[dict[str, Any]], new: list[events.Event]) -> None:
         if rows:
@@ -196,6 +226,21 @@ class Recorder:
         names = {**self._names, **self.launcher.pids}
         self.tally.see_processes(names, list(names))
         self.tally.write(self.run_dir / "usage.json", self.session_s)
+
+
+def last_step(rows: list[dict[str, Any]]) -> int:
+    """Of rows in order; 0 when there is none."""
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def standing(steps_done: int, new: list[events.Event], job: str) -> int:
+    """The last step that stands: later ones were left behind by a new lineage."""
+    left = [
+        int(event.fields["version"])
+        for event in new
+        if event.kind in ("lineage", "restored") and event.fields.get("job") == job
+    ]
+    return min([steps_done, *left])
 
 
 def names_of(entries: list[registry.Entry]) -> dict[int, str]:

@@ -27,7 +27,7 @@ from meshrl.launch.places import write_json
 from meshrl.observe import audit, charts, samples, sections, summary
 from meshrl.observe.charts import Series, Span
 from meshrl.observe.failures import Failure, counted, counts, of_share
-from meshrl.observe.lines import lines_of
+from meshrl.observe.lines import events_of
 from meshrl.observe.recorder import Recorder, job_of, read_events
 from meshrl.observe.sections import column
 from meshrl.observe.usage import Tally
@@ -134,8 +134,7 @@ class LivePage:
     def _write(self, rows: list[dict[str, Any]], shot: Snapshot, wall_s: float) -> None:
         run_dir = self._recorder.run_dir
         job, document = job_of(run_dir)
-        lines = lines_of(run_dir / "events.jsonl")
-        events = [Event(row["id"], int(row["ms"]), row["kind"], row["fields"]) for row in lines]
+        events = events_of(run_dir)
         found = summary.summarize(
             job=job,
             phase=shot.phase,

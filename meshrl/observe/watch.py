@@ -17,7 +17,13 @@ from meshrl.observe.failures import Failure, Heard
 
 RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
 STOPPED = "stopped"  # why a process ended that its supervisor was told to stop
-ALERTS = {"process_ended", "worker_gave_up", "unrecorded", "storage_full"}  # worth a line anywhere
+ALERTS = {
+    "process_ended",
+    "worker_gave_up",
+    "unrecorded",
+    "storage_full",
+    "history_lost",
+}  # worth a line anywhere
 ETA_STEPS = 8  # the last steps that the time to go is judged by
 
 
@@ -235,6 +241,9 @@ def told(event: Event) -> str:
         return f"the run is not recorded: {f['why']}"
     if event.kind == "storage_full":
         return f"{f['why']} It was so for {float(f['seconds']):.0f} s"
+    if event.kind == "history_lost":
+        span = f"events after {f['since']} up to {f['through']}"
+        return f"history_lost: {span} are on no record; the account goes on from Redis' rows"
     if event.kind == "move_declined":
         return f"a move was declined: {f['reason']}"
     if event.kind == "epoch":

@@ -6,13 +6,19 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from common.errors import DeadlineExceeded, NotFound, Refused, StateUnavailable
+from common.errors import (
+    DeadlineExceeded,
+    HistoryLost,
+    NotFound,
+    Refused,
+    StateUnavailable,
+)
 from common.state import events, gangs, registry, steps
 from common.state.client import State
 from meshrl.launch.places import read_json
-from meshrl.observe.recorder import ANSWER_S, LOOK_S, evaluated
+from meshrl.observe.lines import events_of, lines_of
+from meshrl.observe.recorder import ANSWER_S, LOOK_S, evaluated, last_step, standing
 from meshrl.observe.view import View, view_for
 from meshrl.observe.watch import History, Reading, Snapshot, snapshot
 from meshrl.run.outcome import INTERRUPTED, Outcome, outcome_of
@@ -22,31 +28,28 @@ GONE_S = 15.0  # of silence before it is asked whether the mesh is still there
 
 
 class Onlooker:
-    """Looks at a run through the Redis of its mesh, beside who records it."""
+    """Looks at a run through the Redis of its mesh, beside who records it: what is recorded is read
+    from the files, as Redis may have let go of it.
+    """
 
     def __init__(self, state: State, run: Run) -> None:
         self._state, self._run = state, run
-        self.rows: list[dict[str, Any]] = []
+        self.rows = list(lines_of(run.directory / "metrics.jsonl"))
         self._history, self._last_event = History(), "0"
         self._evaluated: list[events.Event] = []
-
-    @property
-    def _seen(self) -> int:
-        """The last step of the rows: a restored run has none up to its checkpoint."""
-        return int(self.rows[-1]["step"]) if self.rows else 0
+        self._recorded: list[events.Event] | None = events_of(run.directory)
 
     async def look(self) -> Snapshot:
         """The run now; NotFound or Refused when the mesh has it no more."""
         state, run = self._state, self._run
         row = await row_of(state, run)
-        new = await events.read_all(state, self._last_event)
+        new = await self._new_events()
         mine = [e for e in new if e.fields.get("job") in (None, "", run.job)]
         if new:
             self._last_event = new[-1].id
-        left = any(e.kind in ("lineage", "restored") for e in mine)
-        if left or row.steps_done < self._seen:
-            self.rows = []
-        self.rows += await steps.step_rows(state, run.job, since=self._seen)
+        last = standing(row.steps_done, mine, run.job)
+        self.rows = [r for r in self.rows if r["step"] <= last]
+        self.rows += await steps.step_rows(state, run.job, since=last_step(self.rows))
         self._evaluated = evaluated([*self._evaluated, *mine], run.job)
         reading = Reading(
             at=elapsed_s(run.directory),
@@ -58,6 +61,20 @@ class Onlooker:
             events=mine,
         )
         return snapshot(reading, self._history)
+
+    async def _new_events(self) -> list[events.Event]:
+        """What has happened since the last look; at first all that is recorded. Where events are
+        gone a line says so.
+        """
+        recorded, self._recorded = self._recorded or [], None
+        if recorded:
+            self._last_event = recorded[-1].id
+        try:
+            return recorded + await events.read_all(self._state, self._last_event)
+        except HistoryLost as lost:
+            self._history.alerts.append(str(lost))
+            self._last_event = lost.through
+            return recorded + await events.read_all(self._state, self._last_event)
 
 
 def elapsed_s(run_dir: Path) -> float:

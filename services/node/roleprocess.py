@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.api.role import Drain, Drainable
 from common.errors import MeshError, NotFound
-from common.process.failure import end_of
+from common.process.failure import Failure, end_of
 from common.process.handle import Child
 from common.process.lease_watch import LeaseWatch
-from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.process.supervisor import NO_START, ChildSpec, End, Hooks, Supervisor
 from common.runtime.mesh import Mesh
 from common.state import registry
 from common.state.ended import Report, Reports
@@ -32,6 +33,11 @@ DRAIN_S = 5.0
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 LEAVING_S = 1.0  # for both, when the whole worker stops
 TRY_AGAIN_S = 30.0  # after the budget was spent, or the process ended by itself
+LATE = Failure(
+    "NotReady",
+    f"it was killed because it got no further for {LOADING_S:g} s while it started",
+    fix="Its log has what it did last; a model that loads slowly needs a faster disk",
+)
 
 
 class RoleProcess(Hooks):
@@ -52,6 +58,7 @@ class RoleProcess(Hooks):
         self._since = 0.0  # when the state began
         self._progress: Any = None  # what a process that starts has published of it
         self._moved = 0.0  # when it last changed
+        self._late = 0  # pid of the process that was killed for it
         self._detail = ""
 
     @property
@@ -78,7 +85,9 @@ class RoleProcess(Hooks):
         try:
             await self._supervisor.add(spec)
         except OSError as error:  # no process, memory or log to be had now: `look` tries again
-            self._enter("failed", f"{name} cannot be started: {error}")
+            failure = Failure.of(error)
+            self._enter("failed", f"{name} cannot be started: {failure}")
+            await self._report(name, End(NO_START, "it cannot be started", failure))
 
     def _log(self, name: str) -> Path:
         return self._logs / (name.replace("/", "-") + ".log")
@@ -116,6 +125,7 @@ class RoleProcess(Hooks):
                 self._progress, self._moved = entry.stats["progress"], now
             elif now - self._moved > LOADING_S and name in self._supervisor.children:
                 self._enter("starting", f"not ready, and no further for {LOADING_S:g} s: killed")
+                self._late = self._supervisor.children[name].pid
                 self._supervisor.children[name].kill()
         elif self.state == "failed" and now - self._since > TRY_AGAIN_S:
             with suppress(NotFound):
@@ -154,11 +164,12 @@ class RoleProcess(Hooks):
             self.restarts += 1
             self._enter("starting", f"{child.name} ended: {end.told}")
             self.changed.set()
-            if end.code and not end.asked:
-                await self._report(child.name, end)
+            if not end.asked:
+                late = child.pid == self._late
+                await self._report(child.name, replace(end, failure=LATE) if late else end)
 
     async def _report(self, name: str, end: End) -> None:
-        """An error that no restart mends ends the job."""
+        """An error that no restart mends ends the job, and so does any that comes for ever."""
         job = self.assignment.job if self.assignment is not None else ""
         log = str(self._log(name))
         await self._reports.tell(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.runtime.mesh import Mesh, MeshSettings, run
-from common.wire.bulk import BulkServer, ChunkStore
+from common.wire.bulk import BulkServer, ChunkStore, bulk_key
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 
@@ -18,7 +18,8 @@ async def serve(mesh: Mesh) -> None:
     """The life of the store, until it is cancelled."""
     settings = mesh.settings
     chunks = ChunkStore(Path(settings.run_root) / "store", mesh.clock.wall)
-    bulk = BulkServer(chunks, mesh.host, settings.bind, settings.advertise)
+    key = bulk_key(settings)
+    bulk = BulkServer(chunks, mesh.host, settings.bind, settings.advertise, key=key)
     actor = WeightStore(mesh, chunks)
     await mesh.join(actor, stats=actor.stats, bulk_address=bulk.address)
     try:

@@ -9,7 +9,7 @@ from common.process.lease_watch import LeaseWatch
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.state.client import State
 from common.state.ended import Report, Reports
-from meshrl.launch import plan
+from meshrl.launch import absolving, plan
 from meshrl.launch.launcher import BUDGET, GRACE_S
 from sim.loop import VirtualClock
 from sim.machine import ProcessHost
@@ -59,12 +59,7 @@ class VirtualLauncher(Hooks):
         )
 
     async def absolved(self, spec: ChildSpec, end: End) -> bool:
-        if end.failure is not None and end.failure.restart == "always":
-            return True
-        if end.failure is None or not end.failure.job:
-            return False
-        report = Report(spec.name, end.code, end.why, end.failure, spent=True, event=False)
-        return await self._reports.tell(report)
+        return await absolving.absolved(self.state, self._reports, spec, end, "")
 
     def lease_expired(self, child: Child) -> bool:
         return self._watch.expired(child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ConfigError, MeshError, PeerLost
@@ -10,6 +11,7 @@ from common.process.handle import Child
 from common.runtime.mesh import Mesh
 from common.state.ended import Report, Reports
 
+KILLED = -9
 ENDING_S = 2.0  # from the end of its channel until its exit status can be read
 
 
@@ -36,17 +38,24 @@ class EnvironmentEnds:
         """
         code = await child.wait(ENDING_S) if isinstance(error, PeerLost) else child.poll()
         if code is None:  # it runs, and is killed for what it does not do
+            why = f"it was killed: {error}"
+            await self._tell(Report(child.name, KILLED, why, log=str(log), charged=False))
             return EnvironmentLost(f"environment process {child.name}: {error}")
         failure = self._mesh.host.failure_of(child.pid, log) if code > 0 else None
         why = f"signal {-code}" if code < 0 else f"exit status {code}"
         final = failure is not None and failure.fatal
-        await self._reports.tell(
-            Report(child.name, code, why, failure, self._job, final, log=str(log))
+        # A crash fails the trajectories that were in it, whose number is bounded (`Failures`).
+        charged = failure is not None
+        await self._tell(
+            Report(child.name, code, why, failure, final=final, log=str(log), charged=charged)
         )
         if failure is not None and failure.fatal:
             return ConfigError(failure.text, where=failure.where, fix=failure.fix)
         said = str(failure) if failure is not None else f"{why}; its log ends: {end_of(log)}"
         return EnvironmentLost(f"environment process {child.name} ended: {said}")
+
+    async def _tell(self, report: Report) -> None:
+        await self._reports.tell(replace(report, job=self._job))
 
     def stop(self) -> None:
         """Drops what could not be told."""

@@ -105,6 +105,7 @@ def main() -> None:
     values = json.loads(sys.argv[1])
     outer = Outer(**{**values, "places": tuple(values["places"]), "warm": tuple(values["warm"])})
     parent = os.getppid()
+    os.umask(0o022)  # what a program makes in a jail has the modes that it would have elsewhere
     gathered = {}
     if os.getuid() == 0:
         # Written by root it is also the least that a jail can set: they go before anything else.

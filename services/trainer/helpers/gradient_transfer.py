@@ -15,7 +15,7 @@ from torch import Tensor
 from common.errors import BadMessage, PeerLost
 from common.runtime.mesh import Mesh
 from common.state import registry
-from common.wire.bulk import BulkClient, BulkServer
+from common.wire.bulk import BulkClient, BulkServer, bulk_key
 from common.wire.chunks import ChunkStore, digest_of, failure
 
 PIECE_BYTES = 64 << 20
@@ -40,7 +40,9 @@ class Outbox:
         shutil.rmtree(directory, ignore_errors=True)  # left by an earlier process of the gang
         self._run = mesh.host.run_blocking
         self._chunks = ChunkStore(directory, mesh.clock.wall)
-        self._server = BulkServer(self._chunks, mesh.host, settings.bind, settings.advertise)
+        self._server = BulkServer(
+            self._chunks, mesh.host, settings.bind, settings.advertise, key=bulk_key(settings)
+        )
         self._pieces: list[str] = []
 
     @property

@@ -1,4 +1,5 @@
--- Commands on streams: entries in the order of their ids, each {id, {field, value, ...}}.
+-- Commands on streams: entries in the order of their ids, each {id, {field, value, ...}}. Ids are
+-- never given twice, whatever was trimmed.
 local parts = ...
 
 local command, fail, missing = parts.command, parts.fail, parts.missing
@@ -11,13 +12,14 @@ command('XADD', -5, 'wm', function(space, args, n)
   if n % 2 == 0 then fail("ERR wrong number of arguments for 'xadd' command") end
   local stream = value(space, args[2], 'stream')
   if not stream then
-    stream = {kind = 'stream', entries = {}, ms = {}, seq = {}, n = 0}
+    stream = {kind = 'stream', entries = {}, ms = {}, seq = {}, n = 0, last_ms = 0, last_seq = 0}
     space.keys[args[2]] = stream
   end
   local last, ms, seq = stream.n, space.now_ms, 0
-  if last > 0 and stream.ms[last] >= ms then -- ids rise, also when the clock does not
-    ms, seq = stream.ms[last], stream.seq[last] + 1
+  if stream.last_ms >= ms then -- ids rise, also when the clock does not
+    ms, seq = stream.last_ms, stream.last_seq + 1
   end
+  stream.last_ms, stream.last_seq = ms, seq
   local id, fields = format('%.0f-%.0f', ms, seq), {}
   for i = 4, n do fields[i - 3] = args[i] end
   last = last + 1
@@ -76,11 +78,36 @@ local function range(space, args, n, from, to, step)
   return found
 end
 
--- Not for scripts: what is answered here are the entries themselves.
-command('XRANGE', -4, 'o', function(space, args, n)
+-- What is answered are the entries themselves, which scripts do not change.
+command('XRANGE', -4, '', function(space, args, n)
   return range(space, args, n, args[3], args[4], 1)
 end)
 
-command('XREVRANGE', -4, 'o', function(space, args, n)
+command('XREVRANGE', -4, '', function(space, args, n)
   return range(space, args, n, args[4], args[3], -1)
+end)
+
+-- Frees the first `gone` entries.
+local function trim(stream, gone)
+  if gone <= 0 then return 0 end
+  local entries, its_ms, its_seq = {}, {}, {}
+  for i = gone + 1, stream.n do
+    entries[i - gone], its_ms[i - gone] = stream.entries[i], stream.ms[i]
+    its_seq[i - gone] = stream.seq[i]
+  end
+  stream.entries, stream.ms, stream.seq, stream.n = entries, its_ms, its_seq, stream.n - gone
+  return gone
+end
+
+command('XTRIM', -4, 'w', function(space, args, n)
+  if upper(args[3]) ~= 'MINID' or n ~= 4 then missing('XTRIM other than with MINID alone') end
+  local ms, seq, open = bound(args[4], 0)
+  if open or ms == huge then fail('ERR Invalid stream ID specified as stream command argument') end
+  local stream = value(space, args[2], 'stream')
+  return stream and trim(stream, before(stream, ms, seq, false)) or 0
+end)
+
+command('XLEN', 2, '', function(space, args)
+  local stream = value(space, args[2], 'stream')
+  return stream and stream.n or 0
 end)

@@ -115,11 +115,41 @@ def test_streams_are_read_alike_by_the_ids_that_each_server_gave(
     assert read(pair.simulated) == read(pair.real)
 
 
+@settings(max_examples=20)
+@given(added=st.integers(1, 8), cuts=st.lists(st.integers(0, 8), max_size=4))
+def test_streams_are_trimmed_alike_and_give_no_id_twice(
+    pair: Pair, added: int, cuts: list[int]
+) -> None:
+    pair.clear()
+
+    def trimmed(client: Any) -> list[Any]:
+        def add() -> str:
+            return str(client.execute_command("XADD", "s", "*", "f", "x"))
+
+        ids = [add() for _ in range(added)]
+        seen: list[Any] = []
+        for cut in cuts:
+            least = ids[cut] if cut < len(ids) else f"{int(ids[-1].split('-')[0]) + 1}"
+            seen.append(client.execute_command("XTRIM", "s", "MINID", least))
+            seen.append(client.execute_command("XLEN", "s"))
+            ids.append(add())
+            seen.append([ids.index(i) for i, _ in client.execute_command("XRANGE", "s", "-", "+")])
+        assert len(set(ids)) == len(ids)
+        return seen
+
+    assert trimmed(pair.simulated) == trimmed(pair.real)
+
+
 def test_streams_are_read_by_times_and_refuse_what_is_no_id(pair: Pair) -> None:
     pair.clear()
     for word in ("0", "(0-0", "5-1", "x", "1-x", "(-", ""):
         pair.both("XRANGE", "s", word, "+")
+    pair.both("XTRIM", "s", "MINID", "5-1")
+    pair.both("XTRIM", "s", "MINID", "x")
+    pair.both("XLEN", "s")
     pair.both("SET", "s", "no stream")
+    pair.both("XLEN", "s")
+    pair.both("XTRIM", "s", "MINID", "5")
     pair.both("XADD", "s", "*", "f", "x")
     pair.both("XRANGE", "s", "-", "+")
 

@@ -9,6 +9,7 @@ from common.errors import ConfigError, PeerLost
 from common.process.failure import Failure
 from common.state import events, jobs
 from common.state.ended import Report, ended, tell
+from common.state.registry import Entry, register
 from tests.contract.state.state_bench import JOB, TRAINER, Bench
 
 ODD = Failure.of(ValueError("odd"))
@@ -43,18 +44,21 @@ async def test_the_same_error_three_times_without_a_step_fails_the_job(bench: Be
     assert not await tell(bench.state, report(ODD))
     assert not await tell(bench.state, report(Failure.of(KeyError("another"))))
     assert not await tell(bench.state, report(ODD))
-    assert not await tell(bench.state, report(ODD))
     assert (await phase(bench))[0] == "training"
     opened = await seats.admit()
     await seats.finish(opened[0])
     await seats.commit(1, await seats.leased(1))
     assert not await tell(bench.state, report(ODD)), "there was a step since"
     assert not await tell(bench.state, report(ODD))
-    assert await tell(bench.state, report(ODD))
+    assert not await tell(bench.state, report(Failure.of(KeyError("another"))))
+    assert await tell(bench.state, report(ODD)), "each error is counted for itself"
     assert "ValueError: odd" in (await phase(bench))[1]
 
 
-async def test_what_is_not_the_jobs_fault_never_fails_it(bench: Bench) -> None:
+CRASHED = {"code": -11, "why": "signal 11"}
+
+
+async def test_what_is_not_the_jobs_fault_never_fails_it_soon(bench: Bench) -> None:
     await bench.training_job()
     for failure in (None, Failure.of(PeerLost("gone"))):
         for _ in range(5):
@@ -109,3 +113,87 @@ async def test_a_budget_that_others_faults_have_spent_fails_no_job(bench: Bench)
         lost = replace(Failure.of(error), job=JOB)
         assert not await tell(bench.state, report(lost, job="", spent=True, event=False))
     assert (await phase(bench))[0] == "training"
+
+
+async def passes(bench: Bench, seconds: float) -> None:
+    await bench.pass_ms(int(seconds * 1000))
+
+
+async def test_a_signal_at_each_start_fails_the_job_by_its_name(simulated: Bench) -> None:
+    bench = simulated
+    await bench.training_job()
+    for _ in range(7):
+        assert not await tell(bench.state, report(None, **CRASHED))
+        await passes(bench, 4.0)
+    await passes(bench, 2.0)
+    assert await tell(bench.state, report(None, **CRASHED))
+    found, error = await phase(bench)
+    assert found == "failed"
+    assert error.startswith("engine/g0 ended by signal 11 (SIGSEGV) (8 ends in 30 s, without")
+    assert "Native code has crashed" in error and "/logs/engine-g0.log" in error
+
+
+async def test_signals_fail_no_job_that_comes_further(simulated: Bench) -> None:
+    bench = simulated
+    seats = await bench.training_job(groups_per_step=10)
+    for group in (await seats.admit())[:8]:
+        for _ in range(5):
+            assert not await tell(bench.state, report(None, **CRASHED))
+            await passes(bench, 10.0)
+        await seats.finish(group)
+    assert (await phase(bench))[0] == "training"
+
+
+async def test_a_peer_that_does_not_come_back_fails_the_job_in_the_end(simulated: Bench) -> None:
+    bench = simulated
+    await bench.training_job()
+    failure = Failure.of(PeerLost("gone", where="weights"))
+    for _ in range(20):
+        assert not await tell(bench.state, report(failure))
+        await passes(bench, 29.0)
+    await passes(bench, 29.0)
+    assert await tell(bench.state, report(failure))
+    error = (await phase(bench))[1]
+    assert "PeerLost: gone (at weights) (21 ends in 609 s, without a group" in error
+
+
+async def test_ends_by_ever_other_errors_are_bounded_too(simulated: Bench) -> None:
+    bench = simulated
+    await bench.training_job()
+    fails = False
+    for number in range(30):
+        failure = Failure.of(PeerLost("gone", where=f"engine/g{number}"))
+        fails = await tell(bench.state, report(failure)) or fails
+        await passes(bench, 29.0)
+    assert fails
+
+
+async def test_an_outage_that_is_shown_is_waited_out(simulated: Bench) -> None:
+    bench = simulated
+    await bench.training_job()
+    for error in [OSError(errno.ENOSPC, "no room"), PeerLost("gone")] * 10:
+        assert not await tell(bench.state, report(Failure.of(error)))
+        await passes(bench, 300.0)
+    assert (await phase(bench))[0] == "training"
+
+
+async def test_nothing_fails_while_a_process_waits_for_room_on_a_disk(simulated: Bench) -> None:
+    bench = simulated
+    await bench.training_job()
+    wait = {"on": "disk", "what": "room for the ledger", "since_ms": 0, "count": 1}
+    failure = Failure.of(PeerLost("gone"))
+    for _ in range(30):
+        entry = Entry("rollout/1", "rollout", incarnation="full", waits=[wait])
+        await register(bench.state, entry)
+        assert not await tell(bench.state, report(failure))
+        await passes(bench, 29.0)
+    assert (await phase(bench))[0] == "training"
+
+
+async def test_what_has_another_bound_is_told_and_never_charged(simulated: Bench) -> None:
+    bench = simulated
+    await bench.training_job()
+    for _ in range(9):
+        assert not await tell(bench.state, report(None, **CRASHED, charged=False, count=3))
+        await passes(bench, 60.0)
+    assert (await ended(bench.state))[0].times == 27

@@ -42,7 +42,7 @@ def test_mistakes_in_code_end_the_job_and_name_their_place(error: Exception) -> 
         (MemoryError(), "counted"),
         (TimeoutError(), "counted"),
         (RuntimeError("the server is slow"), "counted"),
-        (DeadlineExceeded("slow"), "always"),
+        (DeadlineExceeded("slow"), "patient"),
         (with_cause(ValueError("no rows"), ConnectionError("refused")), "counted"),
     ],
 )

@@ -86,3 +86,20 @@ def test_processes_that_want_a_library_at_once_build_it_once(tmp_path: Path) -> 
     answers = {process.communicate(timeout=100)[0] for process in asked}
     assert len(answers) == 1 and answers.pop().startswith("42|")
     assert len(list((tmp_path / "cache").rglob("*.so"))) == 1
+
+
+@pytest.mark.needs("compiler")
+def test_what_others_may_have_written_is_built_again_and_not_loaded(tmp_path: Path) -> None:
+    answer, path = build(tmp_path)
+    library = Path(path)
+    library.write_bytes(b"planted")
+    library.chmod(0o777)
+    assert build(tmp_path) == [answer, path]
+    assert library.stat().st_mode & 0o777 == 0o700
+    if os.geteuid() == 0:
+        library.write_bytes(b"planted")
+        os.chown(library, 65534, 65534)
+        assert build(tmp_path) == [answer, path] and library.stat().st_uid == 0
+    library.parent.chmod(0o777)
+    _, elsewhere = build(tmp_path)
+    assert Path(elsewhere).parent != library.parent

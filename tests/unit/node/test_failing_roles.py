@@ -27,12 +27,13 @@ DOCUMENT = {
 Look = Callable[[JobRow, list[dict[str, Any]], SimulatedHost, RoleProcess], Awaitable[None]]
 
 
-def with_program(error: Exception, tmp_path: Path, look: Look) -> None:
-    """Runs an engine whose process ends by `error` 0.2 s after its start, for 20 s."""
+def with_program(error: Exception | None, tmp_path: Path, look: Look, for_s: float = 20.0) -> None:
+    """Runs an engine whose process ends by `error`, or with status 0, 0.2 s after its start."""
 
     async def fails(arguments: list[str], channel: SimulatedChannel) -> None:
         await asyncio.sleep(0.2)
-        raise error
+        if error is not None:
+            raise error
 
     async def main(clock: VirtualClock, random: Random) -> None:
         host = SimulatedHost(clock, random, {"services.engine": fails})
@@ -41,13 +42,20 @@ def with_program(error: Exception, tmp_path: Path, look: Look) -> None:
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
         role = RoleProcess(mesh, "g0", {"rollout": ["python", "-m", "services.engine"]}, tmp_path)
         await role.start(ENGINE)
-        await clock.sleep(20.0)
+        await looking(clock, role, for_s)
         told = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
         await look(await jobs.job(mesh.state, "calc"), told, host, role)
         assert (await ended(mesh.state))[0].times == len(told)
         await role.stop("done", leaving=True)
 
     run_virtual(main)
+
+
+async def looking(clock: VirtualClock, role: RoleProcess, for_s: float) -> None:
+    """What a worker does for so long, until the job would have ended its role."""
+    for _ in range(int(for_s)):
+        await clock.sleep(1.0)
+        await role.look()
 
 
 def test_an_error_in_the_job_ends_it_at_once_and_nothing_is_started_again(tmp_path: Path) -> None:
@@ -83,6 +91,25 @@ def test_a_lost_peer_is_told_and_the_job_goes_on(tmp_path: Path) -> None:
         assert len(told) >= 3 and told[0]["error"]["text"] == "it went"
 
     with_program(PeerLost("it went"), tmp_path, look)
+
+
+def test_a_peer_that_stays_lost_ends_the_job_with_its_name(tmp_path: Path) -> None:
+    async def look(
+        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+    ) -> None:
+        assert row.phase == "failed" and "PeerLost: it went" in row.error
+        assert "without a group, step or evaluation" in row.error
+
+    with_program(PeerLost("it went"), tmp_path, look, for_s=700.0)
+
+
+def test_a_role_that_ends_as_if_it_were_done_ends_the_job_too(tmp_path: Path) -> None:
+    async def look(
+        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+    ) -> None:
+        assert row.phase == "failed" and "engine/g0 ended by exit status 0" in row.error
+
+    with_program(None, tmp_path, look, for_s=300.0)
 
 
 def test_a_process_of_a_job_that_nobody_knows_is_told_too(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from common.runtime.mesh import Mesh, MeshSettings
-from common.wire.bulk import BulkServer, ChunkStore
+from common.wire.bulk import BulkServer, ChunkStore, bulk_key
 from common.wire.weight_store import STORE
 from services.weights.store import WeightStore
 from sim.state import simulated_state
@@ -30,7 +30,8 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
     serving, asking = mesh(STORE, "there"), mesh("trainer", "here")
-    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*")
+    key = bulk_key(serving.settings)
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", key=key)
     await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
     await asking.join(None)
     yield Store(asking, chunks)

@@ -10,6 +10,7 @@ end
 redis.call('HSET', group_key(a.group), 'digest', a.digest, 'nbytes', a.nbytes,
   'min_version', a.min_version, 'scored', a.scored)
 move(a.group, 'open', 'ready')
+progressed(JOB)
 event('ready', {job = a.job, group = a.group, samples = tonumber(row.samples), scored = a.scored,
   digest = a.digest, by = a.shard})
 return done({ready = true})

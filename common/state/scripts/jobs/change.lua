@@ -1,4 +1,4 @@
--- uses: phase
+-- uses: phase readers
 -- A person changes the document of a job that no process works on, and lets it go on: one that has
 -- ended, or is about to, trains again if there are more steps to do than it has done. What was
 -- evaluated after training was then evaluated on the way.
@@ -12,8 +12,9 @@ redis.call('HSET', job, 'document', a.document, 'budget_steps', a.budget_steps,
   'max_staleness', a.max_staleness)
 local over = ORDER[row.phase] >= ORDER.evaluation and version >= tonumber(row.budget_steps)
 local extended = over and version < a.budget_steps
-event('changed', {job = a.job, lineage = tonumber(row.lineage), version = version,
+local told = event('changed', {job = a.job, lineage = tonumber(row.lineage), version = version,
   extended = extended}, a.extra)
+if ORDER[row.phase] == 5 then await_recorder(a.job, told) end
 local phase = nil
 if extended then
   phase = 'training'

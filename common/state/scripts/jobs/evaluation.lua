@@ -9,6 +9,7 @@ end
 local row = cjson.encode({tag = a.tag, step = a.step, at_ms = NOW, by = a.name, result = a.result})
 local first = redis.call('HSETNX', KEYS[1] .. ':evaluations', a.tag, row) == 1
 if not first then return cjson.encode({recorded = false}) end
+progressed(KEYS[1])
 local key = KEYS[1] .. ':job'
 local job = redis.call('HMGET', key, 'version', 'manifest', 'best_value')
 local current = tonumber(job[1]) == a.step

@@ -1,4 +1,4 @@
--- uses: phase
+-- uses: phase readers
 -- A person resumes a job that was stopped or has failed; a finished one stays so.
 local seen = replayed()
 if seen then return seen end
@@ -10,6 +10,6 @@ if ORDER[row.phase] == 5 then
   if version >= 0 then phase = 'baseline' end
   if version > 0 then phase = 'training' end
   if version >= tonumber(row.budget_steps) then phase = 'evaluation' end
-  enter_phase(phase, '')
+  await_recorder(a.job, enter_phase(phase, ''))
 end
 return done({reopened = true})

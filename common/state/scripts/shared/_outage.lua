@@ -12,6 +12,7 @@ local function raise_epoch(away_ms)
       redis.call('ZADD', MESH .. ':entries', NOW + GRACE_MS, name)
     end
   end
+  redis.call('SET', MESH .. ':outage_ms', NOW)
   event('epoch', {epoch = epoch, away_ms = away_ms})
   return epoch
 end

@@ -33,11 +33,22 @@ local function done(result)
   return text
 end
 
--- `extra` is JSON that passes through unread, so that its empty lists and long floats stay as they
--- are.
+-- Tells of something, and returns the event's id. `extra` is JSON that passes through unread, so
+-- that its empty lists and long floats stay as they are.
 local function event(kind, fields, extra)
-  redis.call('XADD', MESH .. ':events', '*', 'kind', kind,
+  return redis.call('XADD', MESH .. ':events', '*', 'kind', kind,
     'fields', fields and cjson.encode(fields) or '{}', 'extra', extra or '{}')
+end
+
+-- A job has come further: a group, a step, an evaluation. `slowest_ms` is about the longest that it
+-- takes to: what takes much longer than that does not come.
+local function progressed(prefix)
+  local key = prefix .. ':job'
+  local before = redis.call('HMGET', key, 'progress_ms', 'slowest_ms')
+  local gap = NOW - tonumber(before[1] or NOW)
+  local slowest = math.max(gap, math.floor(0.9 * tonumber(before[2] or 0)))
+  redis.call('HSET', key, 'progress_ms', NOW, 'slowest_ms', slowest)
+  redis.call('HINCRBY', key, 'progress', 1)
 end
 
 -- Counts up from the time at which the mesh began, so that tokens rise even when Redis lost all it

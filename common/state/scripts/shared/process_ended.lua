@@ -1,13 +1,20 @@
 -- uses: phase
 -- A process has ended unasked: told as an event, kept as the last end of its name, and charged to
--- its job, which fails by an error that no restart mends. Who tells it needs no lease: that it has
--- ended stays true.
+-- its job, which fails by an error that no restart mends, and by any other that comes again and
+-- again while the job makes no progress. Who tells it needs no lease: that it has ended stays true.
 local seen = replayed()
 if seen then return seen end
-local SAME = 3 -- ends by one error without a step in between: to start again does not help
+-- Ends of one cause, and the milliseconds that they must have lasted, until the job fails by them.
+local BOUNDS = {
+  counted = {3, 0}, -- an error of its own: to start it again does not help
+  crash = {6, 30000}, -- a signal, or no word: a few may be somebody's who kills processes
+  patient = {5, 600000}, -- a lost peer or lease: over when the other process is back
+}
+local ANY = {20, 600000} -- ends of whatever causes
+local CAUSES = 16 -- that are told apart
 local KEY = MESH .. ':ended'
 local known = redis.call('HGET', KEY, a.name)
-local row = known and cjson.decode(known) or {times = 0, same = 0, cause = '', progress = ''}
+local row = known and cjson.decode(known) or {times = 0}
 local job = {}
 if a.job ~= '' then job = hash(KEYS[1] .. ':job') end
 local goes_on = job.phase and ORDER[job.phase] < 5
@@ -15,26 +22,62 @@ if job.phase and not goes_on and a.restart ~= 'never' then -- it follows from it
   return done({failed = false})
 end
 
+-- While a disk is full or Redis is away nothing can succeed, and waiting is right.
+local function outage()
+  local entries = MESH .. ':entries'
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', entries, NOW, '+inf')) do
+    local waits = redis.call('HGET', MESH .. ':entry:' .. name, 'waits') or ''
+    if string.find(waits, '"what": "room ', 1, true) then return true end
+  end
+  return false
+end
+
+local function more(streak)
+  streak = streak or {n = 0, since = NOW}
+  streak.n = streak.n + 1
+  return streak
+end
+
+local function over(streak, bound)
+  return bound and streak.n >= bound[1] and NOW - streak.since >= bound[2]
+end
+
 row.name, row.job, row.code, row.why = a.name, a.job, a.code, a.why
 row.at_ms, row.final, row.log = NOW, a.final, a.log
-if a.event then row.times = row.times + 1 end -- else it was counted when it was told
+if a.event then row.times = row.times + a.count end -- else it was counted when it was told
 row.error = a.error
-local cause = a.error.type .. ' ' .. a.error.where
-if a.event and a.error.type ~= '' and a.restart ~= 'always' then
-  local progress = a.job .. ' ' .. (job.phase or '') .. ' ' .. (job.lineage or '') .. ' '
-    .. (job.steps_done or '')
-  local again = row.cause == cause and row.progress == progress
-  row.same = again and row.same + 1 or 1
-  row.cause, row.progress = cause, progress
+if a.restart == 'always' then redis.call('SET', MESH .. ':outage_ms', NOW) end
+local progress = a.job .. ' ' .. (job.phase or '') .. ' ' .. (job.progress or '') .. ' '
+  .. (redis.call('GET', MESH .. ':outage_ms') or '')
+if row.progress ~= progress or not row.all then
+  row.progress, row.causes, row.told_apart, row.all = progress, {}, 0, nil
 end
-local fails = goes_on and a.error.type ~= ''
-  and (a.restart == 'never'
-    or (a.restart == 'counted' and (a.spent or row.same >= SAME)))
-if fails then row.same = 0 end
+local bound, streak = BOUNDS[a.restart], nil
+if a.event and bound and a.charged then
+  local cause = a.error.type .. ' ' .. a.error.where
+  if a.error.type == '' then cause = a.why end
+  if not row.causes[cause] then
+    row.told_apart = row.told_apart + 1
+    if row.told_apart > CAUSES then row.causes, row.told_apart = {}, 1 end
+  end
+  row.all = more(row.all)
+  row.causes[cause] = more(row.causes[cause])
+  if over(row.causes[cause], bound) then streak = row.causes[cause]
+  elseif over(row.all, ANY) then streak = row.all end
+end
+local lasting = streak and a.restart ~= 'counted'
+local fails = goes_on and (a.restart == 'never' or (a.restart == 'counted' and a.spent)
+  or (streak and not (lasting and outage())))
+local told = a.told
+if fails and lasting then
+  told = told .. string.format(' (%d ends in %d s, without a group, step or evaluation of the job)',
+    streak.n, math.floor((NOW - streak.since) / 1000))
+end
+if fails then row.causes, row.told_apart, row.all = {}, 0, nil end
 redis.call('HSET', KEY, a.name, cjson.encode(row))
 if a.event then
   event('process_ended', {name = a.name, code = a.code, why = a.why, job = a.job, times = row.times,
-    final = a.final, log = a.log, error = a.error})
+    count = a.count, final = a.final, log = a.log, error = a.error})
 end
-if fails then enter_phase('failed', a.told) end
+if fails then enter_phase('failed', told .. a.advice) end
 return done({failed = fails and true or false})

@@ -12,6 +12,7 @@ if tonumber(job.version) >= 0 then
 end
 redis.call('HSET', key, 'lineage', a.lineage, 'version', 0, 'manifest', a.manifest,
   'checkpoint', a.checkpoint, 'initial_manifest', a.manifest, 'steps_done', 0)
+progressed(KEYS[1])
 event('initial', {job = a.job, lineage = a.lineage, version = 0, manifest = a.manifest,
   checkpoint = a.checkpoint})
 return cjson.encode({version = 0})

@@ -70,6 +70,7 @@ redis.call('HSET', step_key, 'lineage', a.lineage, 'step', a.step, 'manifest', a
   'ended', ended, 'failed', failed, 'groups', cjson.encode(rows), 'metrics', a.metrics,
   'record', a.record)
 redis.call('ZADD', JOB .. ':steps', a.step, step_id)
+progressed(JOB)
 -- A checkpoint that covers a step has its groups in it: they are not replayed any more.
 local covered = redis.call('ZRANGEBYSCORE', JOB .. ':steps', '(' .. job.covered, a.covered)
 for _, id in ipairs(covered) do

@@ -15,6 +15,7 @@ from common.errors import (
     NotFound,
     PeerLost,
     RankLost,
+    StateUnavailable,
     StorageFull,
     ToolFailed,
 )
@@ -69,7 +70,7 @@ async def test_an_error_is_found_with_its_type_text_and_place(
         if name == "refuses":
             assert (failure.where, failure.fix, failure.fatal) == ("rollout.stop", "name one", True)
         if name == "exits":
-            assert (failure.job, failure.restart) == ("calc", "always")
+            assert (failure.job, failure.restart) == ("calc", "patient")
 
 
 async def test_what_an_earlier_process_left_is_not_blamed_on_a_later_one(tmp_path: Path) -> None:
@@ -84,11 +85,12 @@ async def test_what_an_earlier_process_left_is_not_blamed_on_a_later_one(tmp_pat
         (ToolFailed("x"), "never"),
         (ValueError("x"), "counted"),
         (NotFound("x"), "counted"),
-        (PeerLost("x"), "always"),
-        (DeadlineExceeded("x"), "always"),
+        (PeerLost("x"), "patient"),
+        (DeadlineExceeded("x"), "patient"),
         (StorageFull("x"), "always"),
-        (Fenced("x"), "always"),
-        (RankLost("x"), "always"),
+        (StateUnavailable("x"), "always"),
+        (Fenced("x"), "patient"),
+        (RankLost("x"), "patient"),
         (OSError(28, "No space left on device"), "always"),
         (OSError(13, "Permission denied"), "counted"),
     ],

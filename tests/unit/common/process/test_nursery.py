@@ -68,7 +68,7 @@ async def test_it_is_what_a_fresh_interpreter_would_be(
 ) -> None:
     nursery = open_nursery("numpy")
     monkeypatch.setenv("MESHRL_TEST", "changed")
-    before = os.umask(0o027)
+    before = os.umask(0o002)
     try:
         seen = await shown(tmp_path, nice=1, env={"MESHRL_OTHER": "1"})
         again = await shown(tmp_path)
@@ -83,7 +83,7 @@ async def test_it_is_what_a_fresh_interpreter_would_be(
     assert seen["environment"]["MESHRL_TEST"] == "changed"
     assert {"MESHRL_TEST=changed", "MESHRL_OTHER=1"} <= set(seen["known"])
     assert seen["path"][:2] == [os.getcwd(), str(tmp_path)] and seen["cwd"] == os.getcwd()
-    assert (seen["nice"], seen["umask"]) == (os.nice(0) + 1, 0o027)
+    assert (seen["nice"], seen["umask"]) == (os.nice(0) + 1, 0o077)
     kinds = {name: target.partition(":")[0] for name, target in seen["descriptors"].items()}
     assert (kinds.pop("0"), kinds.pop("1"), kinds.pop("2")) == (
         os.devnull,

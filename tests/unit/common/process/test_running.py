@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -56,3 +57,20 @@ def test_settings_come_from_the_file_that_the_environment_names(
     monkeypatch.delenv(SETTINGS_ENV)
     with pytest.raises(ConfigError, match=SETTINGS_ENV):
         MeshSettings.from_env()
+
+
+def test_settings_that_others_can_read_or_have_made_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "settings.json"
+    MeshSettings(redis_url="redis://localhost", run_root="/runs").to_file(path)
+    monkeypatch.setenv(SETTINGS_ENV, str(path))
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 640") as refused:
+        MeshSettings.from_env()
+    assert "chmod 600" in refused.value.fix
+    if os.geteuid() == 0:
+        path.chmod(0o600)
+        os.chown(path, 65534, 65534)
+        with pytest.raises(ConfigError, match="user 65534"):
+            MeshSettings.from_env()

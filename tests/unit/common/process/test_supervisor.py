@@ -14,7 +14,8 @@ from common.clock import SystemClock
 from common.errors import NotFound, Refused
 from common.process.handle import Child
 from common.process.host import SystemHost
-from common.process.supervisor import ChildSpec, End, Hooks, Restarts, Supervisor
+from common.process.restarts import Restarts
+from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 
 
 class Recorded(Hooks):
@@ -278,3 +279,28 @@ def test_restarts_slow_down_and_are_forgotten_with_time() -> None:
     assert restarts.next_delay(9.9) is None
     assert restarts.next_delay(10.5) is not None
     assert restarts.total == 4
+
+
+def ends(restarts: Restarts, cause: str, every_s: float, times: int, begin: float = 0.0) -> int:
+    """How often a child that runs `every_s` and ends by `cause` is started again."""
+    for number in range(times):
+        now = begin + number * every_s
+        restarts.ended(cause, every_s, now)
+        if restarts.next_delay(now) is None:
+            return number
+    return times
+
+
+def test_one_error_in_a_row_is_given_up_however_slowly_it_comes() -> None:
+    assert ends(Restarts(3, 10.0), "signal 11", 9.0, 50) == 3
+    assert ends(Restarts(3, 10.0), "signal 11", 11.0, 50) == 50, "it ran for long in between"
+
+
+def test_another_error_begins_a_row_of_its_own() -> None:
+    restarts = Restarts(3, 10.0)
+    for begin, cause in enumerate(("signal 9", "PeerLost a", "signal 9", "signal 9")):
+        assert ends(restarts, cause, 9.0, 2, begin * 20.0) == 2 or begin == 3
+    assert restarts.ended("signal 9", 1.0, 100.0) == 60.0
+    restarts.forget()
+    assert restarts.next_delay(200.0) is not None
+    assert restarts.ended("signal 9", 1.0, 201.0) == 161.0, "a fresh budget is no other error"

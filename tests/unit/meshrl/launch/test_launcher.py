@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import PeerLost, Refused
-from common.process.failure import Failure
+from common.errors import Refused
 from common.process.handle import start_time
-from common.process.supervisor import ChildSpec, End
 from common.state import events, registry
 from common.state.registry import Entry
 from meshrl.commands import diagnosis
@@ -95,10 +93,3 @@ async def test_a_second_launcher_in_one_place_is_refused(mesh: Launcher) -> None
     with pytest.raises(Refused, match="meshrl down"):
         await Launcher(mesh.place, Shape(workers=2)).start()
     assert await alive(mesh)
-
-
-async def test_a_budget_that_is_spent_by_nobodys_fault_is_given_anew(tmp_path: Path) -> None:
-    launcher, spec = Launcher(MeshPlace(tmp_path), Shape()), ChildSpec("rollout/0", [])
-    lost = Failure.of(PeerLost("gone"), job="j")
-    assert await launcher.absolved(spec, End(1, "exit status 1", lost))
-    assert not await launcher.absolved(spec, End(1, "exit status 1", Failure.of(ValueError("odd"))))

@@ -19,7 +19,7 @@ from common.runtime.mesh import Mesh, MeshSettings
 from common.state import accounting, events, groups, jobs, steps
 from common.state.client import State
 from common.wire.blob import pack
-from common.wire.bulk import BulkClient, BulkServer, ChunkStore
+from common.wire.bulk import BulkClient, BulkServer, ChunkStore, bulk_key
 from common.wire.weight_store import STORE, put
 from services.rollout.record.finished_groups import hand_in
 from services.trainer.core.batch import Refill, staleness
@@ -90,7 +90,8 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
     serving, asking = mesh(STORE, "there"), mesh("trainer/job", "here")
-    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*")
+    key = bulk_key(serving.settings)
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", key=key)
     await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
     await asking.join(None)
     rolling = mesh(SHARD, "here")

@@ -1,0 +1,98 @@
+"""Cursors of those who read the event stream, and what they allow to be trimmed.
+
+A reader whose cursor is on record finds everything after it. It stays on record until the reader
+leaves, or has been silent for GONE_MS while the mesh was up, or is behind when there are MOST
+events. Who comes later than that gets HistoryLost from `events.read`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from common.errors import HistoryLost
+from common.state.client import State
+from common.state.jobs import COUNTS
+from common.state.keys import MESH, READERS, job_prefix
+
+KEEP_MS = 120_000  # what has just happened stays: a kernel writes a file's bytes to disk in 30 s
+GONE_MS = 3_600_000  # a full disk under a run is mended in less, or nobody looks after it
+MOST = 1_000_000  # events: some 300 MB of Redis
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who reads the stream, where it runs, and up to where it has read."""
+
+    name: str
+    at: str  # id of the last event that it needs no more
+    where: str
+    since_ms: int
+    seen_ms: int  # when it said so last
+    left: bool = False  # it has gone: the stream is not held for it
+
+
+def recorder_of(job: str) -> str:
+    """The reader that writes down a job's events. It is on record from the job's submission on."""
+    return f"recorder/{job}"
+
+
+async def join(state: State, name: str, at: str, where: str) -> str:
+    """Puts a reader on record that has read up to `at` ("0": nothing); where it goes on.
+
+    That is after `at` where nothing that it reads for has happened in between: a recorder need not
+    know what a mesh did before its job.
+    """
+    args = {"name": name, "at": at, "where": where}
+    return str((await state.run("join_reader", [MESH], args))["from"])
+
+
+async def note(state: State, name: str, at: str, where: str, *, left: bool = False) -> None:
+    """Says that the reader has everything up to `at` where no crash takes it back, and with `left`
+    that it reads no more.
+    """
+    args = {"name": name, "at": at, "where": where, "left": left}
+    await state.run("note_reader", [MESH], args)
+
+
+async def history_lost(state: State, job: str, where: str, lost: HistoryLost) -> str:
+    """Tells, for who records a job, that events are gone, as the event `history_lost` with what the
+    account of trajectories goes on from; where the recorder goes on.
+    """
+    args = {
+        "job": job,
+        "name": recorder_of(job),
+        "where": where,
+        "since": lost.since,
+        "through": lost.through,
+        "counts": list(COUNTS),
+    }
+    return str((await state.run("history_lost", [job_prefix(job)], args))["from"])
+
+
+async def readers(state: State) -> list[Reader]:
+    """All readers on record, by name, those that have left among them."""
+    row = (await state.run("row", [READERS], {}))["row"] or {}
+    names = Reader.__dataclass_fields__
+    found = [
+        Reader(name, **{key: value for key, value in json.loads(text).items() if key in names})
+        for name, text in row.items()
+    ]
+    return sorted(found, key=lambda reader: reader.name)
+
+
+async def trim(
+    state: State,
+    up_since_ms: int,
+    *,
+    keep_ms: int = KEEP_MS,
+    gone_ms: int = GONE_MS,
+    most: int = MOST,
+) -> int:
+    """Frees the events that every reader has read, but for those of the last `keep_ms`; how many.
+
+    `up_since_ms` is when the mesh began: readers could not say anything before. The event at a
+    cursor stays, so that its reader sees at once that nothing is missing.
+    """
+    args = {"up_since_ms": up_since_ms, "keep_ms": keep_ms, "gone_ms": gone_ms, "most": most}
+    return int((await state.run("trim_events", [MESH], args))["trimmed"])

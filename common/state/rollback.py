@@ -1,0 +1,139 @@
+"""Whether a Redis is older than what lies outside it tells: restored from a copy, cut short, or on
+a disk that lied.
+
+How far a state has come is a `Mark`. What Redis holds is compared with what the launcher noted, the
+recorder wrote down, and checkpoints and ledgers mention: an older Redis would number versions,
+groups and fencing tokens a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.state.client import State
+from common.state.keys import EVENTS, MESH, job_prefix
+
+TOKEN = f"{MESH}:token"
+# More tokens than are issued between two notes of the launcher, a second apart; few enough that the
+# counter, which begins at the milliseconds of the clock, stays within the 14 digits of Lua.
+TOKENS_APART = 10_000
+FIRST = "0-0"
+
+
+@dataclass(frozen=True)
+class JobMark:
+    """How far a job has come: its newest version is `version` of `lineage`; `next_group` and all
+    above are free.
+    """
+
+    lineage: int = -1
+    version: int = -1
+    next_group: int = 0
+    run_dir: str = ""
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far the state of a mesh has come; of what lies outside Redis, at least so far."""
+
+    event: str = FIRST  # id of the newest event
+    token: int = 0  # the highest fencing token that was issued
+    jobs: Mapping[str, JobMark] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has happened."""
+        return self.event == FIRST and not self.token and not self.jobs
+
+
+def order(event_id: str) -> tuple[int, int]:
+    """An event's id, such that ids compare as events follow each other."""
+    ms, _, number = event_id.partition("-")
+    return int(ms), int(number or 0)
+
+
+def joined(marks: list[Mark]) -> Mark:
+    """As far as any of them has come."""
+    jobs: dict[str, JobMark] = {}
+    for mark in marks:
+        for job, one in mark.jobs.items():
+            was = jobs.get(job, JobMark())
+            version = max((was.lineage, was.version), (one.lineage, one.version))
+            next_group = max(was.next_group, one.next_group)
+            about = one.run_dir or was.run_dir, one.phase or was.phase
+            jobs[job] = JobMark(*version, next_group, *about)
+    event = max((mark.event for mark in marks), key=order, default=FIRST)
+    return Mark(event, max((mark.token for mark in marks), default=0), jobs)
+
+
+def older(held: Mark, known: Mark) -> str:
+    """Why what Redis holds is older than what is known; empty when it is not.
+
+    A lineage may begin below the versions of the one before it, so versions count within one.
+    """
+    if held.empty and not known.empty:
+        return "it is empty"
+    for job, one in known.jobs.items():
+        here = held.jobs.get(job)
+        if here is None:
+            if one.version >= 0:
+                return f"it does not know the job {job}"
+            continue
+        if (here.lineage, here.version) < (one.lineage, one.version):
+            return (
+                f"{job} is at version {here.version} of lineage {here.lineage} there, and was at "
+                f"version {one.version} of lineage {one.lineage}"
+            )
+        if here.next_group < one.next_group:
+            return (
+                f"the next group of {job} is {here.next_group} there, and group "
+                f"{one.next_group - 1} has been opened"
+            )
+    if order(held.event) < order(known.event):
+        return f"its newest event of those that were seen is {held.event}, not {known.event}"
+    if held.token < known.token:
+        return f"its fencing tokens end at {held.token}, and {known.token} has been issued"
+    return ""
+
+
+async def held(state: State, known: Mark) -> Mark:
+    """What Redis holds, to be compared with `known`.
+
+    Where newer events have been added to an older stream, `event` is the newest that is not after
+    the one that is known: that one itself, if the stream has it. One that has been trimmed counts
+    as there, because what follows it is.
+    """
+    rows = await _newest(state, known.event) if known.event != FIRST else []
+    rows = rows or await _newest(state, "+")
+    event = rows[0][0] if rows else FIRST
+    token = int(await state.command("GET", TOKEN) or 0)
+    jobs: dict[str, JobMark] = {}
+    for job in await state.command("ZRANGE", f"{MESH}:jobs", 0, -1) or []:
+        row = await state.command(
+            "HMGET",
+            f"{job_prefix(job)}:job",
+            *("lineage", "version", "next_group", "run_dir", "phase"),
+        )
+        if row[0] is not None:
+            lineage, version, next_group = map(int, row[:3])
+            jobs[job] = JobMark(lineage, version, next_group, *row[3:])
+    return Mark(event, token, jobs)
+
+
+async def _newest(state: State, end: str) -> list[list[str]]:
+    """The last event up to the one with this id."""
+    rows: list[list[str]] = await state.command("XREVRANGE", EVENTS, end, "-", "COUNT", 1) or []
+    return rows
+
+
+def floor_above(*marks: Mark) -> int:
+    """A fencing token above every one that was issued when or shortly after these were taken."""
+    return max(mark.token for mark in marks) + TOKENS_APART
+
+
+async def raise_tokens(state: State, floor: int) -> None:
+    """Every token that is issued from now on is above `floor`. Before anybody registers."""
+    if int(await state.command("GET", TOKEN) or 0) < floor:
+        await state.command("SET", TOKEN, floor)

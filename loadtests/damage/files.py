@@ -1,0 +1,136 @@
+"""The kinds of durable files of a run: where each lies, and who reads it while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from loadtests.damage.harms import HARMS
+
+DIGEST = re.compile(rb"[0-9a-f]{32}")
+LAUNCHER = "launcher"  # reads what only a resume reads
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`found` lists the files of one run, the one that will be read first; `readers` are the names
+    of the processes whose next start reads them.
+    """
+
+    name: str
+    found: Callable[[Path], list[Path]]
+    readers: tuple[str, ...]
+    at_head: bool = False  # the byte that is flipped lies in its first bytes, else in the middle
+    recovers: bool = True  # there is a second copy, or it can be made again
+    # Ways in which nothing that goes on needs it: what is not read need not be told.
+    unneeded: tuple[str, ...] = ()
+
+
+def _events(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The recorded events of these kinds, of those lines that read."""
+    found = []
+    for line in (run / "events.jsonl").read_bytes().splitlines():
+        if any(kind.encode() in line for kind in kinds):
+            event = json.loads(line)
+            if event["kind"] in kinds:
+                found.append(event)
+    return found
+
+
+def _newest(run: Path) -> list[Path]:
+    """Manifests of checkpoints, first the one that the last step names: a resume begins with it."""
+    found = sorted((run / "checkpoints").glob("step-*.json"), reverse=True)
+    named = [event["fields"]["checkpoint"] for event in _events(run, "step")][-1:]
+    return sorted(found, key=lambda path: path.stem not in named)
+
+
+def _beside(pattern: str, run: Path) -> list[Path]:
+    return [path for named in _newest(run) for path in named.with_suffix("").glob(pattern)]
+
+
+_states, _exported = partial(_beside, "state/*"), partial(_beside, "model.safetensors")
+
+
+def _manifest_digests(run: Path) -> list[str]:
+    """Of the weights that checkpoints name, the newest first."""
+    found = []
+    for path in _newest(run):
+        try:
+            found.append(str(json.loads(path.read_text())["weights"]))
+        except (ValueError, KeyError):
+            continue
+    return found
+
+
+def _chunk(run: Path, digest: str) -> Path:
+    return run / "store" / digest[:2] / digest
+
+
+def _manifests(run: Path) -> list[Path]:
+    return [path for path in (_chunk(run, d) for d in _manifest_digests(run)) if path.is_file()]
+
+
+def _weights(run: Path) -> list[Path]:
+    """Chunks of the newest checkpoint's tensors."""
+    named = {digest for path in _manifests(run)[:1] for digest in DIGEST.findall(path.read_bytes())}
+    return [p for p in (_chunk(run, digest.decode()) for digest in sorted(named)) if p.is_file()]
+
+
+def _groups(run: Path) -> list[Path]:
+    """Finished groups that no step has trained yet; then those that a replay would ask for."""
+    ready: dict[int, str] = {}
+    trained: set[int] = set()
+    for event in _events(run, "ready", "step"):
+        fields = event["fields"]
+        if event["kind"] == "ready":
+            ready[fields["group"]] = fields["digest"]
+        else:
+            trained |= {row["group"] for row in fields["groups"]}
+    waiting = [digest for group, digest in sorted(ready.items()) if group not in trained]
+    again = [digest for group, digest in sorted(ready.items(), reverse=True) if group in trained]
+    return [path for path in map(partial(_chunk, run), waiting + again) if path.is_file()]
+
+
+def _ledgers(run: Path) -> list[Path]:
+    found = [path for path in run.glob("ledger/*/*.ledger") if path.stat().st_size > 64]
+    return sorted(found, reverse=True)
+
+
+def _one(*parts: str) -> Callable[[Path], list[Path]]:
+    return lambda run: [path for path in [run.joinpath(*parts)] if path.is_file()]
+
+
+def _matching(pattern: str) -> Callable[[Path], list[Path]]:
+    return lambda run: sorted(path for path in run.glob(pattern) if path.is_file())
+
+
+APPEND_ONLY = "mesh/redis/appendonlydir/"
+KINDS: tuple[Kind, ...] = (
+    Kind("checkpoint manifest", _newest, ("weights", "trainer")),
+    Kind("optimizer state", _states, ("trainer",)),
+    Kind("exported weights", _exported, ("trainer",), unneeded=HARMS),
+    Kind("weights manifest", _manifests, ("weights", "trainer")),
+    Kind("weights", _weights, ("trainer",)),
+    Kind("group", _groups, ("trainer",)),
+    Kind("store record", _matching("store/jobs/*.json"), ("weights",)),
+    Kind("ledger header", _ledgers, ("rollout/0",), at_head=True),
+    Kind("ledger", _ledgers, ("rollout/0",)),
+    Kind("redis log", _matching(f"{APPEND_ONLY}*.incr.aof"), ("redis",)),
+    Kind("redis snapshot", _matching(f"{APPEND_ONLY}*.base.*"), ("redis",)),
+    Kind("redis manifest", _matching(f"{APPEND_ONLY}*.manifest"), ("redis",)),
+    Kind("dataset", _matching("bundle/*/data/train.jsonl"), ("rollout/0",), recovers=False),
+    Kind(
+        "tokenizer", _matching("bundle/*/tokenizer/tokenizer.json"), ("rollout/0",), recovers=False
+    ),
+    Kind("code", _matching("bundle/*/modules/*.py"), ("sandbox/0",), recovers=False),
+    Kind("job", _one("job.json"), (LAUNCHER,)),
+    Kind("events", _one("events.jsonl"), (LAUNCHER,)),
+    Kind("metrics", _one("metrics.jsonl"), (LAUNCHER,)),
+    Kind("usage", _one("usage.json"), (LAUNCHER,), unneeded=("older",)),
+    Kind("shape", _one("mesh", "shape.json"), (LAUNCHER,)),
+)

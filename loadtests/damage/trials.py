@@ -1,0 +1,289 @@
+"""One trial: a run that was stopped is put back as it was, one of its files is damaged, and it goes
+on; or it goes on, a file is damaged under it, and what reads that file is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.errors import MeshError
+from common.state import registry
+from common.state.client import State
+from loadtests.damage.files import LAUNCHER, Kind
+from loadtests.damage.harms import harm
+from loadtests.mistakes.job import JOB, Place, toml
+
+AT_REST, RUNNING = "at rest", "running"
+STEPS = 24
+OLDER, NEWER = 3, 7  # steps done when the older and the newer copy are made; a checkpoint every two
+NAMED_S = 60.0  # by when a failure must be named
+ENDS_S = 180.0  # by when a run must have ended, in one way or another
+UP_S = 120.0
+STEP = re.compile(r"step (\d+)/")
+SLOW = '''"""A reward that takes its time, so that a run can be met on its way."""
+
+import time
+
+
+def reward(row, turns):
+    time.sleep(0.4)
+    said = "".join(turn["text"] for turn in turns if turn["role"] == "model")
+    return float(row["answer"] in said)
+'''
+
+
+@dataclass(frozen=True)
+class Trial:
+    kind: Kind
+    how: str
+    when: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name}: {self.how}, {self.when}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`outcome`: recovered, named (a failure that says which file), silent, hung, or skipped."""
+
+    name: str
+    outcome: str
+    why: str
+    path: str
+    ended_s: float  # from the damage to the end of the command
+    status: int | None
+    lost: int | None
+    trained_twice: int | None
+    host_lost: int | None
+    said: list[str]  # lines that tell of the damage
+    output: str
+
+
+class _Command:
+    """A command of the user's in the folder of the job, and what it prints."""
+
+    def __init__(self, place: Path, *words: str) -> None:
+        self.lines: list[str] = []
+        self.program = subprocess.Popen(
+            [sys.executable, "-m", "meshrl", *words],
+            cwd=place,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.program.stdout is not None
+        for line in self.program.stdout:
+            self.lines.append(line)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def steps(self) -> int:
+        """The last step that it has printed; 0 before."""
+        return max((int(found) for found in STEP.findall(self.text)), default=0)
+
+    def until(self, done: Callable[[], bool], within_s: float) -> bool:
+        """Whether it came to that, before the command ended or the time was over."""
+        end = time.monotonic() + within_s
+        while time.monotonic() < end:
+            if done():
+                return True
+            if self.program.poll() is not None:
+                return done()
+            time.sleep(0.05)
+        return False
+
+    def wait(self, within_s: float) -> int | None:
+        """The exit status, once all output is read; None when it still runs then."""
+        try:
+            status = self.program.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
+        self._reader.join(10.0)
+        return status
+
+    def interrupt(self) -> None:
+        """Ctrl-C, and SIGKILL where that does not help."""
+        for number in (signal.SIGINT, signal.SIGKILL):
+            if self.program.poll() is None:
+                os.killpg(self.program.pid, number)
+                self.wait(30.0)
+
+
+class Slot:
+    """A folder with a job, one run of it, and copies of that run: one trial at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self.place = Place(root / "work")
+        self.run = self.place.root / "run"
+        self._older, self._newer = root / "older", root / "newer"
+
+    def prepare(self) -> None:
+        """Makes the run that every trial begins with. RuntimeError with what it printed instead."""
+        self.place.write("mine.py", SLOW)
+        job = JOB | {
+            "out": "run",
+            "training": {"checkpoint_every": 2, "keep_checkpoints": 2},
+            "budget": {"steps": STEPS},
+        }
+        self.place.write("job.toml", toml(job))
+        for words, steps, copy in (
+            (("run", "job.toml"), OLDER, self._older),
+            (("resume", "run"), NEWER, self._newer),
+        ):
+            command = _Command(self.place.root, *words)
+            came = command.until(lambda c=command, n=steps: c.steps >= n, UP_S)  # type: ignore[misc]
+            command.interrupt()
+            if not came or command.steps >= STEPS:
+                raise RuntimeError(f"no run to damage:\n{command.text}")
+            _copied(self.run, copy)
+
+    def attempt(self, trial: Trial) -> Verdict:
+        """Damages a file and says what came of it; nothing is left running."""
+        shutil.rmtree(self.run, ignore_errors=True)
+        _copied(self._newer, self.run)
+        command: _Command | None = None
+        try:
+            if trial.when == RUNNING:
+                command = _Command(self.place.root, "resume", "run")
+                if not command.until(lambda: command.steps > NEWER, UP_S):  # type: ignore[union-attr]
+                    return _skipped(trial, f"it does not run:\n{command.text[-1000:]}")
+            older = next(iter(trial.kind.found(self._older)), None)
+            path = next(iter(trial.kind.found(self.run)), None)
+            if path is None:
+                return _skipped(trial, "there is no such file")
+            if why_not := harm(trial.how, path, older, trial.kind.at_head):
+                return _skipped(trial, why_not)
+            began = time.monotonic()
+            before = len(command.lines) if command else 0
+            if command is not None:
+                self._kill_readers(trial.kind, command)
+            if command is None or LAUNCHER in trial.kind.readers:
+                command, before = _Command(self.place.root, "resume", "run"), 0
+            status = command.wait(ENDS_S)
+            ended_s = time.monotonic() - began
+            return self._judge(trial, path, command.lines[before:], status, ended_s)
+        finally:
+            if command is not None:
+                command.interrupt()
+
+    def _kill_readers(self, kind: Kind, command: _Command) -> None:
+        if LAUNCHER in kind.readers:
+            os.killpg(command.program.pid, signal.SIGKILL)
+            command.wait(10.0)
+            return
+        pids = asyncio.run(_registered(self.run, kind.readers))
+        if "redis" in kind.readers:
+            pids += _redis_of(self.run)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def _judge(
+        self, trial: Trial, path: Path, lines: list[str], status: int | None, ended_s: float
+    ) -> Verdict:
+        summary = _read(self.run / "summary.json")
+        said = [line.strip() for line in lines if _tells(line, path)]
+        figures = {key: summary.get(key) for key in ("lost", "trained_twice", "host_lost")}
+        text = "".join(lines)
+        outcome, why = "recovered", ""
+        if status is None:
+            outcome, why = "hung", f"it runs after {ENDS_S:g} s"
+        elif "Traceback (most recent call last)" in text:
+            outcome, why = "silent", "a traceback"
+        elif status == 0 and (figures["lost"], figures["trained_twice"]) != (0, 0):
+            outcome, why = "silent", "exit status 0 with a wrong account"
+        elif status == 0 and summary.get("phase") != "finished":
+            outcome, why = "silent", "exit status 0, and not finished"
+        elif not said and trial.how not in trial.kind.unneeded:
+            outcome, why = "silent", "nothing tells of the damage"
+        elif status != 0:
+            outcome = "named" if ended_s <= NAMED_S else "hung"
+            why = said[-1][:300]
+        return Verdict(
+            name=trial.name,
+            outcome=outcome,
+            why=why,
+            path=str(path.relative_to(self.run)),
+            ended_s=round(ended_s, 1),
+            status=status,
+            said=[line[:300] for line in said[:5]],
+            output=text[-3000:],
+            **figures,
+        )
+
+
+def _copied(run: Path, to: Path) -> None:
+    """All but sockets, which are no files."""
+
+    def sockets(directory: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(directory, name).is_socket()}
+
+    shutil.copytree(run, to, symlinks=True, ignore=sockets)
+
+
+def _tells(line: str, path: Path) -> bool:
+    """Whether a line tells of damage to this file."""
+    words = ("damaged", "older than", "not whole", "quarantine", "set aside")
+    return path.name in line or any(word in line.lower() for word in words)
+
+
+def _skipped(trial: Trial, why: str) -> Verdict:
+    return Verdict(trial.name, "skipped", why, "", 0.0, None, None, None, None, [], "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+async def _registered(run: Path, readers: tuple[str, ...]) -> list[int]:
+    """The pids of the processes with these names or of these kinds."""
+    url = _read(run / "mesh/settings.json").get("redis_url", "")
+    try:
+        state = await State.open(url, connect_s=5.0)
+    except MeshError:
+        return []
+    try:
+        entries = await registry.entries(state)
+    finally:
+        await state.close()
+    return [e.pid for e in entries if e.alive and (e.name in readers or e.kind in readers)]
+
+
+def _redis_of(run: Path) -> list[int]:
+    directory = str(run / "mesh" / "redis")
+    found = []
+    for process in psutil.process_iter(["pid", "name", "cwd"]):
+        name, cwd = process.info["name"] or "", process.info["cwd"] or ""
+        if ("redis" in name or "valkey" in name) and cwd.startswith(directory):
+            found.append(process.info["pid"])
+    return found

@@ -1,0 +1,185 @@
+"""A small mesh that trains for half an hour as fast as it can: what of it grows.
+
+    python -m loadtests.soak [--minutes 30] [--out DIR]
+
+The job is the calculator's with a tiny model, so that steps are short and what is kept for each of
+them adds up; tools and rewards run in the sandbox, evaluations and checkpoints are among it. Every
+process is judged over the second half: its memory must be flat within 2 %, descriptors and threads
+must not rise, nor Redis' keys and memory. Files of the run that grow by design are told in bytes
+per thousand steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common.errors import MeshError
+from loadtests.measuring import growing
+from loadtests.measuring.slopes import rise, second_half, share, slope
+
+JOB = Path("examples/calculator.toml")
+SETTINGS = {
+    "model.config.hidden_size": 32,
+    "model.config.intermediate_size": 64,
+    "model.config.num_hidden_layers": 1,
+    "model.config.num_attention_heads": 1,
+    "cache": "",
+    "rollout.max_tokens": 64,
+    "rollout.max_turns": 4,
+    "rollout.slots": 16,
+    "algorithm.groups_per_step": 2,
+    "algorithm.group_size": 4,
+    "algorithm.filter_zero_variance": "false",  # so early a model earns nothing
+    "warm_start.steps": 2,
+    "evaluation.every": 100,
+    "evaluation.problems": 16,
+    "budget.steps": 1_000_000,
+}
+LOOK_S = 5.0
+UP_S = 180.0
+END_S = 120.0
+FLAT = 0.02  # of its median, by which a process's memory may rise over the second half
+PAGES = 2 << 20  # bytes below which a rise is that of an allocator's arenas
+KEYS = 20  # keys of Redis that come and go with what is under way
+
+Series = dict[str, list[tuple[float, float]]]
+
+
+class Soak:
+    """One run and its samples."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.series: Series = {}
+        self.steps: list[tuple[float, float]] = []
+
+    async def watch(self, launcher: asyncio.subprocess.Process, seconds: float) -> None:
+        """Samples every few seconds, from the first step on; RuntimeError when the run ends."""
+        await self._until_training(launcher)
+        begun = time.monotonic()
+        while (at := time.monotonic() - begun) < seconds:
+            if launcher.returncode is not None:
+                raise RuntimeError(f"the run ended with {launcher.returncode}")
+            await self._look(at, launcher.pid)
+            await asyncio.sleep(LOOK_S)
+
+    async def _until_training(self, launcher: asyncio.subprocess.Process) -> None:
+        until = time.monotonic() + UP_S
+        while growing.steps_done(self.run_dir) < 1:
+            if launcher.returncode is not None or time.monotonic() > until:
+                raise RuntimeError("training did not begin")
+            await asyncio.sleep(0.5)
+
+    async def _look(self, at: float, launcher: int) -> None:
+        state = await growing.opened(self.run_dir)
+        if state is None:
+            return
+        try:
+            async with asyncio.timeout(60.0):
+                found = await growing.processes(state, launcher)
+                told = {
+                    f"redis {name}": value for name, value in (await growing.redis(state)).items()
+                }
+        except (MeshError, TimeoutError):
+            return
+        finally:
+            await state.close()
+        told |= {f"{who}: {what}": v for who, row in found.items() for what, v in row.items()}
+        told |= {f"file {n}": v for n, v in growing.files(self.run_dir).items()}
+        for name, value in told.items():
+            self.series.setdefault(name, []).append((at, value))
+        self.steps.append((at, float(growing.steps_done(self.run_dir))))
+
+    def judged(self) -> dict[str, Any]:
+        """The figures, with what exceeds its bound under `exceeds`."""
+        end = self.steps[-1][0]
+        steps_s = slope(second_half(self.steps, end))
+        exceeds: dict[str, str] = {}
+        figures: dict[str, Any] = {}
+        for name, samples in sorted(self.series.items()):
+            half = second_half(samples, end)
+            if len(half) < 3 or half[0][0] > 0.6 * end or half[-1][0] < 0.9 * end:
+                continue  # a process that came or went
+            told = {
+                "first": samples[0][1],
+                "middle": half[0][1],
+                "last": half[-1][1],
+                "per_min": round(60 * slope(half), 1),
+                "share": round(share(half), 4),
+            }
+            if steps_s > 0:
+                told["per_1000_steps"] = round(1000 * slope(half) / steps_s)
+            figures[name] = told
+            if why := _exceeds(name, rise(half), share(half)):
+                exceeds[name] = why
+        return {
+            "minutes": round(end / 60, 1),
+            "steps": int(self.steps[-1][1]),
+            "steps_per_s": round(steps_s, 2),
+            "exceeds": exceeds,
+            "figures": figures,
+        }
+
+
+def _exceeds(name: str, by: float, as_share: float) -> str:
+    """Why a rise over the second half is too much; empty if it is not."""
+    if name.endswith((": rss", ": pss")) or name in ("redis memory", "redis aof"):
+        if as_share > FLAT and by > PAGES:
+            return f"+{by / 2**20:.1f} MiB, {100 * as_share:.1f} %"
+    elif name.endswith((": fds", ": threads")) and by >= 2:
+        return f"+{by:.0f}"
+    elif name.startswith("redis keys") and by > KEYS and as_share > FLAT:
+        return f"+{by:.0f} keys"
+    return ""
+
+
+async def soaked(out: Path, seconds: float, settings: dict[str, Any]) -> dict[str, Any]:
+    """Runs the job for so long and judges it."""
+    run_dir = out / "run"
+    command = [sys.executable, "-m", "meshrl", "run", str(JOB), "--set", f"out={run_dir}"]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
+    with (out / "said.log").open("wb") as said:
+        launcher = await asyncio.create_subprocess_exec(
+            *command, stdout=said, stderr=said, env=environment | {"OMP_NUM_THREADS": "1"}
+        )
+    soak = Soak(run_dir)
+    try:
+        await soak.watch(launcher, seconds)
+    except RuntimeError:
+        print((out / "said.log").read_text()[-4000:], file=sys.stderr)
+        raise
+    finally:
+        if launcher.returncode is None:
+            launcher.send_signal(signal.SIGINT)
+        async with asyncio.timeout(END_S):
+            await launcher.wait()
+        (out / "samples.json").write_text(json.dumps({"steps": soak.steps, "series": soak.series}))
+    return soak.judged()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--out", type=Path, help="keeps the run and all samples there")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    a = parser.parse_args()
+    settings = SETTINGS | dict(one.split("=", 1) for one in a.set)
+    with tempfile.TemporaryDirectory(prefix="meshrl-soak-") as scratch:
+        out = a.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
+        print(json.dumps(asyncio.run(soaked(out, 60 * a.minutes, settings))))
+
+
+if __name__ == "__main__":
+    main()

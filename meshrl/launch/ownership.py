@@ -1,0 +1,44 @@
+"""Whose files these are: a mesh's own lie in directories that nobody else can enter, and what
+another user has put in their place is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from common.errors import Refused
+from common.process.child import PRIVATE
+
+OTHERS_WRITE = stat.S_IWOTH
+
+
+def made_private(directory: Path) -> None:
+    """Makes a directory that this user alone can enter, or closes it to the others. Refused when it
+    is another user's, or when anybody may put another one in its place.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=0o777 & ~PRIVATE)
+    refuse_foreign(directory)
+    around = directory.parent.stat()
+    if around.st_mode & OTHERS_WRITE and not around.st_mode & stat.S_ISVTX:
+        raise Refused(
+            f"anybody may replace {directory.name} in {directory.parent}",
+            where=str(directory),
+            fix=f"`chmod o-w {directory.parent}`, or take another directory",
+        )
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    if mode & PRIVATE:
+        directory.chmod(mode & ~PRIVATE)
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refused when what is at `path` belongs to another user, who could have it name any server and
+    any process; root's is nobody's trap.
+    """
+    owner = path.lstat().st_uid
+    if owner not in (0, os.geteuid()):
+        raise Refused(
+            f"{path} belongs to user {owner}, not to you ({os.geteuid()})",
+            fix="Ask as that user, or remove it if you do not know what it is",
+        )

@@ -1,0 +1,26 @@
+"""Trims the event stream of a mesh now and then, the one place that does."""
+
+from __future__ import annotations
+
+import contextlib
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, StateUnavailable
+from common.state import readers
+from common.state.client import State
+
+EVERY_S = 10.0  # at 100 events a second, which is a fast job, some 300 kB come in that time
+ANSWER_S = 4.0
+
+
+async def trim_forever(state: State, clock: Clock) -> None:
+    """Frees what all readers have read; while Redis is away, later. Never returns."""
+    up_since_ms: int | None = None
+    while True:
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            async with clock.timeout(ANSWER_S, "trimming the event stream"):
+                if up_since_ms is None:
+                    seconds, micros = await state.command("TIME")
+                    up_since_ms = int(seconds) * 1000 + int(micros) // 1000
+                await readers.trim(state, up_since_ms)
+        await clock.sleep(EVERY_S)

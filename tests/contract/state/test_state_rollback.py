@@ -1,0 +1,110 @@
+"""A Redis that is older than what is known of it is told from one that is not, on every backend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from common.errors import Fenced
+from common.state import events, registry, rollback, steps
+from common.state.rollback import JobMark, Mark
+from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats
+
+
+async def trained(bench: Bench, upto: int) -> Seats:
+    seats = await bench.training_job()
+    for step in range(1, upto + 1):
+        for group in await seats.admit(2):
+            await seats.finish(group)
+        await seats.step(step)
+    return seats
+
+
+async def test_what_redis_holds_is_as_far_as_itself_and_as_what_was_known_before(
+    bench: Bench,
+) -> None:
+    before = await rollback.held(bench.state, Mark())
+    await trained(bench, 2)
+    now = await rollback.held(bench.state, before)
+    assert now.jobs[JOB].version == 2 and now.jobs[JOB].next_group == 4
+    again = await rollback.held(bench.state, now)
+    assert again == now
+    assert rollback.older(now, before) == rollback.older(again, now) == ""
+
+
+@pytest.mark.parametrize("what", ["event", "token", "version", "lineage", "group", "job"])
+async def test_each_thing_that_only_rises_tells_an_older_state(bench: Bench, what: str) -> None:
+    await trained(bench, 2)
+    now = await rollback.held(bench.state, Mark())
+    one = now.jobs[JOB]
+    ms, _ = rollback.order(now.event)
+    known = {
+        "event": dataclasses.replace(now, event=f"{ms + 1}-0"),
+        "token": dataclasses.replace(now, token=now.token + 1),
+        "version": Mark(jobs={JOB: JobMark(one.lineage, one.version + 1)}),
+        "lineage": Mark(jobs={JOB: JobMark(one.lineage + 1, 0)}),
+        "group": Mark(jobs={JOB: JobMark(next_group=one.next_group + 1)}),
+        "job": Mark(jobs={"another": JobMark(0, 0)}),
+    }[what]
+    assert rollback.older(await rollback.held(bench.state, known), known)
+
+
+async def test_events_that_were_added_to_an_older_stream_do_not_hide_it(bench: Bench) -> None:
+    await events.append(bench.state, "note", {})
+    now = await rollback.held(bench.state, Mark())
+    ms, number = rollback.order(now.event)
+    known = Mark(event=f"{ms}-{number + 1}")  # was lost with the end of the stream
+    await bench.pass_ms(2)
+    await events.append(bench.state, "note", {})
+    assert rollback.older(await rollback.held(bench.state, known), known)
+
+
+async def test_an_empty_redis_is_older_than_anything(bench: Bench) -> None:
+    await trained(bench, 1)
+    now = await rollback.held(bench.state, Mark())
+    await bench.state.command("FLUSHALL")
+    assert rollback.older(await rollback.held(bench.state, now), now) == "it is empty"
+    assert rollback.older(await rollback.held(bench.state, Mark()), Mark()) == ""
+
+
+async def test_who_acted_before_the_rollback_cannot_commit_after_it(bench: Bench) -> None:
+    """The state goes back to before the trainer registered, whose token would be issued again."""
+    seats = await trained(bench, 1)
+    known = await rollback.held(bench.state, Mark())
+    await bench.state.command("SET", rollback.TOKEN, seats.trainer - 1)
+    await registry.evict(bench.state, TRAINER, (await _incarnation(bench)))
+    found = await rollback.held(bench.state, known)
+    assert rollback.older(found, known)
+    await rollback.raise_tokens(bench.state, rollback.floor_above(found, known))
+    successor = await bench.seat(TRAINER)
+    assert successor > known.token >= seats.trainer
+    for group in await seats.admit(2):
+        await seats.finish(group)
+    with pytest.raises(Fenced):
+        await seats.step(2)
+    assert (await Seats(bench.state, seats.shard, successor).step(2)) != []
+    assert [row["step"] for row in await steps.step_rows(bench.state, JOB)] == [1, 2]
+
+
+async def test_tokens_are_whole_numbers_after_many_generations(bench: Bench) -> None:
+    floor = 2_000_000_000_000 + 1_000_000 * rollback.TOKENS_APART
+    await rollback.raise_tokens(bench.state, floor)
+    tokens = [await bench.seat(SHARD) for _ in range(3)]
+    assert tokens == [floor + 1, floor + 2, floor + 3]
+    await rollback.raise_tokens(bench.state, floor)  # it is never lowered
+    assert await bench.seat(SHARD) == floor + 4
+
+
+async def _incarnation(bench: Bench) -> str:
+    entry = await registry.lookup(bench.state, TRAINER)
+    assert entry is not None
+    return entry.incarnation
+
+
+def test_joined_marks_are_as_far_as_the_furthest() -> None:
+    one = Mark("10-1", 5, {"a": JobMark(1, 3, 7, "/a"), "b": JobMark(0, 1)})
+    two = Mark("9-4", 6, {"a": JobMark(0, 9, 8, phase="training")})
+    assert rollback.joined([one, two]) == Mark(
+        "10-1", 6, {"a": JobMark(1, 3, 8, "/a", "training"), "b": JobMark(0, 1)}
+    )

@@ -1,0 +1,80 @@
+"""A service whose restarts are spent is tried again for a reason that holds, and else given up."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from common.clock import Clock
+from common.errors import PeerLost, StateUnavailable, StorageFull
+from common.process.failure import Failure
+from common.process.supervisor import ChildSpec, End
+from common.random import Random
+from common.runtime.mesh import Mesh
+from common.state import jobs
+from common.state.ended import Reports
+from meshrl.launch.absolving import PATIENCE_S, PROGRESS_S, absolved
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from tests.meshes import alone
+from tests.unit.node.test_failing_roles import DOCUMENT
+
+SPEC = ChildSpec("rollout/0", [])
+ODD = End(1, "exit status 1", Failure.of(ValueError("odd")))
+LOST = End(1, "exit status 1", Failure.of(PeerLost("gone")))
+Ask = Callable[[End], Awaitable[bool]]
+
+
+def with_mesh(look: Callable[[Mesh, Clock, Ask], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        mesh = alone("launcher", clock, random, SimulatedHost(clock, random))
+        reports = Reports(mesh.state, clock)
+
+        async def ask(end: End, full: str = "") -> bool:
+            return await absolved(mesh.state, reports, SPEC, end, full)
+
+        await look(mesh, clock, ask)
+
+    run_virtual(main)
+
+
+def test_a_mesh_whose_jobs_do_not_come_further_is_given_up(tmp_path: Path) -> None:
+    async def look(mesh: Mesh, clock: Clock, ask: Ask) -> None:
+        assert not await ask(ODD), "there is no job"
+        await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
+        assert await ask(ODD)
+        await clock.sleep(PROGRESS_S + 1.0)
+        assert not await ask(ODD)
+
+    with_mesh(look)
+
+
+def test_a_lost_peer_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
+    async def look(mesh: Mesh, clock: Clock, ask: Ask) -> None:
+        assert await ask(replace(LOST, lasting_s=PATIENCE_S - 1.0))
+        assert not await ask(replace(LOST, lasting_s=PATIENCE_S + 1.0))
+        await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
+        assert await ask(replace(LOST, lasting_s=PATIENCE_S + 1.0)), "a job came further"
+
+    with_mesh(look)
+
+
+def test_an_outage_is_waited_out() -> None:
+    async def look(mesh: Mesh, clock: Clock, ask: Ask) -> None:
+        for error in (StorageFull("full"), StateUnavailable("away")):
+            end = End(1, "exit status 1", Failure.of(error), lasting_s=10 * PATIENCE_S)
+            assert await ask(end)
+
+    with_mesh(look)
+
+
+def test_a_job_whose_errors_spend_the_budget_fails_and_the_mesh_goes_on(tmp_path: Path) -> None:
+    async def look(mesh: Mesh, clock: Clock, ask: Ask) -> None:
+        await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
+        await clock.sleep(PROGRESS_S + 1.0)
+        assert await ask(End(1, "exit status 1", Failure.of(ValueError("odd"), job="calc")))
+        row = await jobs.job(mesh.state, "calc")
+        assert row.phase == "failed" and "rollout/0 ended by ValueError: odd" in row.error
+
+    with_mesh(look)
