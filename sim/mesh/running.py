@@ -34,7 +34,7 @@ T = TypeVar("T")
 MEMORY = Path("/dev/shm")  # files that nobody keeps need no disk
 STEP_S = 12.0  # of faulty time for each step of the budget
 LOOK_S = 2.0
-SETTLED_S = 900.0  # from the last fault until the job must have finished, beside its steps
+SETTLED_S = 300.0  # from the last fault until the job must have finished, beside its steps
 LONGEST_STEP_S = 20.0
 IDLE_S = 8.0  # for gangs to come to rest when the job is over
 
