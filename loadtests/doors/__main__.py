@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MeshError
+from common.process.child import PRIVATE
 from common.settings import MeshSettings
 from common.state import jobs
 from common.state.client import State
@@ -202,6 +203,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("loadtests.doors needs root: only root can act as another user")
+    os.umask(PRIVATE)
     answer = asyncio.run(run(arguments))
     print(json.dumps(answer))
     sys.exit(0 if answer["ok"] else 1)
