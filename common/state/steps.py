@@ -19,6 +19,7 @@ from common.state.keys import job_prefix
 # More than a lineage opens, and few enough that Lua, which writes numbers with 14 digits, never
 # rounds an id.
 IDS_APART = 1_000_000_000
+UNDONE = ("trained", "filtered", "typed_drops")  # ends that an older checkpoint undoes
 
 
 @dataclass(frozen=True)
@@ -131,14 +132,17 @@ async def open_lineage(
     manifest: str,
     checkpoint: str,
     op_id: str,
+    account: dict[str, Any] | None = None,
 ) -> int:
     """Goes back to a checkpoint under a new lineage, whose number is returned; later steps are
     abandoned.
 
     Their groups are ready again. `version` and `manifest` are the weights that the checkpoint
-    holds.
+    holds. With its `account` it may be older than the one that covers the job's steps: nothing is
+    left of what those trained. It counts as host_lost, and each prompt that was given out since,
+    and is neither in flight nor waiting, goes back to the cursor. Refused without.
     """
-    args = {
+    args: dict[str, Any] = {
         "job": job,
         "trainer": trainer,
         "token": token,
@@ -147,6 +151,13 @@ async def open_lineage(
         "checkpoint": checkpoint,
         "op": op_id,
     }
+    if account is not None:  # that of version 0 tells nothing: nothing was opened before
+        counts = account.get("counts", {})
+        args["back"] = {
+            "counts": {field: counts.get(field, 0) for field in UNDONE},
+            "cursor": account.get("cursor", 0),
+            "requeue": account.get("requeue", []),
+        }
     return int((await state.run("open_lineage", [job_prefix(job)], args))["lineage"])
 
 

@@ -135,8 +135,8 @@ class TrainerCore(Actor):
 
     async def begin(self) -> None:
         """Puts the learner where the job stands; makes version 0 if there is none."""
-        await self.checkpoints.clear()
         row = await self._row()
+        await self.checkpoints.clear(row.checkpoint)
         if row.version < 0:
             if row.phase == jobs.Phase.QUEUED:
                 await self._phase(jobs.Phase.WARM_START)
