@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.errors import StateUnavailable
 
+REWRITE_AT = "16mb"  # of its file, from where on it is rewritten each time that it has doubled
 SOCKET_PATH_MAX = 100  # bytes; the kernel takes 107, and a name is appended while the server starts
 
 
@@ -84,6 +85,9 @@ def command(directory: Path, port: int = 0, server: str = "") -> EmbeddedServer:
         "appendonly": "yes",
         "appendfsync": "always",
         "save": "",
+        # What it holds is a few MB, so that a rewrite takes a fraction of a second, in a child.
+        "auto-aof-rewrite-percentage": "100",
+        "auto-aof-rewrite-min-size": REWRITE_AT,
         "dbfilename": "dump.rdb",
         "daemonize": "no",
         "loglevel": "notice",
