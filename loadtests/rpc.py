@@ -60,8 +60,8 @@ class EchoActor(Actor):
 PING = Ping("load-test", 123_456, b"x" * (BODY_BYTES - 18))
 
 
-async def serve_mesh() -> None:
-    mesh = unrenewed("echo")
+async def serve_mesh(secret: str) -> None:
+    mesh = unrenewed("echo", secret)
     await mesh.join(EchoActor())
     print(mesh.transport.address, mesh.incarnation, flush=True)
     await asyncio.sleep(FOREVER_S)
@@ -187,9 +187,10 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=1.0)
     options.add_argument("--serve", choices=["mesh", "peer"], help=argparse.SUPPRESS)
+    options.add_argument("--secret", default="", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.serve:
-        uvloop.run(serve_mesh() if chosen.serve == "mesh" else serve_peer())
+        uvloop.run(serve_mesh(chosen.secret) if chosen.serve == "mesh" else serve_peer())
     else:
         print(json.dumps(uvloop.run(compare(chosen.rounds, chosen.seconds))))
 

@@ -60,6 +60,24 @@ class Fetch:
 
 
 @message
+class Examine:
+    """Asks the store to look at a chunk that somebody found damaged: the file of a `kind` of
+    `common.records.damage`, and of a job.
+    """
+
+    digest: str
+    kind: str
+    job: str
+
+
+@message
+class Examined:
+    """The answer to Examine: False, the chunk is gone or was set aside."""
+
+    whole: bool
+
+
+@message
 class Checkpoint:
     """What training continues from: the staged weights, and the job's account at that step. The
     rest lies in the checkpoint's directory.
@@ -70,6 +88,7 @@ class Checkpoint:
     step: int
     weights: str  # digest of the weights' manifest
     account: Any
+    files: dict[str, str]  # digests of the files of its directory, by their path there
 
 
 @message
@@ -125,5 +144,6 @@ class Weights(Interface):
 
     stage = Call(Stage, Staged, deadline_s=30.0, idempotent=True)
     manifest = Call(Fetch, Manifest, deadline_s=10.0, idempotent=True)
+    examine = Call(Examine, Examined, deadline_s=60.0, idempotent=True)
     save = Call(Checkpoint, Saved, deadline_s=30.0, idempotent=True)
     load = Call(Load, Checkpoint, deadline_s=10.0, idempotent=True)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -149,3 +149,9 @@ def save_adapter(
         metadata={"format": "pt"},
     )
     os.replace(unfinished, directory / "adapter_model.safetensors")
+
+
+def load_adapter(path: str | Path, config: ModelConfig, like: StateDict) -> dict[str, Tensor]:
+    """The adapters that `save_adapter` wrote, under the names of `like`."""
+    theirs = load_file(Path(path) / "adapter_model.safetensors")
+    return {name: theirs[key] for name, key in zip(like, to_peft(config, like), strict=True)}

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.api.weights import Fetch, Manifest, Stage, Staged, Tensor, Weights
-from common.errors import BadMessage
+from common.errors import BadMessage, Damaged, MeshError, NotFound
 from common.model.lora import is_adapter
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
@@ -128,21 +128,33 @@ class Fetcher:
         self.bytes = 0  # bytes that came over the network
 
     async def fetch(self, digest: str) -> tuple[Manifest, dict[str, torch.Tensor]]:
-        """The tensors of a manifest, in its order; digests are checked chunk by chunk."""
+        """The tensors of a manifest, in its order; digests are checked chunk by chunk. Damaged, or
+        NotFound, when the store does not hold all of them as they were written.
+        """
         mesh = self._mesh
         ref = mesh.ref(STORE)
         manifest = await patiently(mesh.clock, lambda: ref.call(Weights.manifest, Fetch(digest)))
         chunks: dict[str, bytes] = {}
+        troubles: list[MeshError] = []
         for chunk in dict.fromkeys(t.chunk for t in manifest.tensors):
             if (found := self._kept.get(chunk)) is None:
-                found = await get(mesh, self._bulk, chunk, "weights")
+                found = await self._chunk(chunk, manifest.job, troubles)
                 self.bytes += len(found)
             chunks[chunk] = found
+        if troubles:  # all that are damaged were found, so that all are made again at once
+            raise troubles[0]
         changing = {t.chunk for t in manifest.tensors if is_adapter(t.name)}
         self._kept = {c: chunks[c] for c in chunks if changing and c not in changing}
         described = manifest.tensors
         tensors = await mesh.host.run_blocking(tensors_of, described, chunks, deadline_s=COPY_S)
         return manifest, tensors
+
+    async def _chunk(self, digest: str, job: str, troubles: list[MeshError]) -> bytes:
+        try:
+            return await get(self._mesh, self._bulk, digest, "weights", job=job)
+        except (NotFound, Damaged) as error:
+            troubles.append(error)
+            return b""
 
 
 def tensors_of(described: Iterable[Tensor], chunks: Mapping[str, bytes]) -> dict[str, torch.Tensor]:

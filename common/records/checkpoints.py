@@ -1,11 +1,20 @@
-"""Finds the checkpoint of a run in its files: the one that its last recorded step commit names."""
+"""Finds the checkpoint of a run in its files, the one that its last recorded step commit names, and
+checks that it is what was written.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from common.errors import Damaged, MeshError
+from common.records import damage
+from common.records.durable import sync, sync_tree
+from common.records.sealed import digest_of_file, read_sealed
 
 STATE = "state"  # below a checkpoint's directory: all that training depends on beside the weights
 
@@ -30,10 +39,105 @@ def all_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def committed(run_dir: Path) -> Path | None:
-    """The manifest of the last commit on record, else the newest one; None if there is none."""
+    """The manifest of the last commit on record, else the newest one; None if there is none. One
+    that fails its check is passed over.
+    """
     found = {path.stem: path for path in all_checkpoints(run_dir)}
-    named = next((name for name in _named(run_dir) if name in found), "")
-    return found[named] if named else next(reversed(found.values()), None)
+    by_commit = (name for name in _named(run_dir) if name in found)
+    names = dict.fromkeys([*dict.fromkeys(by_commit), *reversed(found)])
+    return next((found[name] for name in names if _reads(found[name])), None)
+
+
+def older(run_dir: Path, name: str) -> list[str]:
+    """Names of the checkpoints of earlier steps than the named one's, the last one first."""
+    step = int(name.split("-")[2])
+    names = [path.stem for path in reversed(all_checkpoints(run_dir))]
+    return [other for other in names if other < name and int(other.split("-")[2]) < step]
+
+
+# -- whether one is what was written ---------------------------------------------------------------
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    """What a checkpoint's manifest holds: job, lineage, step, weights, account and files. NotFound
+    without one, Damaged when it is not what was written, or another's.
+    """
+    held = read_sealed(path)
+    try:
+        name = checkpoint_name(held["lineage"], held["step"], held["weights"])
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"it is no manifest of a checkpoint: {error!r}", where=str(path)) from error
+    if name != path.stem:
+        raise Damaged(f"it is that of {name}", where=str(path))
+    return held
+
+
+def digests_below(directory: Path) -> dict[str, str]:
+    """The digest of every file below a directory, by its path there."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): digest_of_file(path) for path in files}
+
+
+def check_files(directory: Path, files: dict[str, str], below: str = STATE) -> None:
+    """Returns if the files of a checkpoint's directory, those below `below` of it, are what its
+    manifest lists in `files`; Damaged names the first that is not. It reads all of them.
+    """
+    listed = {name: digest for name, digest in files.items() if Path(name).is_relative_to(below)}
+    if not listed:
+        raise Damaged("its manifest lists no file", where=str(directory / below))
+    for name, digest in listed.items():
+        path = directory / name
+        if not path.is_file():
+            raise Damaged("it is missing", where=str(path))
+        if digest_of_file(path) != digest:
+            raise Damaged("it is not what its digest says", where=str(path))
+
+
+def verified(path: Path) -> dict[str, Any]:
+    """What `manifest_of` gives, once the files that training goes on from are checked too: Damaged
+    or NotFound names the first that is not what was written. Weights are checked chunk by chunk
+    when they are fetched: what the store lacks of them is made again from the checkpoint.
+    """
+    held = manifest_of(path)
+    check_files(path.with_suffix(""), held["files"])
+    return held
+
+
+def set_aside(path: Path) -> Path | None:
+    """Moves the manifest of a damaged checkpoint and the directory beside it to the quarantine of
+    their run; where the manifest lies now, or the directory if there was no manifest. None:
+    somebody else has done so.
+    """
+    moved = None
+    for part in (path.with_suffix(""), path):
+        with suppress(FileNotFoundError):
+            moved = damage.set_aside(part, path.parent.parent)
+    return moved
+
+
+def appear(scratch: Path, directory: Path) -> dict[str, str]:
+    """Makes `scratch` the directory of a checkpoint, whole or not at all, whenever the power goes;
+    the digests of its files. What is there already stays if it is the same.
+    """
+    digests = digests_below(scratch)
+    if directory.exists() and digests_below(directory) != digests:
+        damage.set_aside(directory, directory.parent.parent)
+    if not directory.exists():
+        sync_tree(scratch)
+        scratch.rename(directory)
+    sync(directory.parent)
+    return digests
+
+
+def _reads(path: Path) -> bool:
+    try:
+        manifest_of(path)
+    except MeshError:
+        return False
+    return True
+
+
+# -- what the record tells -------------------------------------------------------------------------
 
 
 def last_named(run_dir: Path) -> str:
@@ -104,5 +208,5 @@ def best(run_dir: Path) -> Best | None:
 
 
 def is_first(path: Path) -> bool:
-    """Whether it is version 0 of the first lineage, for which nothing has been trained."""
-    return path.name.startswith("step-000-000000-")
+    """Whether it is of version 0, for which nothing has been trained."""
+    return path.name.split("-")[2] == "000000"

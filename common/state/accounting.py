@@ -46,6 +46,11 @@ def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str,
                 steps[fields["step"]] = fields["groups"]
             case "lineage":
                 steps = {step: rows for step, rows in steps.items() if step <= fields["version"]}
+                if "lost_through" in fields:  # it went back behind what covered steps
+                    terms["host_lost"] += fields["host_lost"]
+                    standing = _with_steps(dict.fromkeys(COUNTED, 0), steps, 0)
+                    for term, count in fields["counts"].items():
+                        terms[term] = count - standing[term]
             case "restored":
                 terms, steps = {term: fields["counts"][term] for term in COUNTED}, {}
             case "history_lost":  # what the rows in Redis said then, in place of what is gone

@@ -34,7 +34,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from common.errors import ConfigError, Fenced, StateUnavailable, from_wire
-from common.state.embedded import without_password
+from common.state.embedded import gated, without_password
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds
@@ -112,8 +112,9 @@ class State:
 
     @classmethod
     async def open(cls, url: str, *, connect_s: float = 10) -> State:
-        """Connects and pings; StateUnavailable when there is no answer within `connect_s`,
-        ConfigError when `url` is none, or names what is no Redis or one that refuses us.
+        """Connects and pings; StateUnavailable when there is no answer within `connect_s`, or the
+        mesh's own Redis lets nobody in yet; ConfigError when `url` is none, or names what is no
+        Redis or one that refuses us.
         """
         common: dict[str, Any] = {
             "socket_timeout": SOCKET_TIMEOUT_S,
@@ -145,7 +146,7 @@ class State:
             await state.command("PING", deadline_s=connect_s)
         except StateUnavailable as error:
             await state.close()
-            if (refusal := _refusal_behind(error)) is not None:
+            if (refusal := _refusal_behind(error)) is not None and not gated(url):
                 raise _refused(url, refusal) from error
             raise
         except (ResponseError, InvalidResponse) as error:
@@ -241,6 +242,12 @@ class State:
                 f"Redis refuses writes: {error}",
                 where=without_password(self.url),
                 fix="See whether its disk or memory is full, and that it is a primary.",
+            )
+        if gated(self.url) and (isinstance(error, REFUSING) or _refusal_behind(error)):
+            return StateUnavailable(
+                "Redis lets nobody in yet: the launcher looks whether it is as it was",
+                where=without_password(self.url),
+                fix="That takes a moment; then see the launcher's output.",
             )
         return StateUnavailable(
             f"Redis does not answer: {error or type(error).__name__}",

@@ -71,7 +71,12 @@ async def submit(
     state: State, job: str, document: dict[str, Any], run_dir: str, op_id: str
 ) -> None:
     """Puts a job on record, queued. Refused when the mesh has one of this name."""
-    fresh = {
+    await create(state, job, document, run_dir, op_id, Phase.QUEUED, beginning(), "submitted", {})
+
+
+def beginning() -> dict[str, Any]:
+    """The counters of a job that has done nothing."""
+    return {
         "lineage": 0,
         "version": -1,
         "manifest": "",
@@ -84,7 +89,6 @@ async def submit(
         "counts": dict.fromkeys(COUNTS, 0),
         "requeue": [],
     }
-    await create(state, job, document, run_dir, op_id, Phase.QUEUED, fresh, "submitted", {})
 
 
 async def create(

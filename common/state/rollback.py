@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.state.client import State
-from common.state.keys import EVENTS, MESH, job_prefix
+from common.state.events import order
+from common.state.keys import EVENTS, MESH, TRIMMED, job_prefix
 
 TOKEN = f"{MESH}:token"
 # More tokens than are issued between two notes of the launcher, a second apart; few enough that the
@@ -46,12 +47,6 @@ class Mark:
     def empty(self) -> bool:
         """Whether nothing has happened."""
         return self.event == FIRST and not self.token and not self.jobs
-
-
-def order(event_id: str) -> tuple[int, int]:
-    """An event's id, such that ids compare as events follow each other."""
-    ms, _, number = event_id.partition("-")
-    return int(ms), int(number or 0)
 
 
 def joined(marks: list[Mark]) -> Mark:
@@ -102,12 +97,12 @@ async def held(state: State, known: Mark) -> Mark:
     """What Redis holds, to be compared with `known`.
 
     Where newer events have been added to an older stream, `event` is the newest that is not after
-    the one that is known: that one itself, if the stream has it. One that has been trimmed counts
-    as there, because what follows it is.
+    the one that is known: that one itself, if the stream has it or had it when it was trimmed.
     """
     rows = await _newest(state, known.event) if known.event != FIRST else []
     rows = rows or await _newest(state, "+")
-    event = rows[0][0] if rows else FIRST
+    trimmed = str(await state.command("GET", TRIMMED) or FIRST)
+    event = max(rows[0][0] if rows else FIRST, trimmed, key=order)
     token = int(await state.command("GET", TOKEN) or 0)
     jobs: dict[str, JobMark] = {}
     for job in await state.command("ZRANGE", f"{MESH}:jobs", 0, -1) or []:

@@ -12,13 +12,14 @@ from typing import Any
 
 from common.state.client import State
 from common.state.groups import GroupRow, group_row
-from common.state.jobs import COUNTS, Phase, create
+from common.state.jobs import COUNTS, Phase, beginning, create
 from common.state.keys import job_prefix
 
 # Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
 # More than a lineage opens, and few enough that Lua, which writes numbers with 14 digits, never
 # rounds an id.
 IDS_APART = 1_000_000_000
+UNDONE = ("trained", "filtered", "typed_drops")  # ends that an older checkpoint undoes
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,17 @@ async def open_lineage(
     manifest: str,
     checkpoint: str,
     op_id: str,
+    account: dict[str, Any] | None = None,
 ) -> int:
     """Goes back to a checkpoint under a new lineage, whose number is returned; later steps are
     abandoned.
 
     Their groups are ready again. `version` and `manifest` are the weights that the checkpoint
-    holds.
+    holds. With its `account` it may be older than the one that covers the job's steps: nothing is
+    left of what those trained. It counts as host_lost, and each prompt that was given out since,
+    and is neither in flight nor waiting, goes back to the cursor. Refused without.
     """
-    args = {
+    args: dict[str, Any] = {
         "job": job,
         "trainer": trainer,
         "token": token,
@@ -148,6 +152,13 @@ async def open_lineage(
         "checkpoint": checkpoint,
         "op": op_id,
     }
+    if account is not None:  # that of version 0 tells nothing: nothing was opened before
+        counts = account.get("counts", {})
+        args["back"] = {
+            "counts": {field: counts.get(field, 0) for field in UNDONE},
+            "cursor": account.get("cursor", 0),
+            "requeue": account.get("requeue", []),
+        }
     return int((await state.run("open_lineage", [job_prefix(job)], args))["lineage"])
 
 
@@ -207,6 +218,18 @@ async def restore_job(
     op_id = f"restore-{lineage}-{version}"
     details = {"counts": counts}
     await create(state, job, document, run_dir, op_id, phase, counters, "restored", details)
+
+
+async def restart_job(
+    state: State, job: str, document: dict[str, Any], run_dir: str, last_lineage: int
+) -> None:
+    """After the loss of Redis before the first checkpoint that has an account: the job from its
+    beginning, in a lineage above `last_lineage`. Once per new lineage.
+    """
+    lineage = last_lineage + 1
+    counters = beginning() | {"lineage": lineage, "next_group": lineage * IDS_APART}
+    op_id, details = f"restart-{lineage}", {"counts": counters["counts"]}
+    await create(state, job, document, run_dir, op_id, Phase.QUEUED, counters, "restored", details)
 
 
 def _record(row: dict[str, str]) -> StepRecord:

@@ -24,6 +24,7 @@ import xxhash
 from common.errors import (
     BadMessage,
     ConfigError,
+    Damaged,
     DeadlineExceeded,
     MeshError,
     NotFound,
@@ -201,7 +202,7 @@ class _Connection:
                 elif verb == PUT:
                     yield from self._put(digest.hex(), length)
                 elif verb == HAS:
-                    yield from self._answer(bytes([self._chunks.touch(digest.hex())]))
+                    yield from self._has(digest.hex())
                 else:
                     return
             except MeshError as error:
@@ -227,6 +228,21 @@ class _Connection:
                         raise ConnectionError("the file became shorter")
                     offset += sent
 
+    def _has(self, digest: str) -> _Steps:
+        """Whether the chunk is there as it was written, for a client that has its bytes. It is
+        read in pieces, so that the others have their turns.
+        """
+        hashed, there = xxhash.xxh3_128(), False
+        with suppress(FileNotFoundError), self._chunks.path(digest).open("rb") as file:
+            there = True
+            while piece := file.read(PIECE_BYTES):
+                hashed.update(piece)
+                yield selectors.EVENT_WRITE
+        whole = hashed.hexdigest() == digest
+        if there and not whole:
+            self._chunks.examine(digest)
+        yield from self._answer(bytes([whole and self._chunks.touch(digest)]))
+
     def _put(self, digest: str, length: int) -> _Steps:
         scratch: Scratch | None = None
         trouble: MeshError | None = None
@@ -251,8 +267,8 @@ class _Connection:
                 raise trouble
             if hashed.hexdigest() != digest:
                 raise BadMessage(f"what arrived is not {digest}", where=str(self._chunks.directory))
-            if scratch is not None and not self._chunks.touch(digest):
-                scratch.commit()
+            if scratch is not None:
+                scratch.commit()  # over what is there, which may be damaged
         finally:
             if scratch is not None:
                 scratch.discard()
@@ -295,7 +311,7 @@ class BulkClient:
         self._key = bulk_key(mesh.settings)
 
     async def get(self, entry: Entry, digest: str, *, deadline_s: float = DEADLINE_S) -> bytes:
-        """The bytes of `digest`, checked. NotFound, PeerLost, BadMessage when they were changed."""
+        """The bytes of `digest`, checked. NotFound, PeerLost, Damaged when they were changed."""
         chunks = self._local(entry)
         if chunks is not None:
             return await self._off_loop(lambda: chunks.read(digest), deadline_s)
@@ -304,7 +320,7 @@ class BulkClient:
             with self._session(entry, deadline_s) as session:
                 content = session.ask(GET, digest)
             if digest_of(content) != digest:
-                raise BadMessage(f"chunk {digest} arrived changed", where=entry.bulk)
+                raise Damaged(f"chunk {digest} arrived changed", where=entry.bulk)
             return content
 
         return await self._off_loop(fetch, deadline_s)

@@ -13,13 +13,16 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
-from common.errors import BadMessage, MeshError, NotFound, StorageFull
+from common.errors import BadMessage, Damaged, MeshError, NotFound, StorageFull
+from common.records import damage
 from common.records.durable import sync
 
 DIGEST_DIGITS = 32
+BLOCK_BYTES = 1 << 20  # of a chunk that are in memory at a time while it is checked
 STALE_SCRATCH_S = 3600.0  # a scratch file this old was left by a process that ended
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _serial = itertools.count()
@@ -28,6 +31,13 @@ _serial = itertools.count()
 def digest_of(content: bytes | memoryview) -> str:
     """The xxh3_128 of the content, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
+
+
+def _digest_of_file(file: BinaryIO) -> str:
+    hashed = xxhash.xxh3_128()
+    while block := file.read(BLOCK_BYTES):
+        hashed.update(block)
+    return hashed.hexdigest()
 
 
 def failure(error: OSError, path: Path) -> MeshError:
@@ -127,20 +137,49 @@ class ChunkStore:
         return Scratch(self.path(digest), self._stamp)
 
     def read(self, digest: str) -> bytes:
-        """The chunk's bytes, checked; NotFound, or BadMessage when the disk has changed them."""
+        """The chunk's bytes, checked; NotFound, or Damaged when the disk has changed them: whoever
+        reads asks the store to `examine` it then.
+        """
         path = self.path(digest)
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            raise NotFound(f"no chunk {digest}", where=str(self.directory)) from None
+            raise NotFound(f"no chunk {digest}", where=str(path)) from None
         if digest_of(content) != digest:
-            raise BadMessage("a chunk is not what its name says", where=str(path), fix="Delete it")
+            raise Damaged("a chunk is not what its name says", where=str(path))
         return content
 
+    def examine(self, digest: str) -> tuple[bool, Path | None]:
+        """Whether the chunk is there as it was written, and where it lies now if it was not: it is
+        set aside, so that whoever has its bytes writes them again.
+        """
+        path = self.path(digest)
+        try:
+            opened = path.open("rb")
+        except FileNotFoundError:
+            return False, None
+        with opened:
+            if _digest_of_file(opened) == digest:
+                return True, None
+            # Nobody else has the number of an open file: what was written again since goes back.
+            damaged = os.fstat(opened.fileno()).st_ino
+            try:
+                aside = damage.set_aside(path, self.directory)
+            except FileNotFoundError:
+                return False, None
+            if aside.stat().st_ino == damaged:
+                return False, aside
+        os.rename(aside, path)
+        return True, None
+
     def write(self, content: bytes | memoryview) -> str:
-        """Makes `content` durable and returns its digest. StorageFull leaves nothing behind."""
+        """Makes `content` durable and returns its digest. StorageFull leaves nothing behind.
+
+        What is there already counts once it is found to be the same: weights that a replay makes
+        again are read and not written; else nobody writes the same bytes twice.
+        """
         digest = digest_of(content)
-        if self.touch(digest):
+        if self.has(digest) and self.examine(digest)[0] and self.touch(digest):
             return digest
         scratch = self.scratch(digest)
         try:

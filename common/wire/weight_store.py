@@ -4,6 +4,8 @@ weights.
 
 from __future__ import annotations
 
+from common.api.weights import Examine, Weights
+from common.errors import Damaged, PeerLost
 from common.runtime.mesh import Mesh
 from common.runtime.patience import NotThere, patiently
 from common.state import registry
@@ -30,11 +32,22 @@ async def put(mesh: Mesh, bulk: BulkClient, content: bytes | memoryview, what: s
         return await patiently(mesh.clock, once)
 
 
-async def get(mesh: Mesh, bulk: BulkClient, digest: str, what: str) -> bytes:
-    """The bytes of a digest, once the store is there; NotFound when it does not hold them."""
+async def get(
+    mesh: Mesh, bulk: BulkClient, digest: str, what: str, *, job: str = "", kind: str = "weights"
+) -> bytes:
+    """The bytes of a digest, once the store is there; NotFound when it does not hold them, Damaged
+    when they are not what was written. The store has set them aside then, and told of it as of a
+    file of the job and of a `kind` of `common.records.damage`.
+    """
 
     async def once() -> bytes:
-        return await bulk.get(await store_entry(mesh), digest)
+        try:
+            return await bulk.get(await store_entry(mesh), digest)
+        except Damaged:
+            examined = await mesh.ref(STORE).call(Weights.examine, Examine(digest, kind, job))
+            if examined.whole:  # it was changed on its way
+                raise PeerLost(f"chunk {digest} arrived changed", where=STORE) from None
+            raise
 
     with mesh.wait(what, on=STORE):
         return await patiently(mesh.clock, once)

@@ -31,10 +31,13 @@ from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import embedded, registry
 from common.state.client import State
 from common.state.ended import Report, Reports, ended, forget_all
-from meshrl.launch import absolving, leftovers, plan, redis_guard, trimming
+from common.state.rollback import JobMark
+from meshrl.launch import absolving, leftovers, plan, trimming
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.ownership import made_private
 from meshrl.launch.places import MeshPlace, read_json, write_json
+from meshrl.launch.redis.server import MeshRedis
+from meshrl.launch.restoring import put_all_back
 from meshrl.observe import storage
 
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
@@ -70,14 +73,18 @@ class Launcher(Hooks):
         self.settings: MeshSettings
         self._lock: IO[str] | None = None
         self._supervisor: Supervisor | None = None
-        self._redis: Supervisor | None = None
+        self._secret = secrets.token_hex(SECRET_BYTES)
+        self._redis = MeshRedis(
+            self.host, self.clock, place, self._secret, BUDGET, self, self._redis_went_back
+        )
         environment = self._environment
         self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET)
-        self._redis_children: list[Child] = []
         self._watch: LeaseWatch | None = None
+        self._watching: asyncio.Task[None]
         self._reports: Reports | None = None
         self._explained: set[str] = set()  # those whose ends have an error that says why
         self._tasks: list[asyncio.Task[Any]] = []
+        self._going_back: asyncio.Task[None] | None = None
 
     async def start(self, begin: Callable[[], Awaitable[None]] | None = None) -> None:
         """Returns when every service has registered; on any error nothing is left running.
@@ -88,12 +95,14 @@ class Launcher(Hooks):
         try:
             await leftovers.end_all(self.place.settings.resolve(), GRACE_S)
             await self._nursery.start()
-            url = await self._start_redis()
-            self.state = await State.open(url)
+            await self._refuse_a_second_mesh(await self._redis.connect())
+            await self._redis.admit()
+            self._write_settings(self._redis.url)
+            self.state = await State.open(self._redis.url)
             self._reports = Reports(self.state, self.clock)
-            await self._refuse_a_second_mesh()
             await forget_all(self.state)
-            self._write_settings(url)
+            if self._redis.why:
+                await put_all_back(self.state, self._redis.known)
             if begin is not None:
                 await begin()
             await self._nursery.listens()
@@ -118,9 +127,7 @@ class Launcher(Hooks):
             self._reports.stop()
         if hasattr(self, "state"):
             await self.state.close()
-        redis, self._redis = self._redis, None
-        if redis is not None:
-            await redis.stop(GRACE_S)
+        await self._redis.stop()
         self.place.launcher.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
@@ -128,6 +135,10 @@ class Launcher(Hooks):
 
     async def stop_services(self) -> None:
         """Ends everything but Redis, in reverse order of the start: the books are final then."""
+        going_back, self._going_back = self._going_back, None
+        if going_back is not None:
+            going_back.cancel()
+            await asyncio.wait([going_back], timeout=GRACE_S)
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             await supervisor.stop(GRACE_S)
@@ -137,7 +148,7 @@ class Launcher(Hooks):
 
     def kill(self) -> None:
         """Ends everything at once, for the second Ctrl-C."""
-        for supervisor in (self._supervisor, self._nursery.supervisor, self._redis):
+        for supervisor in (self._supervisor, self._nursery.supervisor, self._redis.supervisor):
             for child in supervisor.children.values() if supervisor else ():
                 child.kill()
         for pid in leftovers.belonging_to(self.place.settings.resolve()):
@@ -148,16 +159,16 @@ class Launcher(Hooks):
     def pids(self) -> dict[int, str]:
         """The launcher, Redis and the services that run now, by pid."""
         found = {os.getpid(): "meshrl"}
-        for supervisor in (self._redis, self._nursery.supervisor, self._supervisor):
+        for supervisor in (self._redis.supervisor, self._nursery.supervisor, self._supervisor):
             if supervisor is not None:
                 found |= {child.pid: name for name, child in supervisor.children.items()}
         return found
 
-    # Hooks of both supervisors
+    def lineage_seen(self, job: str) -> int:
+        """The highest lineage of a job that anything tells of; 0 when nothing does."""
+        return max(0, self._redis.known.jobs.get(job, JobMark()).lineage)
 
-    async def started(self, child: Child) -> None:
-        if child.name == "redis":
-            self._redis_children.append(child)
+    # Hooks of both supervisors
 
     async def ended(self, child: Child, end: End) -> None:
         if self._supervisor is None:  # the mesh stops
@@ -192,6 +203,39 @@ class Launcher(Hooks):
     async def escalate(self, name: str) -> None:
         self.failed.set()
 
+    # When the state goes back
+
+    def _redis_went_back(self, why: str) -> None:
+        """Redis is not what it was: nobody is let in, and what has acted on it starts anew."""
+        if self._going_back is None and self._supervisor is not None:
+            self._going_back = asyncio.create_task(self._go_back(why), name="go back")
+
+    async def _go_back(self, why: str) -> None:
+        try:
+            await self._kill_services()
+            await self._redis.begin_anew(why)
+            await self._redis.readmit()
+            await put_all_back(self.state, self._redis.known)
+            await self._nursery.start()
+            await self._nursery.listens()
+            await self._start_services()
+        except (MeshError, OSError) as error:
+            self.why = f"redis is not as it was ({why}), and the mesh cannot go on: {error}"
+            self.failed.set()
+        finally:
+            self._going_back = None
+
+    async def _kill_services(self) -> None:
+        """At once: Redis, which they would say goodbye to, lets nobody in."""
+        supervisor, self._supervisor = self._supervisor, None
+        self._watching.cancel()
+        if supervisor is not None:
+            for child in supervisor.children.values():
+                child.kill()
+            await supervisor.stop(GRACE_S)
+        await self._nursery.stop(GRACE_S)
+        await leftovers.end_all(self.place.settings.resolve(), GRACE_S)
+
     # Parts of the start
 
     def _take_lock(self) -> None:
@@ -211,25 +255,9 @@ class Launcher(Hooks):
         marker = {"pid": os.getpid(), "start_time": own_start_time(), "ready": ready}
         write_json(self.place.launcher, marker)
 
-    async def _start_redis(self) -> str:
-        if url := embedded.configured_url():
-            await redis_guard.wait_until_ready(url, self.clock, None, None)
-            return url
-        server = redis_guard.server_in(self.place.redis)
-        log = self.place.log("redis")
-        spec = ChildSpec(
-            "redis", server.argv, log=log, budget=BUDGET, critical=True, own_session=True
-        )
-        self._redis = Supervisor(self.host, self.clock, [spec], hooks=self)
-        await self._redis.start()
-        await redis_guard.wait_until_ready(server.url, self.clock, self._redis_children[0], log)
-        watching = redis_guard.watch(server.url, self.clock, self._redis_children)
-        self._tasks.append(asyncio.create_task(watching, name="watch redis"))
-        return server.url
-
-    async def _refuse_a_second_mesh(self) -> None:
+    async def _refuse_a_second_mesh(self, state: State) -> None:
         """A Redis belongs to one mesh: with a shared one, another mesh may be there already."""
-        alive = [e for e in await registry.entries(self.state) if e.alive]
+        alive = [e for e in await registry.entries(state) if e.alive]
         if embedded.configured_url() and alive and alive[0].run_root != str(self.place.root):
             raise Refused(
                 f"another mesh ({alive[0].run_root}) lives in "
@@ -237,7 +265,7 @@ class Launcher(Hooks):
                 fix="Stop it with `meshrl down`, or use another Redis",
             )
         for entry in alive:  # left by an earlier launcher, whose processes have just been ended
-            await registry.evict(self.state, entry.name, entry.incarnation)
+            await registry.evict(state, entry.name, entry.incarnation)
 
     def _write_settings(self, url: str) -> None:
         shape = self.shape
@@ -247,7 +275,7 @@ class Launcher(Hooks):
             bind=shape.bind,
             advertise=shape.advertise,
             metrics=shape.metrics,
-            secret=secrets.token_hex(SECRET_BYTES),
+            secret=self._secret,
         )
         self.settings.to_file(self.place.settings)
         write_json(self.place.directory / "shape.json", asdict(shape))
@@ -276,7 +304,8 @@ class Launcher(Hooks):
             self.state, self.clock, self.settings.host, lambda: supervisor.children.values()
         )
         await supervisor.start()
-        self._tasks.append(asyncio.create_task(watch.run(), name="watch leases"))
+        self._watching = asyncio.create_task(watch.run(), name="watch leases")
+        self._tasks.append(self._watching)
 
     async def _all_registered(self) -> None:
         """Waits for the services and for the workers that the agent starts."""

@@ -37,6 +37,11 @@ class MeshPlace:
         return self.directory / "redis"
 
     @property
+    def redis_note(self) -> Path:
+        """How far Redis had come when the launcher looked last."""
+        return self.directory / "redis-note.json"
+
+    @property
     def logs(self) -> Path:
         return self.directory / "logs"
 

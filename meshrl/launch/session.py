@@ -13,16 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import NotFound, Refused
+from common.errors import Refused
 from common.job.config import JobConfig
-from common.records.checkpoints import best, committed, is_first, last_lineage
-from common.state import embedded, jobs, steps
-from common.state.client import State
+from common.state import embedded, jobs
 from meshrl.job import bundle, edited
 from meshrl.launch import places
 from meshrl.launch.claims import claimed, writing
 from meshrl.launch.launcher import Launcher, Shape, interruptible
-from meshrl.launch.places import read_json, write_json
+from meshrl.launch.places import write_json
 from meshrl.observe import report
 from meshrl.observe.recorder import LOOK_S, Recorder
 from meshrl.observe.view import view_for
@@ -114,39 +112,6 @@ async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[
             f"another job named {job} is in {shown}", fix="Give this one another name: --set name=X"
         )
     await jobs.submit(launcher.state, job, document, str(run_dir), uuid.uuid4().hex)
-
-
-async def put_back(state: State, run_dir: Path, job: str, document: dict[str, Any]) -> Path | None:
-    """Submits a job that Redis does not have: as its newest checkpoint, which is returned, has it,
-    or else as a new one.
-    """
-    checkpoint = newest_checkpoint(run_dir)
-    if checkpoint is not None:
-        held = read_json(checkpoint)
-        account = held["account"] | {"manifest": held["weights"], "checkpoint": checkpoint.stem}
-        if (found := best(run_dir)) is not None:  # perhaps after the checkpoint
-            kept = {
-                "best_version": found.version,
-                "best_manifest": found.manifest,
-                "best_value": found.value,
-            }
-            account["kept"] = account.get("kept", {}) | kept
-        last = last_lineage(run_dir)
-        await steps.restore_job(state, job, document, str(run_dir), account, last)
-        return checkpoint
-    if (run_dir / "metrics.jsonl").is_file():
-        raise NotFound(
-            f"{run_dir} has neither Redis data nor a checkpoint",
-            fix="Start over with `meshrl run JOB`",
-        )
-    await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
-    return None
-
-
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The last committed checkpoint; the one before the first step has no account."""
-    found = committed(run_dir)
-    return None if found is None or is_first(found) else found
 
 
 async def _follow(recorder: Recorder, stop: asyncio.Event) -> None:

@@ -89,6 +89,9 @@ def without_fate(events: list[Event], job: str, in_ledger: set[int]) -> dict[int
             case "step":
                 steps[fields["step"]] = {row["group"] for row in fields["groups"]}
             case "lineage":
+                for step, took in steps.items():
+                    if fields["version"] < step <= fields.get("lost_through", 0):
+                        given_back |= took  # nothing tells of these groups any more
                 steps = {step: took for step, took in steps.items() if step <= fields["version"]}
             case "restored":
                 opened, steps = {}, {}

@@ -247,7 +247,7 @@ def standing(steps_done: int, new: list[events.Event], job: str) -> int:
         for event in new
         if event.kind in ("lineage", "restored") and event.fields.get("job") == job
     ]
-    return min([steps_done, *left])
+    return max(0, min([steps_done, *left]))
 
 
 def names_of(entries: list[registry.Entry]) -> dict[int, str]:

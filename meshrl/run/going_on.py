@@ -16,7 +16,8 @@ from common.state import embedded, jobs
 from meshrl.job.jobfile import JobFile
 from meshrl.launch.launcher import Launcher, Shape, shape_of
 from meshrl.launch.places import write_json
-from meshrl.launch.session import put_back, session, shape_for
+from meshrl.launch.restoring import put_back
+from meshrl.launch.session import session, shape_for
 from meshrl.preflight import checks
 from meshrl.run.resuming import finished, too_few
 from meshrl.run.target import Run
@@ -54,7 +55,8 @@ class _Begin:
         known = {row.id: row for row in await jobs.jobs(state)}
         if run.job not in known:
             was = self.held["document"]
-            checkpoint = await put_back(state, run.directory, run.job, was)
+            seen = launcher.lineage_seen(run.job)
+            checkpoint = await put_back(state, run.directory, run.job, was, seen)
             if checkpoint is not None:
                 print(f"redis has no job {run.job}; it starts again from {checkpoint.name}")
         elif known[run.job].run_dir != str(run.directory):

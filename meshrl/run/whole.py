@@ -102,7 +102,7 @@ def _checkpoint(run_dir: Path, place: MeshPlace) -> None:
         fix = _START_OVER
         if newest is not None and place.root == run_dir:
             fix = f"To go on from {newest.stem} instead: {_aside(place.redis)}"
-        raise NotFound(f"the run's checkpoint is not whole: {path} is missing", fix=fix)
+        raise NotFound(f"the run's checkpoint is not whole: {path} is missing or damaged", fix=fix)
     if newest is None or (is_first(newest) and not redis):
         return
     missing = _missing_of(newest, ChunkStore(place.root / "store"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.runtime.mesh import Mesh, MeshSettings, run
 from services.sandbox.actor import SandboxActor
+from services.sandbox.ends import ToldEnds
 from services.sandbox.workers.pool import RLIMITS, PoolLimits
 
 
@@ -17,8 +18,9 @@ async def main(name: str, warm: int, most: int, memory_mb: int, jails: int) -> N
     mesh = await Mesh.open(name, "sandbox", settings)
     logs = Path(settings.run_root) / "mesh" / "logs"
     limits = PoolLimits(warm=warm, most=most, rlimits={**RLIMITS, "AS": memory_mb << 20})
+    ends = ToldEnds(mesh.state, mesh.clock, name)
     actor = SandboxActor(
-        mesh.host, mesh.clock, logs, limits, name=name, slots=jails, waits=mesh.waits
+        mesh.host, mesh.clock, logs, limits, name=name, slots=jails, waits=mesh.waits, ends=ends
     )
     await mesh.join(actor, stats=actor.stats)
     mesh.ready = True

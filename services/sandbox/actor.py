@@ -26,6 +26,7 @@ from common.process.host import Host
 from common.runtime.actor import Actor, call, cast
 from common.runtime.waits import WaitTable
 from services.sandbox.answer import Answer
+from services.sandbox.ends import Ends
 from services.sandbox.isolation import cgroups, tiers
 from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.slots import JailSlots
@@ -50,8 +51,9 @@ class SandboxActor(Actor):
         name: str = "sandbox/0",
         slots: int = 8,
         waits: WaitTable | None = None,
+        ends: Ends | None = None,
     ) -> None:
-        self._waits = waits
+        self._waits, self._ends = waits, ends or Ends()
         self._host, self._clock, self._logs, self._limits = host, clock, logs, limits
         self._name = name
         self._slots = JailSlots(clock, slots)
@@ -86,6 +88,7 @@ class SandboxActor(Actor):
         self._jobs.clear()
         await asyncio.gather(*(launcher.stop() for launcher in self._launchers.values()))
         self._launchers.clear()
+        self._ends.stop()
 
     @call(Sandbox.load)
     async def load(self, m: LoadJob) -> Loaded:
@@ -111,7 +114,14 @@ class SandboxActor(Actor):
                 if functions:
                     place = (m.job, m.bundle_dir, functions, log, self._limits, m.mcp)
                     pools.append(
-                        Pool(self._host, self._clock, *place, closed=closed, waits=self._waits)
+                        Pool(
+                            self._host,
+                            self._clock,
+                            *place,
+                            closed=closed,
+                            waits=self._waits,
+                            ends=self._ends,
+                        )
                     )
                     await pools[-1].start()
         except BaseException:
@@ -142,7 +152,16 @@ class SandboxActor(Actor):
         launcher = self._launchers.get(interpreter)
         if launcher is None:
             tier = "landlock" if self._found.tier == "landlock" else "bwrap"
-            launcher = JailLauncher(self._host, self._clock, tier, interpreter, self._homes, log)
+            launcher = JailLauncher(
+                self._host,
+                self._clock,
+                tier,
+                interpreter,
+                self._homes,
+                log,
+                self._waits,
+                self._ends,
+            )
             await launcher.start()
             self._launchers[interpreter] = launcher
         return Jailed(launcher, self._clock, self._slots, m)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from common.api.weights import Checkpoint, Fetch, Load, Manifest, Saved, Stage, Staged, Weights
-from common.errors import NotFound, Refused
-from common.records.checkpoints import checkpoint_name
+from common.api.weights import (
+    Checkpoint,
+    Examine,
+    Examined,
+    Fetch,
+    Load,
+    Manifest,
+    Saved,
+    Stage,
+    Staged,
+    Weights,
+)
+from common.errors import Damaged, Refused
+from common.records import damage
+from common.records.checkpoints import checkpoint_name, manifest_of
+from common.records.damage import FATES
+from common.records.sealed import sealed
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
-from common.state import jobs
+from common.state import events, jobs
 from common.wire.blob import pack, unpack
 from common.wire.bulk import ChunkStore
 from common.wire.chunks import digest_of, failure
@@ -83,9 +96,29 @@ class WeightStore(Actor):
     async def _manifest(self, digest: str) -> Manifest:
         if digest not in self._manifests:
             read = self.chunks.read
-            content = await self.mesh.host.run_blocking(read, digest, deadline_s=IO_S)
+            try:
+                content = await self.mesh.host.run_blocking(read, digest, deadline_s=IO_S)
+            except Damaged:
+                await self._examined(digest, "weights", "")
+                raise
             self._manifests[digest] = unpack(Manifest, content)
         return self._manifests[digest]
+
+    @call(Weights.examine)
+    async def examine(self, request: Examine) -> Examined:
+        """A chunk that is not what was written is set aside, and whoever has its bytes writes it
+        again.
+        """
+        return Examined(await self._examined(request.digest, request.kind, request.job))
+
+    async def _examined(self, digest: str, kind: str, job: str) -> bool:
+        look = self.chunks.examine
+        whole, aside = await self.mesh.host.run_blocking(look, digest, deadline_s=IO_S)
+        if aside is not None:
+            path, why = self.chunks.path(digest), "it is not what its name says"
+            told = damage.fields(kind, path, why, FATES[kind].then, job=job, aside=aside)
+            await events.append(self.mesh.state, damage.EVENT, told)
+        return whole
 
     def _forget(self, digest: str) -> None:
         self._manifests.pop(digest, None)
@@ -110,8 +143,9 @@ class WeightStore(Actor):
             "step": request.step,
             "weights": request.weights,
             "account": request.account,
+            "files": request.files,
         }
-        content = json.dumps(document, indent=1).encode()
+        content = sealed(document)
         path = _path(row, name)
         await self.mesh.host.run_blocking(self._write, path, content, deadline_s=IO_S)
         return Saved(name)
@@ -132,12 +166,10 @@ class WeightStore(Actor):
 
     @call(Weights.load)
     async def load(self, request: Load) -> Checkpoint:
+        """NotFound, or Damaged when its manifest is not what was written."""
         path = _path(await jobs.job(self.mesh.state, request.job), request.name)
-        try:
-            content = await self.mesh.host.run_blocking(path.read_bytes, deadline_s=IO_S)
-        except FileNotFoundError:
-            raise NotFound(f"no checkpoint {request.name} of {request.job}") from None
-        return Checkpoint(**json.loads(content))
+        held = await self.mesh.host.run_blocking(manifest_of, path, deadline_s=IO_S)
+        return Checkpoint(**held)
 
 
 def _path(row: jobs.JobRow, name: str) -> Path:

@@ -5,7 +5,6 @@ no writer can be about to.
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.api.weights import Manifest
-from common.errors import BadMessage, MeshError, NotFound
+from common.errors import BadMessage, Damaged, MeshError, NotFound
+from common.records import damage
+from common.records.checkpoints import manifest_of, set_aside
 from common.runtime.mesh import Mesh
-from common.state import groups, jobs
+from common.state import events, groups, jobs
 from common.wire.bulk import ChunkStore
 from services.weights.records import IO_S, JobRecords, JobVersions
 from services.weights.retention import Number, awaited, expired, pinned
@@ -116,10 +117,20 @@ class Sweeper:
         for name in names:
             path = directory / f"{name}.json"
             try:
-                found.add(await self._run(_weights, path))
-            except (NotFound, BadMessage) as error:
+                found.add((await self._run(manifest_of, path))["weights"])
+            except NotFound as error:
                 self._complain(str(path), error)
+            except Damaged as error:
+                await self._set_aside(path, error)
         return found
+
+    async def _set_aside(self, path: Path, error: Damaged) -> None:
+        """A damaged checkpoint gives its place to the one before; nobody deletes it."""
+        aside = await self._run(set_aside, path)
+        if aside is not None:
+            then = "the older kept checkpoint is used if a trainer starts before the next one is"
+            told = damage.fields("checkpoint", path, error.message, f"{then} written", aside=aside)
+            await events.append(self._mesh.state, damage.EVENT, told)
 
     async def _contents(self, manifests: Iterable[str]) -> set[str]:
         """These manifests with their chunks. One that is lost is nothing that others wait for."""
@@ -128,7 +139,7 @@ class Sweeper:
             found.add(digest)
             try:
                 found |= {tensor.chunk for tensor in (await self._manifest(digest)).tensors}
-            except (NotFound, BadMessage) as error:
+            except (NotFound, Damaged, BadMessage) as error:
                 self._complain(digest, error)
         return found
 
@@ -215,13 +226,3 @@ def _unexpired(row: jobs.JobRow) -> list[str]:
 
 def _leftovers(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"{GONE}*"))
-
-
-def _weights(path: Path) -> str:
-    """The manifest that a checkpoint names; NotFound, or BadMessage when it does not read."""
-    try:
-        return str(json.loads(path.read_bytes())["weights"])
-    except FileNotFoundError:
-        raise NotFound("no such checkpoint", where=str(path)) from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise BadMessage(f"a checkpoint does not read: {error!r}", where=str(path)) from error

@@ -65,7 +65,10 @@ def fates(facts: Facts) -> tuple[set[int], dict[int, list[str]]]:
             opened, ends = set(), {}
         elif kind == "lineage":
             for group, hows in ends.items():
-                ends[group] = [how for how in hows if not _after(how, told["version"])]
+                gone = told.get("lost_through", 0)  # an older checkpoint tells not of its groups
+                lost = any(_after(how, told["version"]) and not _after(how, gone) for how in hows)
+                kept = [how for how in hows if not _after(how, told["version"])]
+                ends[group] = [*kept, "lost"] if lost else kept
     return opened, {group: hows for group, hows in ends.items() if hows}
 
 

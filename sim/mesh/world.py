@@ -12,7 +12,7 @@ from common.state import jobs
 from common.state.client import State
 from common.wire.frames import Frame
 from meshrl.launch import plan
-from meshrl.launch.session import put_back
+from meshrl.launch.restoring import put_back
 from sim.loop import VirtualLoop
 from sim.machine import Machine
 from sim.mesh.job import JOB, config_of, document_of

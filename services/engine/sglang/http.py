@@ -52,9 +52,10 @@ class Http:
     """Made on the loop that talks, where `get` and `probe` are awaited; the rest is for other
     threads. At the end of the loop it is closed."""
 
-    def __init__(self, url: str, slots: int) -> None:
-        """`slots`: streams that the server works on at once."""
+    def __init__(self, url: str, slots: int, key: str = "") -> None:
+        """`slots`: streams that the server works on at once. `key`: what it wants of a client."""
         self.url = url
+        known = {"Authorization": f"Bearer {key}"} if key else {}
         self._loop = asyncio.get_running_loop()
         # Loopback: neither takes a proxy from the environment. Twice the slots, as a stream that
         # has said its last word may still be closing when the next opens.
@@ -62,6 +63,7 @@ class Http:
             connector=aiohttp.TCPConnector(limit=2 * slots, keepalive_timeout=IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             trust_env=False,
+            headers=known,
         )
         most = slots + BESIDE
         self._calls = httpx.AsyncClient(
@@ -69,6 +71,7 @@ class Http:
             limits=httpx.Limits(max_connections=most, keepalive_expiry=IDLE_S),
             timeout=None,  # each call has one deadline for all that it does
             trust_env=False,
+            headers=known,
         )
         self._life = self._loop.create_task(self._live())
 

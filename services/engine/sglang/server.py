@@ -27,6 +27,10 @@ TAIL_LINES, LINE = 25, 300  # lines of the log in an error, and characters of ea
 ROOM = 16  # positions beyond a slot: SGLang keeps some for itself
 LAUNCHER = "env"  # coreutils' env changes the directory, then becomes the server
 
+# A name and a key that nobody else knows: so no other server passes for it, and no other client is
+# answered. `--config` brings both.
+OWN_OPTIONS = {"--served-model-name", "--api-key", "--admin-api-key", "--config"}
+
 # Where the interpreter is ours, not the server's.
 OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
 ON_CPU = ("--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle")
@@ -49,7 +53,12 @@ class Launch:
     exact_switch: bool = True  # no step is under way when weights change, see `arguments`
     options: tuple[str, ...] = ()  # further flags; the last of a kind holds
 
-    def arguments(self, port: int, name: str) -> list[str]:
+    @property
+    def secrets(self) -> Path:
+        """Holds what its command line must not show, until it has read it."""
+        return self.log.with_name("sglang-secrets.yaml")
+
+    def arguments(self, port: int) -> list[str]:
         flags: list[str] = [
             *("--model-path", str(self.model), "--load-format", "dummy"),
             *("--skip-tokenizer-init", "--incremental-streaming-output", "--skip-server-warmup"),
@@ -68,13 +77,13 @@ class Launch:
             tokens = self.slots * (self.max_length + ROOM)
         if tokens:
             flags += ["--max-total-tokens", str(tokens)]
-        return [*flags, *self.options, "--served-model-name", name]
+        return [*flags, *self.options, "--config", str(self.secrets)]
 
-    def command(self, port: int, name: str) -> list[str]:
+    def command(self, port: int) -> list[str]:
         """Outside our tree and without our paths: Hugging Face's `kernels` has our name."""
         unset = [part for name in OURS for part in ("-u", name)]
         start = [LAUNCHER, "-C", str(self.model), *unset, self.python, "-P"]
-        return [*start, "-m", "sglang.launch_server", *self.arguments(port, name)]
+        return [*start, "-m", "sglang.launch_server", *self.arguments(port)]
 
     def environment(self) -> dict[str, str]:
         own = dict(v0_5.ENVIRONMENT)
@@ -93,6 +102,14 @@ def write_model(directory: Path, config: ModelConfig, max_length: int, dtype: st
     )
     text = json.dumps(served.to_hf() | {"dtype": dtype, "torch_dtype": dtype}, indent=2)
     (directory / "config.json").write_text(text + "\n")
+
+
+def write_secrets(path: Path, name: str, key: str) -> None:
+    """The name and the key of a server, for this user's eyes only, as flags that SGLang reads."""
+    path.unlink(missing_ok=True)
+    flags = {"served-model-name": name, "api-key": key}
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(json.dumps(flags))  # JSON is YAML
 
 
 def free_port() -> int:
@@ -129,15 +146,22 @@ class SGLangServer:
                 where="rollout.sglang_python",
                 fix="run `meshrl engine install sglang`, or name the interpreter that has SGLang",
             )
-        port, name = free_port(), os.urandom(8).hex()
+        if taken := OWN_OPTIONS & {option.partition("=")[0] for option in launch.options}:
+            raise ConfigError(
+                f"{', '.join(sorted(taken))} is what this server is known and guarded by",
+                where="rollout.sglang_options",
+                fix="leave it out; what a --config of yours holds can be given as flags",
+            )
+        port, name, key = free_port(), os.urandom(16).hex(), os.urandom(32).hex()
+        write_secrets(launch.secrets, name, key)
         child = host.spawn(
-            launch.command(port, name),
+            launch.command(port),
             name="sglang",
             env=launch.environment(),
             log=launch.log,
             own_session=True,
         )
-        http = Http(f"http://127.0.0.1:{port}", launch.slots)
+        http = Http(f"http://127.0.0.1:{port}", launch.slots, key)
         server = cls(launch, child, http, name, clock)
         try:
             await server._ready(deadline_s)
@@ -145,6 +169,8 @@ class SGLangServer:
         except BaseException:
             await server.stop()
             raise
+        finally:
+            launch.secrets.unlink(missing_ok=True)
         return server
 
     async def _ready(self, deadline_s: float) -> None:

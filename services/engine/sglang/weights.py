@@ -10,6 +10,7 @@ import base64
 import contextlib
 import io
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -161,9 +162,17 @@ class FromGroup(_Session):
 
     def _join(self, deadline_s: float) -> Any:
         limit = timedelta(seconds=deadline_s)
-        # Port 0: one that is free. The store is rank 0's, so it exists before the others come.
+        # Port 0: one that is free. The store is rank 0's, so it exists before the others come. By
+        # itself it would listen on every interface.
+        listener = socket.create_server(("127.0.0.1", 0))
         store = TCPStore(
-            "127.0.0.1", 0, self._ranks + 1, True, timeout=limit, wait_for_workers=False
+            "127.0.0.1",
+            listener.getsockname()[1],
+            self._ranks + 1,
+            True,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         self._name = f"meshrl-{store.port}"  # SGLang takes no name twice
         body = {

@@ -20,13 +20,15 @@ import psutil
 
 from common.clock import Clock
 from common.errors import MeshError, PeerLost
-from common.process.handle import Child
 from common.process.host import Host
+from common.runtime.waits import WaitTable
+from services.sandbox.ends import KILLED, Ends
 from services.sandbox.isolation.cgroups import Cgroup, Homes
 from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.outer import PLAIN_ID, Outer
 from services.sandbox.isolation.pipes import Output, Pipe
+from services.sandbox.isolation.zygotes import Zygote, ZygoteSilent
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
@@ -65,11 +67,13 @@ class JailLauncher:
         interpreter: Interpreter,
         homes: Homes | None,
         log: Path | None = None,
+        waits: WaitTable | None = None,
+        ends: Ends | None = None,
     ) -> None:
         self._host, self.clock, self._log = host, clock, log
         self.tier, self._interpreter, self._homes = tier, interpreter, homes
-        self._zygote: Child | None = None
-        self._control: socket.socket | None = None
+        self._waits, self._ends = waits or WaitTable(clock), ends or Ends()
+        self._zygote: Zygote | None = None
         self._starting = asyncio.Lock()
         self._groups: deque[Cgroup] = deque()
         self._made: list[Cgroup] = []
@@ -79,12 +83,21 @@ class JailLauncher:
     @property
     def pid(self) -> int:
         """The pid of the outer jail; 0 while there is none."""
+        return self._zygote.child.pid if self._zygote is not None else 0
+
+    @property
+    def zygote(self) -> int:
+        """The pid of what forks jails in it; 0 while there is none."""
         return self._zygote.pid if self._zygote is not None else 0
 
     async def start(self) -> None:
         """Makes the outer jail and its zygote; JailFailed says why it cannot."""
         async with self._starting:
-            if self._zygote is None or self._zygote.poll() is not None:
+            code = self._zygote.child.poll() if self._zygote is not None else None
+            if code is not None:
+                how = f"signal {-code}" if code < 0 else f"exit status {code}"
+                self._ends.saw("zygote", code, how, self._log)
+            if self._zygote is None or code is not None:
                 await self._start()
 
     async def _start(self) -> None:
@@ -100,38 +113,54 @@ class JailLauncher:
             interpreter.warm,
         )
         try:
-            self._zygote = self._host.spawn(
+            child = self._host.spawn(
                 [sys.executable, "-m", "services.sandbox.isolation.outer", outer.argument()],
                 name="zygote",
                 log=self._log,
                 own_session=True,
                 pass_fds=[theirs.fileno()],
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         ours.setblocking(False)
-        self._control = ours
+        zygote = Zygote(self._host, self.clock, child, ours, self._waits)
         try:
-            async with self.clock.timeout(WARM_S, "the start of a zygote"):
-                word = await asyncio.get_running_loop().sock_recv(ours, 16)
+            warm = await zygote.warmed(WARM_S)
         except (MeshError, OSError) as error:
-            self._drop()
+            zygote.kill()
             raise JailFailed(f"no zygote: {error}", where="sandbox") from error
-        if word != b"warm":
-            self._drop()
+        except BaseException:
+            zygote.kill()
+            raise
+        if not warm:
+            zygote.kill()
             raise JailFailed(
                 f"the outer jail ({self.tier}) ended at its start",
                 where="sandbox",
                 fix="its output is in the sandbox's log; `meshrl doctor` names what this host has",
             )
+        self._zygote = zygote
 
     def _drop(self) -> None:
         if self._zygote is not None:
             self._zygote.kill()
             self._zygote = None
-        if self._control is not None:
-            self._control.close()
-            self._control = None
+
+    def _replace(self, zygote: Zygote, why: str) -> None:
+        """Another one takes its place; jails that it has begun end as they would have."""
+        if self._zygote is zygote:
+            self._zygote = None
+            self._ends.saw("zygote", KILLED, f"it was killed: {why}", self._log)
+            zygote.retire()
+
+    def _ended(self, zygote: Zygote) -> None:
+        if self._zygote is zygote:
+            self._zygote = None
+            self._ends.saw("zygote", zygote.child.poll() or KILLED, "it has ended", self._log)
+            zygote.kill()
 
     async def run(self, program: dict[str, Any], limits: JailLimits, stdin: bytes = b"") -> Ran:
         """A program in a fresh jail, to its end."""
@@ -152,31 +181,50 @@ class JailLauncher:
         With `cells` it has a pipe to the guest beside the keeper's. `peer` is a descriptor of the
         guest's, which stays the caller's.
         """
-        for attempt in range(1, TRIES + 1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
-                jail = await self._opened(limits, stdin, cells, peer)
-                break
-            except (BrokenPipeError, ConnectionResetError) as error:  # the zygote has ended
+                return await self._begun(program, limits, stdin, cells, peer)
+            except (BrokenPipeError, ConnectionResetError, ZygoteSilent) as error:
                 if attempt == TRIES:
                     raise JailFailed(f"no jail: {error}", where="sandbox") from error
-                self._drop()
             except OSError as error:
                 raise JailFailed(f"no jail: {error}", where="sandbox") from error
+
+    async def _begun(
+        self, program: dict[str, Any], limits: JailLimits, stdin: bytes, cells: bool, peer: int
+    ) -> Jail:
+        """One that its zygote says it has forked, and that has what it is to run."""
+        jail, zygote, answer = await self._asked(limits, stdin, cells, peer)
+        telling = asyncio.get_running_loop().create_task(self._tell(jail, program))
         try:
-            if program["mode"] == "tests":
-                program = {**program, "nonce": jail.nonce}
-            await jail.keeper.send(self.clock, program, SEND_S)
-            await jail.keeper.send(self.clock, {"nonce": jail.nonce}, SEND_S)
-        except PeerLost:
-            pass  # its end says why
-        except BaseException:
+            await zygote.begun(answer)
+            await telling
+        except BaseException as error:
+            telling.cancel()
             jail.close()
+            if isinstance(error, ZygoteSilent):
+                self._replace(zygote, error.message)
+            if isinstance(error, ConnectionResetError):
+                self._ended(zygote)
             raise
         return jail
 
-    async def _opened(self, limits: JailLimits, stdin: bytes, cells: bool, peer: int) -> Jail:
+    async def _tell(self, jail: Jail, program: dict[str, Any]) -> None:
+        if program["mode"] == "tests":
+            program = {**program, "nonce": jail.nonce}
+        with contextlib.suppress(PeerLost):  # its end says why
+            await jail.keeper.send(self.clock, program, SEND_S)
+            await jail.keeper.send(self.clock, {"nonce": jail.nonce}, SEND_S)
+
+    async def _asked(
+        self, limits: JailLimits, stdin: bytes, cells: bool, peer: int
+    ) -> tuple[Jail, Zygote, asyncio.Future[None]]:
+        """A jail that a zygote has been asked for, and what will be its answer."""
         await self.start()
-        assert self._control is not None
+        zygote = self._zygote
+        assert zygote is not None
         group = await self._group(limits)
         scratch = ""
         output = Output(limits.output_bytes)
@@ -201,12 +249,14 @@ class JailLauncher:
                 request |= {"scratch": scratch, "readable": self._readable()}
                 request["limits"]["processes"] += _processes_of_user()
             packet = json.dumps(request).encode()
-            socket.send_fds(self._control, [packet], list(fds.values()))
-        except BaseException:
+            answer = zygote.send(packet, list(fds.values()))
+        except BaseException as error:
             for pipe in pipes:
                 pipe.close()
             output.close()
             self._given_back(group, scratch)
+            if isinstance(error, BrokenPipeError | ConnectionResetError):
+                self._ended(zygote)
             raise
         finally:
             for fd in given:
@@ -218,8 +268,9 @@ class JailLauncher:
 
         def ended() -> None:
             self._given_back(group, scratch)
+            zygote.left()
 
-        return Jail(self.clock, limits, pipes[0], other, output, group, ended)
+        return Jail(self.clock, limits, pipes[0], other, output, group, ended), zygote, answer
 
     def _readable(self) -> list[str]:
         interpreter = self._interpreter
@@ -269,7 +320,7 @@ class JailLauncher:
         zygote = self._zygote
         self._drop()
         if zygote is not None:
-            await zygote.wait(DRAIN_S)
+            await zygote.child.wait(DRAIN_S)
         for group in self._made:
             for _ in range(100):
                 if group.empty():

@@ -2,9 +2,10 @@
 
 It runs inside of the outer jail that bubblewrap has made: no network, a read-only root, its own
 processes. One packet in on the control socket for each jail: its limits as JSON, its descriptors
-beside them. Nothing comes back on it: a jail answers on its own descriptors. Each jail has process,
-mount and user namespaces of its own; what this process holds in memory, every jail can read, so it
-holds nothing but modules.
+beside them. A packet comes back on it for each that is done with, so that a zygote which somebody
+has stopped is noticed; a jail answers on its own descriptors. Each jail has process, mount and user
+namespaces of its own; what this process holds in memory, every jail can read, so it holds nothing
+but modules.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from . import frames, keeper, kernel, seccomp
 
 PACKET = 1 << 16  # bytes of a request
 DESCRIPTORS = 16  # most that come with one packet
+DONE = b"done"
 
 # What most programs import first. Each is paid for in every jail, whose pages are copied.
 WARM = (
@@ -49,6 +51,7 @@ def serve(control: socket.socket, tier: str) -> None:
         finally:
             for fd in fds:
                 os.close(fd)
+        control.send(DONE)
 
 
 def refuse(fd: int, error: OSError) -> None:

@@ -22,6 +22,7 @@ from common.process.handle import Child, Usage
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.answer import Answer
+from services.sandbox.ends import KILLED, Ends
 from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
 from services.sandbox.workers.worker import FORKED, LOADED, OK, OUT_OF_MEMORY, shown_name
 
@@ -95,9 +96,10 @@ class Pool:
         servers: dict[str, list[str]] | None = None,
         closed: bool = False,
         waits: WaitTable | None = None,
+        ends: Ends | None = None,
     ) -> None:
         self._servers, self._closed = servers or {}, closed
-        self._waits = waits or WaitTable(clock)
+        self._waits, self._ends = waits or WaitTable(clock), ends or Ends()
         self.functions = functions
         self._job, self._directory = job, directory
         self._host, self._clock, self._log, self._limits = host, clock, log, limits
@@ -208,14 +210,20 @@ class Pool:
                 if child is None:
                     child = await self._restarted()
                 served = 0
-                with contextlib.suppress(_WorkerEnded):
+                why = ""  # none: it has served its time
+                try:
                     while served < self._limits.recycle:
                         calls = await self._next_slice()
                         served += len(calls)
                         await self._serve(child, calls)
+                except _WorkerEnded as end:
+                    why = str(end)
                 self.replaced += 1
                 child.kill()
-                await child.wait(ENDING_S)
+                code = await child.wait(ENDING_S)
+                if why:
+                    name = f"worker of {self._job}"
+                    self._ends.saw(name, code or KILLED, why, self._log, self._job)
                 child.close()
                 child = None
         finally:
@@ -313,9 +321,9 @@ class Pool:
         frame = [(1 + place, call.name, call.arguments) for place, call in enumerate(calls)]
         try:
             await child.send(msgpack.packb(frame))
-        except (PeerLost, DeadlineExceeded):  # it ended while idle: not these calls' doing
+        except (PeerLost, DeadlineExceeded) as error:  # while idle: not these calls' doing
             self._put_back(calls)
-            raise _WorkerEnded from None
+            raise _WorkerEnded(error.message) from None
         except BadMessage as error:  # more than a frame holds: each alone, then
             for call in reversed(calls):
                 self._retry(call, str(error))
@@ -329,12 +337,12 @@ class Pool:
         except (PeerLost, BadMessage) as error:
             self._put_back(calls[done + 1 :])
             self._retry(calls[done], str(error))
-            raise _WorkerEnded from None
+            raise _WorkerEnded(error.message) from None
         except DeadlineExceeded as error:
             self._put_back(calls[done + 1 :])
             self._settle(calls[done], Answer(TIMEOUT, None, self._placed(calls[done], str(error))))
             self._postpone(calls[done].batch)
-            raise _WorkerEnded from None
+            raise _WorkerEnded(f"it was killed: {error.message}") from None
         except asyncio.CancelledError:  # the pool stops
             for call in calls[done:]:
                 if not call.answer.done():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from common.errors import MeshError
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
 from common.model.output import write_version
-from common.records.checkpoints import STATE, checkpoint_name, newest_due
-from common.records.durable import sync, sync_tree
+from common.records.checkpoints import STATE, appear, checkpoint_name, newest_due
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.wire.weight_store import STORE
@@ -46,10 +46,12 @@ class Checkpoints:
         config = self._data.config
         return newest_due(step, config.training.checkpoint_every, config.budget.steps) == step
 
-    async def clear(self) -> None:
-        """Removes what an earlier start of the trainer began and did not end."""
-        directory = self._data.run_dir / "checkpoints"
-        await self._mesh.host.run_blocking(_remove_unnamed, directory, deadline_s=SAVE_S)
+    async def clear(self, committed: str) -> None:
+        """Removes what an earlier start of the trainer began and did not end, not the checkpoint
+        that is committed: if its manifest is gone, it is damaged.
+        """
+        directory, run = self._data.run_dir / "checkpoints", self._mesh.host.run_blocking
+        await run(_remove_unnamed, directory, committed, deadline_s=SAVE_S)
 
     async def begin(
         self,
@@ -70,6 +72,7 @@ class Checkpoints:
             step=step,
             weights=manifest,
             account=account | {"ranks": self._compute.ranks},
+            files={},
         )
         self._writing = asyncio.create_task(self._write(request, snapshot, weights))
 
@@ -99,23 +102,17 @@ class Checkpoints:
             self._enter("writing", request.step)
             arguments = self._data, self._config, weights, scratch, directory
             await run(write_version, *arguments, deadline_s=SAVE_S)
-            await run(appear, scratch, directory, deadline_s=SAVE_S)
+            files = await run(appear, scratch, directory, deadline_s=SAVE_S)
         finally:
             await run(shutil.rmtree, scratch, True, deadline_s=SAVE_S)
         store = self._mesh.ref(STORE)
-        await patiently(self._mesh.clock, lambda: store.call(Weights.save, request))
+        whole = replace(request, files=files)
+        await patiently(self._mesh.clock, lambda: store.call(Weights.save, whole))
         self.name, self.step = name, request.step
 
 
-def appear(scratch: Path, directory: Path) -> None:
-    """Whole or not at all, whenever the power goes; what is there already is the same."""
-    if not directory.exists():
-        sync_tree(scratch)
-        scratch.rename(directory)
-    sync(directory.parent)
-
-
-def _remove_unnamed(directory: Path) -> None:
+def _remove_unnamed(directory: Path, committed: str) -> None:
     for path in directory.glob("step-*"):
-        if path.is_dir() and not path.with_name(f"{path.name}.json").is_file():
+        named = path.name == committed or path.with_name(f"{path.name}.json").is_file()
+        if path.is_dir() and not named:
             shutil.rmtree(path, ignore_errors=True)

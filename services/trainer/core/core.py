@@ -135,11 +135,12 @@ class TrainerCore(Actor):
 
     async def begin(self) -> None:
         """Puts the learner where the job stands; makes version 0 if there is none."""
-        await self.checkpoints.clear()
         row = await self._row()
+        await self.checkpoints.clear(row.checkpoint)
         if row.version < 0:
             if row.phase == jobs.Phase.QUEUED:
                 await self._phase(jobs.Phase.WARM_START)
+            self.lineage = row.lineage  # above 0 where Redis has lost what there was
             with self.mesh.loading():
                 cached = await self._first_weights()
             await self._commit_initial(cached)
@@ -211,10 +212,10 @@ class TrainerCore(Actor):
     async def _commit_initial(self, cached: bool) -> None:
         self.enter("staging", 0)
         weights = await self.compute.weights()
-        manifest = await self.publisher.stage(0, 0, weights, "")
+        manifest = await self.publisher.stage(self.lineage, 0, weights, "")
         self.enter("checkpointing", 0)
         account = {"version": 0, "warm_start_cached": cached}
-        await self.checkpoints.begin(0, 0, manifest, weights, account)
+        await self.checkpoints.begin(self.lineage, 0, manifest, weights, account)
         await self.checkpoints.settled(required=True)
         await patiently(
             self.mesh.clock,
@@ -223,7 +224,7 @@ class TrainerCore(Actor):
                 self.data.id,
                 self.mesh.name,
                 self.mesh.token,
-                0,
+                self.lineage,
                 manifest,
                 self.checkpoints.name,
             ),

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from common.api.weights import Group
-from common.errors import BadMessage, NotFound
+from common.errors import BadMessage, Damaged, NotFound
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state.groups import (
@@ -114,8 +114,11 @@ class Intake:
 
     async def _content(self, row: GroupRow) -> Group | None:
         try:
-            content = await get(self._mesh, self._bulk, row.digest, f"group {row.group}")
+            what = f"group {row.group}"
+            content = await get(
+                self._mesh, self._bulk, row.digest, what, job=self._job, kind="group"
+            )
             return replace(whole(unpack(Group, content)), foreign_above=row.foreign_above)
-        except (NotFound, BadMessage) as error:
+        except (NotFound, Damaged, BadMessage) as error:
             self._mesh.telemetry.log.error("group", group=row.group, error=str(error))
             return None

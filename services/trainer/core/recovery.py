@@ -7,20 +7,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.api.weights import Checkpoint, Load, Weights
+from common.api.weights import Checkpoint
 from common.errors import ConfigError
 from common.job.changing import as_it_was
 from common.job.config import JobConfig
 from common.job.job_data import JobData
-from common.model.transfer import fetch
-from common.records.checkpoints import STATE
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.state import jobs, steps
 from common.wire.bulk import BulkClient
-from common.wire.weight_store import STORE
 from services.trainer.core.intake import Intake
 from services.trainer.core.publishing import Publisher
+from services.trainer.core.restoring import Restoring
 from services.trainer.core.step import Enter, Step
 from services.trainer.ranks.compute import Compute
 
@@ -51,26 +49,42 @@ class Recovery:
         make_step: MakeStep,
         enter: Enter,
     ) -> None:
-        self._mesh, self._bulk, self._data = mesh, bulk, data
+        self._mesh, self._data = mesh, data
         self._publisher = publisher
+        self._restoring = Restoring(mesh, bulk, data, compute, enter)
         self._compute, self._intake, self._make_step = compute, intake, make_step
         self._enter = enter
         self._adopted = data.config  # what `compute` was made with
 
     async def recover(self, row: jobs.JobRow) -> Standing:
         """Replays what the job's checkpoint does not cover. When that does not give the committed
-        weights bit by bit, a new lineage opens at the checkpoint.
+        weights bit by bit, or the checkpoint is damaged and an older one takes its place, a new
+        lineage opens at the one that is used. ConfigError when none is whole.
         """
-        checkpoint = await self._checkpoint(row)
-        await self._restore(row.checkpoint, checkpoint)
+        name, checkpoint = await self._restoring.usable(row.checkpoint)
+        if name != row.checkpoint:
+            return await self._reopened(name, checkpoint, row)
+        if checkpoint.step == row.version and checkpoint.weights != row.manifest:
+            raise ConfigError(
+                f"checkpoint {name} holds other weights than version {checkpoint.step}",
+                where=self._mesh.name,
+                fix="remove it, and resume the run from the one before",
+            )
         # Ranks of another number go on from a checkpoint otherwise than those that made it: in a
         # lineage that is new. In one that began there, records say which ranks made the steps.
         alike = checkpoint.account.get("ranks", 1) == self._compute.ranks
         if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):
-            return Standing(row.version, row.lineage, row.manifest, row.checkpoint, checkpoint.step)
+            return Standing(row.version, row.lineage, row.manifest, name, checkpoint.step)
         if row.version > checkpoint.step:
-            await self._restore(row.checkpoint, checkpoint)
+            await self._restoring.restore(name, checkpoint)
+        return await self._reopened(name, checkpoint, row)
+
+    async def _reopened(self, name: str, checkpoint: Checkpoint, row: jobs.JobRow) -> Standing:
+        """A new lineage at a checkpoint; at an older one than the job's last, what was trained
+        between the two is lost, and its prompts come again.
+        """
         operation = f"reopen-{row.lineage}-{checkpoint.step}-{self._mesh.incarnation}"
+        account = checkpoint.account if name != row.checkpoint else None
         lineage = await patiently(
             self._mesh.clock,
             lambda: steps.open_lineage(
@@ -80,35 +94,15 @@ class Recovery:
                 self._mesh.token,
                 checkpoint.step,
                 checkpoint.weights,
-                row.checkpoint,
+                name,
                 operation,
+                account,
             ),
         )
         self._mesh.telemetry.log.warning(
             "new lineage", lineage=lineage, version=checkpoint.step, was=row.version
         )
-        return Standing(
-            checkpoint.step, lineage, checkpoint.weights, row.checkpoint, checkpoint.step
-        )
-
-    async def _checkpoint(self, row: jobs.JobRow) -> Checkpoint:
-        store, load = self._mesh.ref(STORE), Load(self._data.id, row.checkpoint)
-        found: Checkpoint = await patiently(
-            self._mesh.clock, lambda: store.call(Weights.load, load)
-        )
-        if found.step == row.version and found.weights != row.manifest:
-            raise ConfigError(
-                f"checkpoint {row.checkpoint} holds other weights than version {found.step}",
-                where=self._mesh.name,
-                fix="remove it, and resume the run from the one before",
-            )
-        return found
-
-    async def _restore(self, name: str, checkpoint: Checkpoint) -> None:
-        self._enter("restoring", checkpoint.step)
-        _, weights = await fetch(self._mesh, self._bulk, checkpoint.weights)
-        path = self._data.run_dir / "checkpoints" / name / STATE
-        await self._compute.restore(path, weights)
+        return Standing(checkpoint.step, lineage, checkpoint.weights, name, checkpoint.step)
 
     async def _replayed(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
         """Whether the steps since the checkpoint gave the committed weights again."""

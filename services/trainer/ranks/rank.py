@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from common.errors import RankLost, Refused
 from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from common.model.decoder import Decoder
+from common.process.peers import foreign_clients, own_listeners
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic import critic, lora
 from services.trainer.arithmetic.cut_rows import group_of, local
@@ -35,7 +36,8 @@ from services.trainer.ranks.sharding import cut, gather, reshard, scatter, shard
 def join_group(meeting: Path, rank: int, ranks: int, device: str, deadline_s: float) -> DeviceMesh:
     """Meets the other ranks at a file that all of them can reach and none has used before.
 
-    From then on a collective that one of them does not join fails after `deadline_s`.
+    From then on a collective that one of them does not join fails after `deadline_s`. RankLost when
+    they do not meet, or when a process of another user has joined: gloo asks nobody who it is.
     """
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # a gang lives on one host
@@ -44,11 +46,19 @@ def join_group(meeting: Path, rank: int, ranks: int, device: str, deadline_s: fl
     store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]
     store.set_timeout(within)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    before = own_listeners()
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=within)
-        return init_device_mesh(device, (ranks,))
+        group = init_device_mesh(device, (ranks,))
     except RuntimeError as error:
         raise RankLost(f"rank {rank} did not meet the others: {error}") from error
+    if strangers := foreign_clients(own_listeners() - before):
+        leave_group()
+        raise RankLost(
+            f"a process of user {min(strangers)} has connected to rank {rank}",
+            fix="keep other users from this host while several ranks train; see docs/security.md",
+        )
+    return group
 
 
 def leave_group() -> None:

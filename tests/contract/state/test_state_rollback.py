@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import Fenced
 from common.state import events, registry, rollback, steps
+from common.state.keys import EVENTS, TRIMMED
 from common.state.rollback import JobMark, Mark
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats
 
@@ -38,7 +39,7 @@ async def test_each_thing_that_only_rises_tells_an_older_state(bench: Bench, wha
     await trained(bench, 2)
     now = await rollback.held(bench.state, Mark())
     one = now.jobs[JOB]
-    ms, _ = rollback.order(now.event)
+    ms, _ = events.order(now.event)
     known = {
         "event": dataclasses.replace(now, event=f"{ms + 1}-0"),
         "token": dataclasses.replace(now, token=now.token + 1),
@@ -53,11 +54,21 @@ async def test_each_thing_that_only_rises_tells_an_older_state(bench: Bench, wha
 async def test_events_that_were_added_to_an_older_stream_do_not_hide_it(bench: Bench) -> None:
     await events.append(bench.state, "note", {})
     now = await rollback.held(bench.state, Mark())
-    ms, number = rollback.order(now.event)
+    ms, number = events.order(now.event)
     known = Mark(event=f"{ms}-{number + 1}")  # was lost with the end of the stream
     await bench.pass_ms(2)
     await events.append(bench.state, "note", {})
     assert rollback.older(await rollback.held(bench.state, known), known)
+
+
+async def test_events_that_were_read_and_trimmed_are_not_missed(bench: Bench) -> None:
+    for _ in range(3):
+        await events.append(bench.state, "note", {})
+    known = await rollback.held(bench.state, Mark())
+    await bench.state.command("SET", TRIMMED, known.event)
+    ms, number = events.order(known.event)
+    await bench.state.command("XTRIM", EVENTS, "MINID", f"{ms}-{number + 1}")
+    assert rollback.older(await rollback.held(bench.state, known), known) == ""
 
 
 async def test_an_empty_redis_is_older_than_anything(bench: Bench) -> None:

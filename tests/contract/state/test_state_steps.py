@@ -225,6 +225,80 @@ async def test_no_lineage_opens_behind_what_a_checkpoint_covers(bench: Bench) ->
         await steps.open_lineage(bench.state, JOB, TRAINER, seats.trainer, 3, "m", "c", "op2")
 
 
+async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_prompts_come_again(
+    bench: Bench,
+) -> None:
+    seats = await bench.training_job(max_staleness=2)
+    await fill(seats)
+    taken = await seats.leased(1)
+    saved = await steps.checkpoint_state(bench.state, JOB, taken)
+    await seats.commit(1, taken, covered=1)
+    for step in (2, 3, 4):
+        await fill(seats)
+        await seats.commit(step, await seats.leased(step), covered=2)
+    slow = (await seats.admit())[0]
+    await groups.group_dropped(bench.state, JOB, SHARD, seats.shard, slow.group, "bad", "drop")
+    before = await account(bench)
+    assert (before["lost"], before["typed_drops"]) == (0, 2)
+
+    back = bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op"
+    for _ in range(2):
+        assert await steps.open_lineage(*back, saved) == 1
+    row = await jobs.job(bench.state, JOB)
+    assert (row.version, row.trained, row.typed_drops) == (1, 4, 0)
+    assert row.host_lost == 4 + 2, "of step 2, which is covered, and of what was dropped"
+    terms = await account(bench)
+    assert terms["in_flight"] == before["in_flight"] + 8, "of steps 3 and 4, which are on record"
+    ends = {term: terms[term] for term in ("trained", "host_lost", "typed_drops", "lost")}
+    assert ends == {"trained": 4, "host_lost": 6, "typed_drops": 0, "lost": 0}
+
+    told = await events.read_all(bench.state)
+    gone = {slow.group} | {
+        one["group"]
+        for e in told
+        if e.kind == "step" and e.fields["step"] == 2
+        for one in e.fields["groups"]
+    }
+    given = {
+        group: prompt
+        for e in told
+        if e.kind == "opened"
+        for group, prompt in zip(e.fields["groups"], e.fields["prompts"], strict=True)
+    }
+    waiting = await bench.state.command("LRANGE", "{job}:requeue", 0, -1)
+    assert waiting == [f"{prompt}:0" for prompt in sorted(given[group] for group in gone)]
+    for step in (2, 3):
+        await fill(seats)
+        await seats.commit(step, await seats.leased(step), lineage=1)
+    terms = await account(bench)
+    assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (12, 0, 0)
+    inside = await groups.in_flight(bench.state, JOB)
+    assert inside.capacity >= 0, "what was lost is admitted again"
+
+
+async def test_behind_what_redis_was_restored_from_nothing_is_lost_either(bench: Bench) -> None:
+    seats = await bench.training_job(groups_per_step=2)
+    saved = {}
+    for step in (1, 2):
+        await fill(seats)
+        taken = await seats.leased(step)
+        saved[step] = await steps.checkpoint_state(bench.state, JOB, taken)
+        saved[step] |= {"manifest": f"m0.{step}", "checkpoint": f"c{step}"}
+        await seats.commit(step, taken, covered=step)
+    await bench.state.command("FLUSHALL")
+    await steps.restore_job(bench.state, JOB, document(groups_per_step=2), "/runs", saved[2])
+    seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
+    await fill(seats)
+    back = bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op"
+    assert await steps.open_lineage(*back, saved[1]) == 2
+    terms = await account(bench)
+    assert (terms["trained"], terms["lost"]) == (saved[1]["counts"]["trained"], 0)
+    await fill(seats)
+    await seats.commit(2, await seats.leased(2), lineage=2)
+    terms = await account(bench)
+    assert (terms["lost"], terms["trained_twice"]) == (0, 0)
+
+
 async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2)
     opened = await seats.admit()

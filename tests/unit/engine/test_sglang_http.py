@@ -233,3 +233,20 @@ async def test_hanging_up_is_noticed_by_the_server(how: str) -> None:
         else:
             await served.http.close()
         await gone.wait()
+
+
+async def test_every_request_has_the_key_that_the_server_wants() -> None:
+    async def guarded(request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != "Bearer 5e1f":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return web.json_response({})
+
+    async with serving(guarded) as served:
+        with pytest.raises(RemoteFailure, match="401"):
+            await served.call("/generate")
+        http = Http(served.url, SLOTS, "5e1f")
+        assert await http.get("/server_info", SOON_S) == {}
+        ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        http.stream("/generate", {}, ended.set_result)
+        assert await asyncio.wait_for(ended, SOON_S) is None
+        await http.close()

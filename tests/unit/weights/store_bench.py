@@ -134,7 +134,7 @@ class StoreBench:
 
     async def save(self, step: int, manifest: str, job: str = JOB, lineage: int = 0) -> str:
         account = {"version": step}
-        request = Checkpoint(job, lineage, step, manifest, account)
+        request = Checkpoint(job, lineage, step, manifest, account, {})
         saved = await self.trainer.ref(STORE).call(Weights.save, request)
         return str(saved.name)
 

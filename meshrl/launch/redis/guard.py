@@ -16,6 +16,7 @@ from common.clock import Clock
 from common.errors import StateUnavailable
 from common.process.handle import Child
 from common.state import embedded
+from meshrl.launch.places import MeshPlace
 from meshrl.logs import tail
 
 INTERVAL_S = 1.0
@@ -30,16 +31,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def server_in(directory: Path) -> embedded.EmbeddedServer:
-    """The server that keeps its data there: on a socket in it, or a port if its path is too long.
+def server_in(
+    place: MeshPlace, secret: str, port: int = 0, binary: str = ""
+) -> tuple[embedded.EmbeddedServer, int]:
+    """The server of a mesh, and its port: 0, a socket in its directory, or, if the path of that is
+    too long, `port` or a free one.
 
     Only this user can open the socket, so it is what is taken when there is a choice.
     """
+    embedded.find_server()  # without a server it is this that fails, and says so
+    config = place.directory / "redis.conf"
     try:
-        return embedded.command(directory)
+        return embedded.command(place.redis, 0, binary, secret, config), 0
     except StateUnavailable:
-        embedded.find_server()  # without a server it is this that fails, and says so
-        return embedded.command(directory, free_port())
+        port = port or free_port()
+        return embedded.command(place.redis, port, binary, secret, config), port
 
 
 async def answers(url: str) -> bool:

@@ -1,0 +1,203 @@
+"""Tries every door of a running mesh as another user, and says what was answered.
+
+    python -m loadtests.doors tests/mesh/jobs/digits.toml --set budget.steps=60
+
+Needs root, which alone can act as another user. It starts the job, and while it trains a process of
+`nobody` tries every listening port and unix socket of every process of the mesh, every method of
+every interface, the bulk port's verbs, Redis' commands, metrics, the files of the run and the
+processes themselves. `answered` counts what told anything or had an effect; metrics, which are open
+on purpose, are counted for themselves. Then the job has to finish as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from common.errors import MeshError
+from common.settings import MeshSettings
+from common.state import jobs
+from common.state.client import State
+from loadtests.doors.found import plan_of
+from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
+from meshrl.launch.places import MeshPlace
+
+UP_S = 240.0  # until the job trains
+TRY_S = 300.0
+RUN_S = 900.0
+SHOWN = 40  # answers that are told in full
+
+
+def settings_of(place: MeshPlace) -> MeshSettings:
+    """Those of the mesh in `place`."""
+    return MeshSettings(**json.loads(place.settings.read_text()))
+
+
+async def until_training(place: MeshPlace, run: asyncio.subprocess.Process) -> None:
+    """Returns when the first step is done; SystemExit when the run ends before."""
+    async with asyncio.timeout(UP_S):
+        while True:
+            if run.returncode is not None:
+                sys.exit(f"the run ended before it trained, with status {run.returncode}")
+            with contextlib.suppress(MeshError, OSError, ValueError, TypeError):
+                if await _trains(settings_of(place)):
+                    return
+            await asyncio.sleep(0.5)
+
+
+async def _trains(settings: MeshSettings) -> bool:
+    state = await State.open(settings.redis_url, connect_s=2.0)
+    try:
+        return any(row.phase == jobs.Phase.TRAINING for row in await jobs.jobs(state))
+    finally:
+        await state.close()
+
+
+def secrets_of(settings: MeshSettings) -> list[str]:
+    """What must be nowhere: the secret, passwords, whatever is derived from it and sent."""
+    found = [settings.secret] if settings.secret else []
+    password = settings.redis_url.rpartition("@")[0].rpartition(":")[2]
+    return [*found, *([password] if "@" in settings.redis_url else [])]
+
+
+def server_key(settings: MeshSettings) -> str:
+    """The public key that calls are answered with; empty when the mesh has none."""
+    try:
+        from common.transport.keys import MeshKeys
+    except ImportError:
+        return ""
+    from common.api.callers import ROLES
+
+    keys = MeshKeys(settings.secret, next(iter(ROLES)), ROLES)
+    return keys.answering.public.decode()
+
+
+async def tried_by_nobody(plan: Plan) -> list[Tried]:
+    """What came of everything that a stranger tried."""
+    stranger = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "loadtests.doors.stranger"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(TRY_S):
+        told, _ = await stranger.communicate(json.dumps(plan.encode()).encode())
+    if stranger.returncode != 0:
+        sys.exit(f"the stranger ended with status {stranger.returncode}")
+    return [Tried(**one) for one in json.loads(told)]
+
+
+def spilled(plan: Plan, tried: list[Tried], secrets: list[str], root: Path) -> list[str]:
+    """Where a secret of the mesh shows: in what was told, in command lines, or in any file of the
+    run but its settings and its Redis.
+    """
+    found = [one.what for one in tried if any(secret in one.told for secret in secrets)]
+    for pid in plan.pids:
+        with contextlib.suppress(OSError):
+            for name in ("cmdline", "environ"):
+                shown = Path(f"/proc/{pid}/{name}").read_bytes()
+                if any(secret.encode() in shown for secret in secrets):
+                    found.append(f"/proc/{pid}/{name}")
+    for path in root.rglob("*"):
+        kept = path.name == "settings.json" or (root / "mesh" / "redis") in path.parents
+        if path.is_file() and not path.is_symlink() and not kept:
+            with contextlib.suppress(FileNotFoundError):
+                content = path.read_bytes()
+                if any(secret.encode() in content for secret in secrets):
+                    found.append(str(path))
+    return found
+
+
+def open_folder() -> Path:
+    """A new directory that anybody can look into: the run's own has to keep them out."""
+    folder = Path(tempfile.mkdtemp(prefix="meshrl-doors-"))
+    folder.chmod(0o755)
+    return folder
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The verdict on a run whose doors were tried."""
+    folder = open_folder()
+    place = MeshPlace(folder / "run")
+    words = ["run", str(arguments.job), "--set", f"out={place.root}"]
+    for change in arguments.set or []:
+        words += ["--set", change]
+    log = (folder / "log").open("wb")
+    mesh = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "meshrl"), *words, stdout=log, stderr=log
+    )
+    try:
+        await until_training(place, mesh)
+        settings = settings_of(place)
+        plan = await plan_of(place, settings)
+        plan.server_key = server_key(settings)
+        tried = await tried_by_nobody(plan)
+        secrets = secrets_of(settings)
+        spills = spilled(plan, tried, secrets, place.root)
+        async with asyncio.timeout(RUN_S):
+            status = await mesh.wait()
+    finally:
+        if mesh.returncode is None:
+            mesh.send_signal(signal.SIGINT)
+            await mesh.wait()
+        log.close()
+    spills += [path for path in spilled(plan, [], secrets, place.root) if path not in spills]
+    return verdict(place, plan, tried, spills, status)
+
+
+def verdict(
+    place: MeshPlace, plan: Plan, tried: list[Tried], spills: list[str], status: int
+) -> dict[str, Any]:
+    """One flat object; `ok` is what the exit status says."""
+    try:
+        summary = json.loads((place.root / "summary.json").read_text())
+    except (OSError, ValueError):
+        summary = {}
+    count = Counter(one.outcome for one in tried)
+    books = {key: summary.get(key) for key in ("lost", "trained_twice")}
+    right = status == 0 and summary.get("phase") == jobs.Phase.FINISHED
+    answer = {
+        "tried": len(tried),
+        "ports": len(plan.ports),
+        "processes": len(plan.pids),
+        "sockets": len(plan.sockets),
+        "files": len(plan.files),
+        "answered": count[ANSWERED],
+        "metrics": count[METRICS],
+        "greeted": count[GREETED],
+        "refused": count[REFUSED],
+        "spilled": len(spills),
+        "crashed": int(not right or set(books.values()) != {0}),
+        **books,
+        "run": str(place.root),
+    }
+    answer["ok"] = int((answer["answered"], answer["spilled"], answer["crashed"]) == (0, 0, 0))
+    for one in [one for one in tried if one.outcome == ANSWERED][:SHOWN]:
+        print(f"answered: {one.what}: {one.told[:200]!r}", file=sys.stderr)
+    for path in spills[:SHOWN]:
+        print(f"a secret shows in {path}", file=sys.stderr)
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--set", action="append", help="KEY=VALUE of the job")
+    arguments = parser.parse_args()
+    if os.geteuid() != 0:
+        sys.exit("loadtests.doors needs root: only root can act as another user")
+    answer = asyncio.run(run(arguments))
+    print(json.dumps(answer))
+    sys.exit(0 if answer["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Every method of every interface, called at every process by who has no part in the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import zmq
+
+import common.api
+from common.runtime.interface import Cast, Interface, Method
+from common.wire.frames import CALL, CAST, encode, pack_header
+from loadtests.doors.plan import ANSWERED, REFUSED, Plan, Process, Tried
+
+WAIT_S = 4.0  # for all answers, after everything is sent
+DEADLINE_MS = 5_000
+TOLD = 400
+
+
+@cache
+def methods() -> list[Method[Any]]:
+    """Those of all interfaces that services declare."""
+    for module in pkgutil.iter_modules(common.api.__path__):
+        importlib.import_module(f"common.api.{module.name}")
+    found: dict[str, Method[Any]] = {}
+    for interface in _below(Interface):
+        found |= {method.label: method for method in interface.methods.values()}
+    return list(found.values())
+
+
+def _below(cls: type[Any]) -> Iterator[type[Any]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _below(child)
+
+
+def blank(hint: Any) -> Any:
+    """A value of a field's type that a service can decode."""
+    origin = get_origin(hint)
+    if origin is np.ndarray:
+        return np.zeros(0, np.float32)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        hints = get_type_hints(hint)
+        return hint(**{one.name: blank(hints[one.name]) for one in dataclasses.fields(hint)})
+    if origin in (Union, types.UnionType) or hint is Any:
+        return None
+    if origin is tuple:
+        return tuple(blank(arg) for arg in get_args(hint) if arg is not Ellipsis)
+    return (origin or hint)()
+
+
+def keyless(socket: zmq.Socket[bytes], plan: Plan) -> None:
+    """As a process of a mesh without a secret."""
+
+
+def guessing(socket: zmq.Socket[bytes], plan: Plan) -> None:
+    """With keys of its own making."""
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.curve_serverkey, _ = zmq.curve_keypair()
+
+
+def informed(socket: zmq.Socket[bytes], plan: Plan) -> None:
+    """With a key of its own, and the very key that the mesh answers with."""
+    guessing(socket, plan)
+    socket.curve_serverkey = plan.server_key.encode()
+
+
+def call_all(plan: Plan) -> list[Tried]:
+    """What every process answers to every method, in every way of asking; nothing, one hopes."""
+    ways: list[Callable[[zmq.Socket[bytes], Plan], None]] = [keyless, guessing]
+    if plan.server_key:
+        ways.append(informed)
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 4096)
+    asked: dict[zmq.Socket[bytes], tuple[Process, str, dict[int, str]]] = {}
+    poller = zmq.Poller()
+    for process in plan.processes:
+        for way in ways:
+            socket = context.socket(zmq.DEALER)
+            socket.linger = 0
+            way(socket, plan)
+            socket.connect(process.address)
+            asked[socket] = process, way.__name__, _ask(socket, process)
+            poller.register(socket, zmq.POLLIN)
+    answers: dict[zmq.Socket[bytes], dict[int, str]] = {socket: {} for socket in asked}
+    until = time.monotonic() + WAIT_S
+    while (left := until - time.monotonic()) > 0:
+        for socket, _ in poller.poll(left * 1000):
+            frames = socket.recv_multipart()
+            number = len(answers[socket])
+            answers[socket][number] = repr(b" ".join(frames))[:TOLD]
+    tried = []
+    for socket, (process, way, calls) in asked.items():
+        told = list(answers[socket].values())
+        for number, what in calls.items():
+            said = told[number] if number < len(told) else ""
+            where = f"{what} of {process.name}, {way}"
+            tried.append(Tried(where, ANSWERED if said else REFUSED, said))
+    context.destroy(linger=0)
+    return tried
+
+
+def _ask(socket: zmq.Socket[bytes], process: Process) -> dict[int, str]:
+    """Sends every call, with the right incarnation and with a wrong one; what they are."""
+    sent: dict[int, str] = {}
+    for method in methods():
+        body, buffers = encode(blank(method.request))
+        for right in (True, False):
+            target = process.incarnation if right else "0" * len(process.incarnation)
+            number = len(sent)
+            header = pack_header(
+                CAST if isinstance(method, Cast) else CALL,
+                number + 1,
+                process.name,
+                method.name,
+                sender="stranger",
+                target=target,
+                number=DEADLINE_MS,
+            )
+            with suppress(zmq.Again):  # its connection was ended: that is an answer for all
+                socket.send_multipart([header, body, *buffers], zmq.NOBLOCK)
+            sent[number] = f"{method.label} ({'right' if right else 'wrong'} incarnation)"
+    return sent

@@ -1,0 +1,103 @@
+"""What a mesh has open, as root sees it: its processes, what they listen at, its files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common.settings import MeshSettings
+from common.state import registry
+from common.state.client import State
+from loadtests.doors.plan import Plan, Port, Process
+from meshrl.launch.leftovers import belonging_to
+from meshrl.launch.places import MeshPlace
+
+SHARED = ("/dev/shm/", "/tmp/", "/var/tmp/")  # where everybody may make files
+
+
+async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
+    """All doors of the mesh in `place`, which runs."""
+    state = await State.open(settings.redis_url)
+    try:
+        entries = [entry for entry in await registry.entries(state) if entry.alive]
+    finally:
+        await state.close()
+    pids = processes_of(place)
+    plan = Plan(pids=sorted(pids))
+    served = {}
+    for entry in entries:
+        plan.processes.append(Process(entry.name, entry.address, entry.incarnation))
+        for serves in ("calls", "bulk", "metrics"):
+            address = getattr(entry, "address" if serves == "calls" else serves)
+            served[port_in(address)] = serves, entry.name
+    for pid in plan.pids:
+        for connection in connections(pid):
+            if connection.family.name == "AF_UNIX":
+                if str(connection.laddr).startswith("@"):
+                    plan.sockets.append(str(connection.laddr))
+            elif connection.status == psutil.CONN_LISTEN:
+                host, port = connection.laddr
+                about = served.get(port, ("", f"pid {pid}: {named(pid)}"))
+                plan.ports.append(Port(host, port, *about))
+    opened = {path for pid in plan.pids for path in shared_files(pid)}
+    for path in [place.root, *sorted(place.root.rglob("*")), *sorted(opened)]:
+        with contextlib.suppress(FileNotFoundError):
+            is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+            (plan.sockets if is_socket else plan.files).append(str(path))
+    plan.sockets = sorted(set(plan.sockets))
+    return plan
+
+
+def processes_of(place: MeshPlace) -> set[int]:
+    """Pids of the launcher, everything below it, and everything that was started with its
+    settings.
+    """
+    launcher = psutil.Process(int(read_pid(place)))
+    below = {child.pid for child in launcher.children(recursive=True)}
+    return {launcher.pid, *below, *belonging_to(place.settings.resolve())} - {os.getpid()}
+
+
+def read_pid(place: MeshPlace) -> int:
+    """The launcher's."""
+    from meshrl.launch.places import read_json
+
+    return int(read_json(place.launcher)["pid"])
+
+
+def port_in(address: str) -> int:
+    """The TCP port of an address of the registry; -1 when it has none."""
+    port = address.partition("#")[0].rpartition(":")[2]
+    return int(port) if port.isdigit() else -1
+
+
+def connections(pid: int) -> list[Any]:
+    """Its sockets; none when it has ended."""
+    try:
+        return list(psutil.Process(pid).net_connections("all"))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def named(pid: int) -> str:
+    """Its command line, in short."""
+    try:
+        return " ".join(psutil.Process(pid).cmdline())[-80:]
+    except psutil.NoSuchProcess:
+        return "ended"
+
+
+def shared_files(pid: int) -> Iterator[Path]:
+    """Files that it has open or mapped in directories where everybody may make some."""
+    for folder in ("fd", "map_files"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for name in os.listdir(f"/proc/{pid}/{folder}"):
+                with contextlib.suppress(FileNotFoundError):
+                    target = os.readlink(f"/proc/{pid}/{folder}/{name}")
+                    if target.startswith(SHARED) and os.path.exists(target):
+                        yield Path(target)

@@ -1,0 +1,68 @@
+"""What a stranger is told to try, and what came of it: plain data that both sides read.
+
+It is told more than any stranger could find out: all ports, paths and process ids, each process's
+name and right incarnation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NOBODY = 65534
+
+REFUSED = "refused"  # nothing came, or no more than that it is refused
+GREETED = "greeted"  # the banner of the protocol, which every ZeroMQ socket sends
+METRICS = "metrics"  # what is open on purpose
+ANSWERED = "answered"  # it told something, or had an effect
+
+
+@dataclass(frozen=True)
+class Process:
+    """A registered process that takes calls."""
+
+    name: str
+    address: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Port:
+    """A listening TCP socket. `serves`: calls, bulk, metrics, redis, or whatever else."""
+
+    host: str
+    port: int
+    serves: str
+    owner: str
+
+
+@dataclass
+class Plan:
+    """Everything that there is to try."""
+
+    ports: list[Port] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
+    sockets: list[str] = field(default_factory=list)  # unix sockets; abstract ones begin with @
+    files: list[str] = field(default_factory=list)  # directories too
+    pids: list[int] = field(default_factory=list)
+    server_key: str = ""  # the key that calls are answered with, as if it had leaked
+
+    @classmethod
+    def decode(cls, document: dict[str, Any]) -> Plan:
+        """The plan in a JSON document that `encode` made."""
+        ports = [Port(**port) for port in document.pop("ports")]
+        processes = [Process(**process) for process in document.pop("processes")]
+        return cls(ports, processes, **document)
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One thing that was tried. `told`: the beginning of what came, in Latin-1."""
+
+    what: str
+    outcome: str
+    told: str = ""

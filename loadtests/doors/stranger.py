@@ -1,0 +1,184 @@
+"""Another user of the host, who tries everything in a plan.
+
+Started as root with the plan on standard input, because it may have to import from where only root
+can read; it becomes `nobody`, for good, before it tries anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import encodings.idna  # noqa: F401 (a connection looks for it, when it is out of reach)
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+from loadtests.doors.calls import call_all, methods
+from loadtests.doors.plan import ANSWERED, GREETED, METRICS, NOBODY, REFUSED, Plan, Port, Tried
+
+PR_SET_NO_NEW_PRIVS = 38
+WAIT_S = 1.5  # for whatever comes
+TOLD = 4000  # characters of an answer that are kept
+THREADS = 24
+GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1NULL"
+REDIS_REFUSES = (b"-NOAUTH", b"-WRONGPASS", b"-NOPERM")
+SAID: dict[str, bytes] = {
+    "nothing": b"",
+    "noise": bytes(range(256)),
+    "GET /": b"GET / HTTP/1.0\r\n\r\n",
+    "GET /metrics": b"GET /metrics HTTP/1.0\r\n\r\n",
+    "GET /get_model_info": b"GET /get_model_info HTTP/1.0\r\n\r\n",
+    "POST /generate": b'POST /generate HTTP/1.0\r\nContent-Length: 12\r\n\r\n{"text":"a"}',
+    "redis INFO": b"INFO\r\n",
+    "redis KEYS": b"KEYS *\r\n",
+    "redis CONFIG": b"CONFIG GET *\r\n",
+    "redis ACL": b"ACL LIST\r\n",
+    "redis HELLO": b"HELLO 3\r\n",
+    "redis AUTH": b"AUTH default redis\r\nGET a\r\n",
+    "redis EVAL": b"EVAL \"return redis.call('keys', '*')\" 0\r\n",
+    "redis FLUSHALL": b"FLUSHALL\r\n",
+    "zmq NULL": GREETING.ljust(64, b"\0") + b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER",
+    "bulk GET, old": b"MRB1G" + bytes(16) + bytes(8),
+    "bulk HAS": b"H" + bytes(16) + bytes(8),
+    "bulk hello": b"MRB2" + bytes(48) + bytes(32) + b"G" + bytes(24),
+    "gloo sequence": bytes(8),
+    "gloo sequence 1": (1).to_bytes(8, "little"),
+}
+PRIVATE = ("environ", "maps", "mem", "stack", "syscall", "io")
+LINKS = ("cwd", "root", "exe")
+
+
+def become_nobody() -> None:
+    """Drops everything; nothing brings it back."""
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    os.chdir("/")
+
+
+def heard(connection: socket.socket) -> bytes:
+    """What comes within WAIT_S."""
+    received = b""
+    connection.settimeout(WAIT_S)
+    try:
+        while len(received) < TOLD and (more := connection.recv(1 << 16)):
+            received += more
+    except OSError:
+        pass
+    return received
+
+
+def outcome(port: Port, said: bytes) -> str:
+    """What an answer amounts to."""
+    if not said:
+        return REFUSED
+    if port.serves == "metrics":
+        return METRICS
+    if said[:1] == b"\xff" and len(said) <= len(GREETING) + 52 and port.serves == "calls":
+        return GREETED
+    if said.startswith(REDIS_REFUSES) and not any(
+        line and not line.startswith(REDIS_REFUSES) for line in said.split(b"\r\n")
+    ):
+        return REFUSED
+    if said.startswith((b"HTTP/1.0 401", b"HTTP/1.1 401")):
+        return REFUSED
+    return ANSWERED
+
+
+def at_port(port: Port, what: str) -> Tried:
+    """Says one thing to one port."""
+    said = b""
+    try:
+        with socket.create_connection((port.host, port.port), timeout=WAIT_S) as connection:
+            connection.sendall(SAID[what])
+            said = heard(connection)
+    except OSError:
+        pass
+    where = f"{what} at {port.host}:{port.port} ({port.serves or 'other'} of {port.owner})"
+    return Tried(where, outcome(port, said), said[:TOLD].decode("latin-1"))
+
+
+def at_socket(path: str) -> Tried:
+    """Connects to a unix socket, and asks what Redis would answer."""
+    told = b""
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        with socket.socket(socket.AF_UNIX, kind) as connection:
+            connection.settimeout(WAIT_S)
+            try:
+                connection.connect(path.replace("@", "\0", 1) if path[0] == "@" else path)
+                connection.sendall(b"PING\r\n")
+            except OSError:
+                continue
+            told += heard(connection)
+    refused = not told or told.startswith(REDIS_REFUSES)
+    return Tried(f"unix {path}", REFUSED if refused else ANSWERED, told[:TOLD].decode("latin-1"))
+
+
+def done(what: str, deed: Callable[[], object]) -> Tried:
+    """Answered if nothing refuses it."""
+    try:
+        told = deed()
+    except OSError:
+        return Tried(what, REFUSED)
+    return Tried(what, ANSWERED, repr(told)[:TOLD])
+
+
+def opened(path: str, flags: int) -> Callable[[], None]:
+    """Opens a file and closes it again."""
+    return lambda: os.close(os.open(path, flags | os.O_NONBLOCK))
+
+
+def at_file(path: str) -> Iterator[Tried]:
+    """Reads, writes, lists, adds to and removes what is at a path."""
+    if os.path.basename(path) == "null":
+        return
+    yield done(f"read {path}", opened(path, os.O_RDONLY))
+    yield done(f"write {path}", opened(path, os.O_WRONLY | os.O_APPEND))
+    yield done(f"list {path}", lambda: os.listdir(path))
+    yield done(f"add to {path}", opened(f"{path}/stranger", os.O_CREAT | os.O_WRONLY))
+    yield done(f"replace {path}", lambda: os.rename(path, f"{path}.stranger"))
+
+
+def at_process(pid: int) -> Iterator[Tried]:
+    """Looks into a process, and signals it."""
+    for name in PRIVATE:
+        yield done(f"/proc/{pid}/{name}", lambda name=name: _bytes_of(f"/proc/{pid}/{name}"))
+    for name in LINKS:
+        yield done(f"/proc/{pid}/{name}", lambda name=name: os.readlink(f"/proc/{pid}/{name}"))
+    yield done(f"/proc/{pid}/fd", lambda: os.listdir(f"/proc/{pid}/fd"))
+    yield done(f"signal {pid}", lambda: os.kill(pid, signal.SIGCONT))
+
+
+def _bytes_of(path: str) -> bytes:
+    with open(path, "rb") as file:
+        found = file.read(64)
+    if not found:
+        raise PermissionError(path)  # the kernel shows an empty file to who may not look
+    return found
+
+
+def try_all(plan: Plan) -> list[Tried]:
+    """Everything in the plan, by whoever this process is."""
+    tried = [tried for path in plan.files for tried in at_file(path)]
+    tried += [tried for pid in plan.pids for tried in at_process(pid)]
+    tried += [at_socket(path) for path in plan.sockets]
+    with ThreadPoolExecutor(THREADS) as threads:
+        pairs = [(port, what) for port in plan.ports for what in SAID]
+        tried += threads.map(lambda pair: at_port(*pair), pairs)
+    return [*tried, *call_all(plan)]
+
+
+def main() -> None:
+    plan = Plan.decode(json.load(sys.stdin))
+    methods()  # imported while it can be
+    become_nobody()
+    json.dump([asdict(tried) for tried in try_all(plan)], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""How far the append-only file of Redis had been written when it was last looked at.
+
+A server loads a file that was cut short in silence, and one in which a byte has changed, because
+its commands have no checksums. What is only ever appended to can be held against what it held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+FOLDER = "appendonlydir"
+MANIFEST = "appendonly.aof.manifest"
+BLOCK = 1 << 20  # bytes that are read at a time
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The beginning of a file: its length in bytes, and the XXH3 of it."""
+
+    length: int
+    digest: str
+
+
+class Follower:
+    """Reads what is appended, each byte once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[str, tuple[int, xxhash.xxh3_128]] = {}
+        self._looking = threading.Lock()  # a look takes a thread, and the server's end another
+
+    def look(self) -> dict[str, Extent]:
+        """The files that are in use, as far as they are written now; none where Redis has written
+        nothing. OSError when one cannot be read.
+        """
+        with self._looking:
+            return self._look()
+
+    def _look(self) -> dict[str, Extent]:
+        parts = _parts(self._directory)
+        self._read = {name: read for name, read in self._read.items() if name in parts}
+        for name in parts:
+            path = self._directory / FOLDER / name
+            length, digest = self._read.get(name, (0, xxhash.xxh3_128()))
+            if path.stat().st_size < length:  # it takes back what a full disk has cut short
+                length, digest = 0, xxhash.xxh3_128()
+            self._read[name] = _extended(path, length, digest)
+        return {name: Extent(at, digest.hexdigest()) for name, (at, digest) in self._read.items()}
+
+
+def differs(directory: Path, extents: Mapping[str, Extent]) -> str:
+    """Why the file below `directory` does not begin with what it held; empty when it does.
+
+    A part that has been rewritten since has a successor of a higher number.
+    """
+    parts = _parts(directory)
+    for name, extent in extents.items():
+        if name not in parts:
+            kind, number = _kind(name), _number(name)
+            if any(_kind(other) == kind and _number(other) > number for other in parts):
+                continue
+            return f"{name} is no part of it any more"
+        path = directory / FOLDER / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size < extent.length:
+            return f"{name} has {size} bytes, and had {extent.length}"
+        read, digest = _extended(path, 0, xxhash.xxh3_128(), extent.length)
+        if read != extent.length or digest.hexdigest() != extent.digest:
+            return f"{name} does not hold what was written"
+    return ""
+
+
+def _parts(directory: Path) -> list[str]:
+    """The files that the manifest names: a base, and what followed it."""
+    path = directory / FOLDER / MANIFEST
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    words = [line.split() for line in lines]
+    return [w[1] for w in words if len(w) >= 6 and w[0] == "file" and w[5] in ("b", "i")]
+
+
+def _kind(name: str) -> str:
+    """`base` or `incr`: appendonly.aof.3.incr.aof."""
+    return name.split(".")[-2]
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[-3])
+
+
+def _extended(
+    path: Path, start: int, digest: xxhash.xxh3_128, end: int | None = None
+) -> tuple[int, xxhash.xxh3_128]:
+    """`digest` of the first `start` bytes, carried on to `end` or to the end of the file."""
+    with path.open("rb") as file:
+        file.seek(start)
+        while end is None or start < end:
+            block = file.read(BLOCK if end is None else min(BLOCK, end - start))
+            if not block:
+                break
+            digest.update(block)
+            start += len(block)
+    return start, digest

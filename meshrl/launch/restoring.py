@@ -1,0 +1,70 @@
+"""Puts jobs back that Redis does not have any more: each at its newest checkpoint, in a lineage of
+its own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from common.errors import NotFound
+from common.records.checkpoints import best, committed, is_first, last_lineage
+from common.state import jobs, steps
+from common.state.client import State
+from common.state.rollback import Mark
+from meshrl.launch.places import read_json
+from meshrl.launch.redis.recorded import recorded
+
+
+async def put_back(
+    state: State, run_dir: Path, job: str, document: dict[str, Any], seen: int = 0
+) -> Path | None:
+    """Submits a job that Redis does not have: as its newest checkpoint, which is returned, has it,
+    or else from its beginning. `seen`: the highest lineage that anybody has seen of it.
+
+    A job that had begun goes on in a lineage above all that its record and its checkpoints tell of.
+    """
+    checkpoint, seen = newest_checkpoint(run_dir), max(seen, last_lineage(run_dir))
+    if checkpoint is not None:
+        held = read_json(checkpoint)
+        account = held["account"] | {"manifest": held["weights"], "checkpoint": checkpoint.stem}
+        if (found := best(run_dir)) is not None:  # perhaps after the checkpoint
+            kept = {
+                "best_version": found.version,
+                "best_manifest": found.manifest,
+                "best_value": found.value,
+            }
+            account["kept"] = account.get("kept", {}) | kept
+        await steps.restore_job(state, job, document, str(run_dir), account, seen)
+        return checkpoint
+    if committed(run_dir) is None and (run_dir / "metrics.jsonl").is_file():
+        raise NotFound(
+            f"{run_dir} has neither Redis data nor a checkpoint",
+            fix="Start over with `meshrl run JOB`",
+        )
+    told = recorded(run_dir, job).jobs.get(job)
+    if told is not None and (told.version >= 0 or told.next_group):
+        await steps.restart_job(state, job, document, str(run_dir), seen)
+    else:
+        await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
+    return None
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The last committed checkpoint; the one before the first step has no account."""
+    found = committed(run_dir)
+    return None if found is None or is_first(found) else found
+
+
+async def put_all_back(state: State, known: Mark) -> None:
+    """Puts back every job that was known, had not ended, and is not there, and says so."""
+    there = {row.id for row in await jobs.jobs(state)}
+    for job, one in known.jobs.items():
+        if job in there or one.phase in jobs.ENDED or not one.run_dir:
+            continue
+        run_dir = Path(one.run_dir)
+        document = read_json(run_dir / "job.json")["document"]
+        checkpoint = await put_back(state, run_dir, job, document, one.lineage)
+        at = checkpoint.name if checkpoint is not None else "its beginning"
+        print(f"{job} starts again from {at}", flush=True)

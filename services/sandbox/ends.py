@@ -1,0 +1,80 @@
+"""Processes of a sandbox that ended unasked, its workers and zygotes: counted, and told together.
+
+A reward that crashes its process with every call ends hundreds a minute: they are told as one event
+each few seconds. They fail no job by themselves, because each call of theirs is answered by type.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.clock import Clock
+from common.state.client import State
+from common.state.ended import Report, Reports
+
+TELL_S = 5.0  # between two events of one name
+KILLED = -9  # what ended a process that was killed for what it did not do
+
+
+@dataclass
+class _Seen:
+    """Those of one name that are not told yet."""
+
+    count: int
+    code: int
+    why: str  # of the last one
+    log: str
+    job: str
+
+
+class Ends:
+    """Hears of ends. This one tells nobody: for a sandbox without a mesh."""
+
+    def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
+        """A process of this name has ended, or was killed, and another takes its place."""
+
+    def stop(self) -> None:
+        """Drops what is not told yet."""
+
+
+class ToldEnds(Ends):
+    """Tells Redis, in the name of the sandbox `of`."""
+
+    def __init__(self, state: State, clock: Clock, of: str) -> None:
+        self._reports, self._clock, self._of = Reports(state, clock), clock, of
+        self._seen: dict[str, _Seen] = {}
+        self._telling: asyncio.Task[None] | None = None
+
+    def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
+        seen = self._seen.setdefault(name, _Seen(0, code, why, "", job))
+        seen.count, seen.code, seen.why = seen.count + 1, code, why
+        seen.log = str(log) if log is not None else ""
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().create_task(self._tell(), name="tell ends")
+
+    async def _tell(self) -> None:
+        """The first at once, those of the next seconds together."""
+        try:
+            while self._seen:
+                seen, self._seen = self._seen, {}
+                for name, end in seen.items():
+                    report = Report(
+                        f"{name} of {self._of}",
+                        end.code,
+                        end.why,
+                        job=end.job,
+                        log=end.log,
+                        charged=False,
+                        count=end.count,
+                    )
+                    await self._reports.tell(report)
+                await self._clock.sleep(TELL_S)
+        finally:
+            self._telling = None
+
+    def stop(self) -> None:
+        self._reports.stop()
+        if self._telling is not None:
+            self._telling.cancel()

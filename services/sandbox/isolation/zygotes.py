@@ -1,0 +1,150 @@
+"""A running zygote: it is asked for jails, says when it has begun each, and is noticed when it does
+not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+
+from common.clock import Clock
+from common.errors import DeadlineExceeded, MeshError
+from common.process.handle import Child, start_time
+from common.process.host import Host
+from common.runtime.waits import WaitTable
+from services.sandbox.workers.slicing import charged_s
+
+LOOK_S = 0.5  # between two looks at a zygote that has not answered
+SILENT_S = 10.0  # CPU time, or time with a core to be had: a fork takes milliseconds
+STOPPED = "Tt"  # states of a process that was stopped, in /proc
+CREDENTIALS = struct.Struct("3i")  # pid (in our namespace), uid, gid of who has sent
+
+
+class ZygoteSilent(MeshError):
+    """It runs and forks nothing: another must take its place."""
+
+    code = "zygote_silent"
+    retryable = True
+
+
+class Zygote:
+    """`child` is the outer jail, or the zygote itself; `control` our end of its socket."""
+
+    def __init__(
+        self, host: Host, clock: Clock, child: Child, control: socket.socket, waits: WaitTable
+    ) -> None:
+        self._host, self._clock, self._waits = host, clock, waits
+        self.child, self._control = child, control
+        self._own: Child = child
+        self._unanswered: deque[asyncio.Future[None]] = deque()
+        self._jails = 0  # that run
+        self._retired = False
+
+    @property
+    def pid(self) -> int:
+        """The process that forks, as `kill` has to name it."""
+        return self._own.pid
+
+    async def warmed(self, deadline_s: float) -> bool:
+        """Whether it is ready to fork; False when it has ended."""
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        loop.add_reader(self._control, arrived.set)
+        try:
+            async with self._clock.timeout(deadline_s, "the start of a zygote"):
+                await arrived.wait()
+        finally:
+            loop.remove_reader(self._control)
+        word, told, _, _ = self._control.recvmsg(16, socket.CMSG_SPACE(CREDENTIALS.size))
+        if word != b"warm":
+            return False
+        for level, kind, content in told:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                pid, _, _ = CREDENTIALS.unpack(content[: CREDENTIALS.size])
+                self._own = self._host.adopt(pid, start_time(pid), name="zygote") or self.child
+        loop.add_reader(self._control, self._answered)
+        return True
+
+    def send(self, packet: bytes, fds: Sequence[int]) -> asyncio.Future[None]:
+        """Asks for a jail; resolves when it has been forked. BlockingIOError: it takes no more now;
+        other OSErrors: it has ended.
+        """
+        socket.send_fds(self._control, [packet], list(fds))
+        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unanswered.append(begun)
+        self._jails += 1
+        return begun
+
+    async def begun(self, answer: asyncio.Future[None]) -> None:
+        """Waits for its answer. ZygoteSilent when it does nothing, ConnectionResetError when it has
+        ended. Meanwhile this process says that it waits for the zygote, by its number.
+        """
+        asked, before = self._clock.monotonic(), self._own.usage()
+        looks = 0
+        with self._waits.wait("a jail", on=f"the zygote (pid {self.pid})"):
+            while True:
+                try:
+                    async with self._clock.timeout(LOOK_S, "a jail's beginning"):
+                        return await asyncio.shield(answer)
+                except DeadlineExceeded:
+                    pass
+                usage = self._own.usage()
+                if usage is None or before is None:
+                    raise ConnectionResetError("the zygote has ended")
+                looks = looks + 1 if usage.state in STOPPED else 0
+                if looks > 1:
+                    raise ZygoteSilent(f"somebody has stopped it (pid {self.pid})")
+                silent_s = charged_s(self._clock.monotonic() - asked, usage, before)
+                if silent_s > SILENT_S:
+                    raise ZygoteSilent(f"it has not answered for {silent_s:.0f} s")
+
+    def _answered(self) -> None:
+        try:
+            while self._control.recv(16):
+                self._resolve(None)
+            ended = ConnectionResetError("the zygote has ended")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            ended = ConnectionResetError(str(error))
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._fail(ended)
+
+    def _fail(self, error: Exception) -> None:
+        while self._unanswered:
+            self._resolve(error)
+
+    def _resolve(self, error: Exception | None) -> None:
+        answer = self._unanswered.popleft()
+        if answer.done():  # whoever asked has gone
+            return
+        if error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error)
+            answer.exception()  # it may be that nobody waits for it yet
+
+    def left(self) -> None:
+        """One of its jails has ended."""
+        self._jails -= 1
+        if self._retired and not self._jails:
+            self.kill()
+
+    def retire(self) -> None:
+        """It is asked for nothing more, and is killed when the last of its jails has ended."""
+        self._retired = True
+        self._fail(ConnectionResetError("another zygote takes its place"))
+        if not self._jails:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it and its jails."""
+        self.child.kill()
+        if self._control.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+        self._fail(ConnectionResetError("the zygote was killed"))

@@ -1,0 +1,96 @@
+"""A trainer whose last checkpoint is damaged goes on: from its weights elsewhere, or from the
+checkpoint before, with every trajectory accounted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.records.checkpoints import STATE, manifest_of
+from common.state import events, groups, jobs
+from common.state.accounting import account
+from common.wire.chunks import ChunkStore
+from sim.mesh.job import JOB
+from sim.mesh.world import Size, World
+from tests.mesh.simulated.worlds import on_world, until_over
+
+STEPS = 9
+BROKEN_AT = 8  # checkpoints are written every third step, and two are kept
+
+
+def flip(path: Path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def state_of(checkpoint: Path) -> Path:
+    return max((checkpoint.with_suffix("") / STATE).iterdir(), key=lambda file: file.stat().st_size)
+
+
+def one_chunk(checkpoint: Path) -> Path:
+    """The manifest of its weights, in the store."""
+    return ChunkStore(checkpoint.parents[1] / "store").path(manifest_of(checkpoint)["weights"])
+
+
+def told_of(tmp_path: Path, break_it: Callable[[Path], None]) -> dict[str, Any]:
+    """What is on record of a run whose trainer dies after `break_it` was done to the manifest of
+    its last checkpoint.
+    """
+
+    async def story(world: World) -> dict[str, Any]:
+        row = await jobs.job(world.state, JOB)
+        while row.version < BROKEN_AT:
+            await world.clock.sleep(0.5)
+            row = await jobs.job(world.state, JOB)
+        break_it(tmp_path / f"checkpoints/{row.checkpoint}.json")
+        next(p for p in world.machine.alive if p.name == f"trainer/{JOB}").kill()
+        await until_over(world)
+        mesh = world.around.meshes["weights"]
+        told = await events.read_all(mesh.state)
+        in_flight = (await groups.in_flight(mesh.state, JOB)).samples
+        return {
+            "account": account(told, in_flight, JOB),
+            "lineages": [e.fields for e in told if e.kind == "lineage"],
+            "damaged": [e.fields for e in told if e.kind == "damaged"],
+            "steps": [e.fields["step"] for e in told if e.kind == "step"],
+        }
+
+    return on_world(tmp_path, Size(steps=STEPS), story)
+
+
+def delete(checkpoint: Path) -> None:
+    checkpoint.unlink()
+
+
+def flip_state(checkpoint: Path) -> None:
+    flip(state_of(checkpoint))
+
+
+@pytest.mark.parametrize("break_it", [delete, flip_state])
+def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
+    tmp_path: Path, break_it: Callable[[Path], None]
+) -> None:
+    seen = told_of(tmp_path, break_it)
+    [back] = seen["lineages"]
+    assert (back["lineage"], back["version"], back["lost_through"]) == (1, 3, 6)
+    assert back["host_lost"] >= 3 * 3 * 3, "three steps of three groups of three"
+    assert seen["steps"][-1] == STEPS
+    assert (seen["account"]["lost"], seen["account"]["trained_twice"]) == (0, 0)
+    assert [one["what"] for one in seen["damaged"]][:1] == ["checkpoint"]
+    assert "step-000-000003" in seen["damaged"][0]["then"]
+    assert list((tmp_path / "quarantine/checkpoints").glob("step-000-000006-*"))
+
+
+def test_weights_that_the_store_lacks_are_made_again_from_the_checkpoint(tmp_path: Path) -> None:
+    def break_it(checkpoint: Path) -> None:
+        flip(one_chunk(checkpoint))
+
+    seen = told_of(tmp_path, break_it)
+    assert seen["lineages"] == []
+    assert (seen["account"]["lost"], seen["account"]["trained_twice"]) == (0, 0)

@@ -1,0 +1,231 @@
+"""The mesh's own Redis, which comes back as it was, older, damaged or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import Fenced, StateUnavailable
+from common.process.host import SystemHost
+from common.process.supervisor import Hooks
+from common.records import damage
+from common.state import events, jobs, rollback
+from common.state.client import State
+from meshrl.launch.places import MeshPlace
+from meshrl.launch.redis.server import MeshRedis
+from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats
+
+BUDGET = (20, 120.0)
+SECRETS = ("5e" * 32, "c7" * 32)
+WITHIN_S = 30.0
+
+
+class Mesh:
+    """A mesh of nothing but its Redis, which starts again in one place."""
+
+    def __init__(self, root: Path) -> None:
+        self.place = MeshPlace(root)
+        self.starts = 0
+        self.back = asyncio.Event()  # the state went back in mid-run
+        self.why = ""
+        self.redis: MeshRedis
+        self.bench: Bench
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[Bench]:
+        secret, self.starts = SECRETS[self.starts % 2], self.starts + 1
+        args = SystemHost(), SystemClock(), self.place, secret, BUDGET, Hooks(), self._went_back
+        self.redis = MeshRedis(*args)
+        try:
+            await self.redis.connect()
+            await self.redis.admit()
+            self.bench = Bench(await State.open(self.redis.url), None)
+            yield self.bench
+            await self.bench.state.close()
+        finally:
+            await self.redis.stop()
+
+    def _went_back(self, why: str) -> None:
+        self.why = why
+        self.back.set()
+
+    @property
+    def file(self) -> Path:
+        return self.place.redis / "appendonlydir/appendonly.aof.1.incr.aof"
+
+    def kill(self) -> None:
+        """The server, which is started again after a moment."""
+        assert self.redis.supervisor is not None
+        self.redis.supervisor.children["redis"].kill()
+
+    async def noted(self, version: int) -> None:
+        """Until the launcher has noted this version."""
+        async with asyncio.timeout(WITHIN_S):
+            while self.redis.known.jobs.get(JOB, rollback.JobMark()).version < version:
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    root = Path(tempfile.mkdtemp(prefix="mesh-"))  # a short path: there is a socket below
+    yield Mesh(root)
+    shutil.rmtree(root)
+
+
+async def train(bench: Bench, seats: Seats, *numbers: int) -> None:
+    for number in numbers:
+        for group in await seats.admit(2):
+            await seats.finish(group)
+        await seats.step(number)
+
+
+def cut_off(file: Path, commands: int) -> None:
+    """Takes the last transactions from an append-only file, as if they had never been written."""
+    held = file.read_bytes()
+    for _ in range(commands):
+        held = held[: held.rindex(b"*1\r\n$5\r\nMULTI\r\n")]
+    file.write_bytes(held)
+
+
+def flip(file: Path, at: int) -> None:
+    held = bytearray(file.read_bytes())
+    held[at] ^= 1
+    file.write_bytes(held)
+
+
+def older_copy(mesh: Mesh) -> None:
+    shutil.rmtree(mesh.place.redis)
+    shutil.copytree(mesh.place.root / "copy", mesh.place.redis)
+
+
+DAMAGE: dict[str, Callable[[Mesh], None]] = {
+    "cut off at the end of a command": lambda mesh: cut_off(mesh.file, 1),
+    "cut off by much": lambda mesh: cut_off(mesh.file, 8),
+    "a byte of a value": lambda mesh: flip(mesh.file, mesh.file.read_bytes().rindex(b"digest") + 6),
+    "a byte of a length": lambda mesh: flip(mesh.file, 1),
+    "the manifest": lambda mesh: (mesh.file.parent / "appendonly.aof.manifest").write_bytes(b""),
+    "the base": lambda mesh: (mesh.file.parent / "appendonly.aof.1.base.rdb").unlink(),
+    "an older copy": older_copy,
+    "all of it gone": lambda mesh: shutil.rmtree(mesh.place.redis),
+    "empty": lambda mesh: mesh.file.write_bytes(b""),
+}
+
+
+async def test_a_state_that_is_whole_goes_on_under_tokens_that_nobody_had(mesh: Mesh) -> None:
+    async with mesh.up() as bench:
+        seats = await bench.training_job()
+        await train(bench, seats, 1, 2)
+    async with mesh.up() as bench:
+        assert mesh.redis.why == ""
+        row = await jobs.job(bench.state, JOB)
+        assert (row.version, row.lineage) == (2, 0)
+        assert await bench.seat(TRAINER) >= seats.trainer + rollback.TOKENS_APART
+    assert not (mesh.place.root / damage.QUARANTINE).exists()
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+async def test_one_that_is_not_what_was_written_is_set_aside_at_the_next_start(
+    mesh: Mesh, what: str
+) -> None:
+    async with mesh.up() as bench:
+        seats = await bench.training_job()
+        await train(bench, seats, 1)
+        shutil.copytree(
+            mesh.place.redis, mesh.place.root / "copy", ignore=shutil.ignore_patterns("*.sock")
+        )
+        await train(bench, seats, 2, 3)
+        last = (await events.read_all(bench.state))[-1].id
+    DAMAGE[what](mesh)
+    async with mesh.up() as bench:
+        assert mesh.redis.why
+        assert await jobs.jobs(bench.state) == []
+        (told,) = await events.read_all(bench.state)
+        assert told.kind == damage.EVENT and told.fields["what"] == "redis"
+        assert events.order(told.id) > events.order(last)
+        assert mesh.redis.known.jobs[JOB].version == 3
+        assert await bench.seat(TRAINER) > seats.trainer
+        if what != "all of it gone":
+            assert (mesh.place.root / damage.QUARANTINE / "mesh/redis/appendonlydir").is_dir()
+            assert told.fields["aside"] == str(mesh.place.root / damage.QUARANTINE / "mesh/redis")
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, what: str) -> None:
+    async with mesh.up() as bench:
+        seats = await bench.training_job()
+        await train(bench, seats, 1)
+        shutil.copytree(
+            mesh.place.redis, mesh.place.root / "copy", ignore=shutil.ignore_patterns("*.sock")
+        )
+        await train(bench, seats, 2, 3)
+        await mesh.noted(3)
+        mesh.kill()
+        DAMAGE[what](mesh)
+        async with asyncio.timeout(WITHIN_S):
+            await mesh.back.wait()
+        with pytest.raises(StateUnavailable):
+            await State.open(mesh.redis.url, connect_s=0.3)
+        await mesh.redis.begin_anew(mesh.why)
+        await mesh.redis.readmit()
+        assert await jobs.jobs(bench.state) == []
+        successor = Bench(bench.state, None)
+        await successor.training_job()
+        with pytest.raises(Fenced):  # it was stopped meanwhile, and knows of nothing
+            await seats.commit(1, [])
+
+
+async def test_a_server_that_was_only_killed_goes_on(mesh: Mesh) -> None:
+    async with mesh.up() as bench:
+        seats = await bench.training_job()
+        await train(bench, seats, 1, 2)
+        mesh.kill()
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                try:
+                    assert (await jobs.job(bench.state, JOB)).version == 2
+                    break
+                except StateUnavailable:
+                    continue
+        await train(bench, seats, 3)
+        assert not mesh.back.is_set()
+
+
+async def test_records_of_the_run_tell_an_older_state_when_the_note_is_older_too(
+    mesh: Mesh,
+) -> None:
+    root = mesh.place.root
+    async with mesh.up() as bench:
+        seats = await bench.training_job()
+        await train(bench, seats, 1)
+    shutil.copytree(root / "mesh", root / "copy")
+    async with mesh.up() as bench:
+        again = Seats(bench.state, await bench.seat("rollout/0"), await bench.seat(TRAINER))
+        await train(bench, again, 2)
+        told = await events.read_all(bench.state)
+    (root / "job.json").write_text(json.dumps({"job": JOB}))
+    lines = [{"id": e.id, "ms": e.ms, "kind": e.kind, "fields": e.fields} for e in told]
+    (root / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.rmtree(root / "mesh")
+    (root / "copy").rename(root / "mesh")
+    async with mesh.up() as bench:
+        assert mesh.redis.why and await jobs.jobs(bench.state) == []
+        assert mesh.redis.known.jobs[JOB].version == 2
+        assert await bench.seat(TRAINER) > again.trainer
+
+
+async def test_a_note_that_is_damaged_is_set_aside_and_the_state_goes_on(mesh: Mesh) -> None:
+    async with mesh.up() as bench:
+        await train(bench, await bench.training_job(), 1)
+    mesh.place.redis_note.write_text(mesh.place.redis_note.read_text().replace("event", "evens"))
+    async with mesh.up() as bench:
+        assert mesh.redis.why == "" and (await jobs.job(bench.state, JOB)).version == 1
+    assert (mesh.place.root / damage.QUARANTINE / "mesh/redis-note.json").is_file()
