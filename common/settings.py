@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,16 @@ from pathlib import Path
 from common.errors import ConfigError
 
 SETTINGS_ENV = "MESHRL_SETTINGS"
+MESH_ENV = "MESHRL_MESH"  # by which a process is known to be a mesh's, wherever its settings are
+# Processes that run a job author's code have no part in the mesh beside the channel to who started
+# them, and are not told where its settings are.
+WITHOUT_SETTINGS = {SETTINGS_ENV: ""}
 OFF = "off"  # value of `metrics` that serves none
+
+
+def mark_of(settings: str | Path) -> str:
+    """The value of MESH_ENV in the processes of the mesh with this file of settings."""
+    return hashlib.blake2b(os.fsencode(settings), digest_size=16).hexdigest()
 
 
 def this_host() -> str:

@@ -33,7 +33,7 @@ from meshrl.launch.places import MeshPlace
 
 UP_S = 240.0  # until the job trains
 TRY_S = 300.0
-RUN_S = 900.0
+RUN_S = 400.0  # for the rest of the run
 SHOWN = 40  # answers that are told in full
 
 
@@ -142,8 +142,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         tried = await tried_by_nobody(plan)
         secrets = secrets_of(settings)
         spills = spilled(plan, tried, secrets, place.root)
-        async with asyncio.timeout(RUN_S):
-            status = await mesh.wait()
+        status = await ended(mesh)
     finally:
         if mesh.returncode is None:
             mesh.send_signal(signal.SIGINT)
@@ -151,6 +150,15 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         log.close()
     spills += [path for path in spilled(plan, [], secrets, place.root) if path not in spills]
     return verdict(place, plan, tried, spills, status)
+
+
+async def ended(run: asyncio.subprocess.Process) -> int:
+    """The exit status of the run; -1: what was tried has stopped it for good."""
+    try:
+        async with asyncio.timeout(RUN_S):
+            return await run.wait()
+    except TimeoutError:
+        return -1
 
 
 def verdict(
