@@ -106,7 +106,7 @@ class State:
         self._answered = monotonic()  # when Redis last answered the renewal thread
         self._away = False
         # Keys of operations whose answers have come: they are let go of with the next operation.
-        self._answered: deque[str] = deque()
+        self._settled: deque[str] = deque()
         # Renews the lease of this process, and says whether it is held; set by who holds one.
         self.renewed: Callable[[], Awaitable[bool]] | None = None
 
@@ -170,7 +170,7 @@ class State:
 
     async def _run(self, script: str, keys: list[str], *args: Any) -> Any:
         operation = args[0].get("op") if args and isinstance(args[0], dict) else None
-        told = list(islice(self._answered, ANSWERED)) if operation else []
+        told = list(islice(self._settled, ANSWERED)) if operation else []
         if told:
             args = ({**args[0], "answered": told}, *args[1:])
         source, sha = script_source(script)
@@ -183,12 +183,12 @@ class State:
         if operation:
             for key in told:
                 self._let_go(key)
-            self._answered.append(f"{keys[0]}:op:{script}:{operation}")
+            self._settled.append(f"{keys[0]}:op:{script}:{operation}")
         return answer
 
     def _let_go(self, key: str) -> None:
         with contextlib.suppress(ValueError):  # another operation has told of it meanwhile
-            self._answered.remove(key)
+            self._settled.remove(key)
 
     def run_sync(self, script: str, keys: list[str], *args: Any) -> Any:
         """What `run` does, for threads, with a client of its own."""
