@@ -88,9 +88,8 @@ class MeshSettings:
     host: str = field(default_factory=this_host)
     metrics: str = "127.0.0.1:*"  # see `metrics_ports`; off: nowhere
     nice: int = 0  # for the role processes that this process starts
-    secret: str = field(
-        default="", repr=False
-    )  # of this start of the mesh, in hexadecimal digits; see common.secret
+    # Of this start of the mesh, in hexadecimal digits; see common.secret.
+    secret: str = field(default="", repr=False)
 
     @classmethod
     def from_env(cls) -> MeshSettings:
