@@ -63,6 +63,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "Weights.examine": ("engine", "hybrid", "scoring", "trainer"),  # who found it damaged
     "Weights.save": ("trainer",),
     "Weights.load": ("trainer",),
+    "Weights.examine": ("engine", "hybrid", "scoring", "trainer"),  # who was given damaged bytes
     "Worker.look": ("planner",),  # its gang has another record
 }
 CALLERS: Callers = {method: frozenset(roles) for method, roles in _TABLE.items()}
