@@ -60,7 +60,6 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "Trainer.restage": ("engine", "hybrid"),  # who cannot load the current version
     "Weights.stage": ("trainer",),
     "Weights.manifest": ("engine", "hybrid", "scoring", "trainer"),  # who loads a version
-    "Weights.examine": ("engine", "hybrid", "scoring", "trainer"),  # who found it damaged
     "Weights.save": ("trainer",),
     "Weights.load": ("trainer",),
     "Weights.examine": ("engine", "hybrid", "scoring", "trainer"),  # who was given damaged bytes
