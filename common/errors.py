@@ -40,6 +40,21 @@ class PeerLost(MeshError):
     retryable = True
 
 
+class HandshakeFailed(PeerLost):
+    """Whatever answers at a process's address is not of this mesh, or takes us for strangers;
+    nothing that was asked has arrived.
+    """
+
+    code = "handshake_failed"
+
+
+class WrongKeys(HandshakeFailed):
+    """A handshake fails for so long that no restart explains it."""
+
+    code = "wrong_keys"
+    retryable = False
+
+
 class RankLost(MeshError):
     """A rank of a training gang has gone or hangs: what the gang was computing is lost with it."""
 
@@ -82,6 +97,12 @@ class NotFound(MeshError):
     """The caller named something that does not exist there, such as a job, a version or a chunk."""
 
     code = "not_found"
+
+
+class NotAllowed(MeshError):
+    """A process of the caller's role may not call that; see common/api/callers.py."""
+
+    code = "not_allowed"
 
 
 class Refused(MeshError):

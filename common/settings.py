@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,16 @@ from pathlib import Path
 from common.errors import ConfigError
 
 SETTINGS_ENV = "MESHRL_SETTINGS"
+MESH_ENV = "MESHRL_MESH"  # by which a process is known to be a mesh's, wherever its settings are
+# Processes that run a job author's code have no part in the mesh beside the channel to who started
+# them, and are not told where its settings are.
+WITHOUT_SETTINGS = {SETTINGS_ENV: ""}
 OFF = "off"  # value of `metrics` that serves none
+
+
+def mark_of(settings: str | Path) -> str:
+    """The value of MESH_ENV in the processes of the mesh with this file of settings."""
+    return hashlib.blake2b(os.fsencode(settings), digest_size=16).hexdigest()
 
 
 def this_host() -> str:
@@ -70,7 +80,7 @@ def _refuse_shared(path: str) -> None:
 class MeshSettings:
     """The settings of one mesh."""
 
-    redis_url: str
+    redis_url: str = field(repr=False)  # may hold a password
     run_root: str
     bind: str = "tcp://127.0.0.1:*"
     advertise: str = ""
@@ -78,7 +88,9 @@ class MeshSettings:
     host: str = field(default_factory=this_host)
     metrics: str = "127.0.0.1:*"  # see `metrics_ports`; off: nowhere
     nice: int = 0  # for the role processes that this process starts
-    secret: str = ""  # of this start of the mesh, in hexadecimal digits; see common.secret
+    secret: str = field(
+        default="", repr=False
+    )  # of this start of the mesh, in hexadecimal digits; see common.secret
 
     @classmethod
     def from_env(cls) -> MeshSettings:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from common.secret import SECRET_BYTES
 from common.settings import SETTINGS_ENV, MeshSettings
 from common.state import embedded
 from loadtests.workers.ledger_traffic import GREEDY_PROMPT, GREEDY_PROMPTS
@@ -51,7 +53,11 @@ class Processes:
         self._running: list[subprocess.Popen[str]] = []
         server = embedded.command(directory / "redis")
         self._start(server.argv, "redis")
-        settings = MeshSettings(redis_url=server.url, run_root=str(directory))
+        settings = MeshSettings(
+            redis_url=server.url,
+            run_root=str(directory),
+            secret=secrets.token_hex(SECRET_BYTES),
+        )
         settings.to_file(directory / "settings.json")
         self._environment = {
             **os.environ,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import inspect
-import os
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +15,12 @@ from common.process.handle import UNKNOWN_EXIT, Usage
 from common.process.host import replace_file
 from common.random import Random
 from common.records.append_file import AppendFile
+from sim.disk import Disk
 from sim.loop import OWNER, VirtualClock, VirtualLoop
 from sim.process import Exited, Program, VirtualProcess
 from sim.record import Record
 
 T = TypeVar("T")
-LATENCY_S = 0.0005  # mean of what a piece of blocking work waits when the disk is well
 GRACELESS = {"services.environment"}  # programs that a SIGTERM ends at once
 
 
@@ -34,21 +32,6 @@ def takes(seconds: float) -> Callable[[T], T]:
         return function
 
     return mark
-
-
-class Disk:
-    """What may be wrong with it."""
-
-    def __init__(self) -> None:
-        self.full = False
-        self.slow_s = LATENCY_S
-
-    def room(self) -> int:
-        return 0 if self.full else -1
-
-    def check(self) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class MachineClock(VirtualClock):
@@ -63,10 +46,10 @@ class MachineClock(VirtualClock):
 
 
 class Machine:
-    def __init__(self, loop: VirtualLoop, random: Random, record: Record) -> None:
+    def __init__(self, loop: VirtualLoop, random: Random, record: Record, root: Path) -> None:
         self.loop, self.random, self.record = loop, random, record
         self.clock = MachineClock(loop)
-        self.disk = Disk()
+        self.disk = Disk(root)
         self.programs: dict[str, Program] = {}
         self.processes: dict[int, VirtualProcess] = {}
         self.graveyard: list[asyncio.Task[Any]] = []  # of dead processes: never to be collected
@@ -232,7 +215,8 @@ class ProcessHost:
         declared_s: float | None = getattr(fn, "takes_s", None)
         if declared_s is None:
             try:
-                found = fn(*args)
+                with self._machine.disk.writing():
+                    found = fn(*args)
             finally:
                 if not self._process.ended:
                     await self._machine.clock.sleep(wait_s)
@@ -248,21 +232,23 @@ class ProcessHost:
 
     async def _work(self, fn: Callable[..., Any], args: tuple[Any, ...], wait_s: float) -> Any:
         await self._machine.clock.sleep(wait_s)
-        found = fn(*args)
+        with self._machine.disk.writing():
+            found = fn(*args)
         return await found if inspect.isawaitable(found) else found
 
     def open_append(self, path: Path) -> AppendFile:
         self._alive()
         if self._machine.disk.full:
             raise StorageFull("no room for a new file", where=str(path))
-        file = AppendFile(path, self._machine.disk.room)
+        file = AppendFile(path, self._machine.disk.bound)
         self._machine.files_of(self._process).append(file)
         return file
 
     def replace_file(self, path: Path, content: bytes) -> None:
         self._alive()
         self._machine.disk.check()
-        replace_file(path, content)
+        with self._machine.disk.writing():
+            replace_file(path, content)
 
     def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
         process = self._machine.processes.get(pid)

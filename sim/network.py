@@ -43,6 +43,7 @@ class MemoryNetwork:
         self._random = random
         self._context = Context()
         self._ends: dict[str, MemoryTransport] = {}
+        self.roles: dict[str, str] = {}  # what whoever sends from an address is known to be
         self._cut: set[frozenset[str]] = set()
         self._paused: dict[str, deque[tuple[str, Peer, list[Frame]]]] = {}
         self._unsent: dict[str, deque[tuple[str, Peer, Frames]]] = {}
@@ -144,8 +145,9 @@ class MemoryNetwork:
 class MemoryTransport:
     """One process's end of a MemoryNetwork. Its address is any text that is free."""
 
-    def __init__(self, network: MemoryNetwork, address: str) -> None:
+    def __init__(self, network: MemoryNetwork, address: str, role: str = "") -> None:
         self.address = address
+        network.roles[address] = role  # for good: what it has sent may arrive after its end
         self.context = copy_context()  # of the process that it belongs to
         self._network = network
         self._known: set[str] = set()  # whom we have sent requests to
@@ -154,6 +156,10 @@ class MemoryTransport:
         self._closed = False
         self._deliver: Deliver | None = None
         network.attach(self)
+
+    @property
+    def refused(self) -> dict[str, int]:
+        return {}
 
     def start(self, deliver: Deliver, lost: Lost, gone: Gone) -> None:
         self._deliver, self._lost, self._gone = deliver, lost, gone
@@ -172,7 +178,7 @@ class MemoryTransport:
         if self._deliver is not None and not self._closed:
             if peer:
                 self._peers.add(peer.decode())
-            self._deliver(peer, frames)
+            self._deliver(peer, frames, self._network.roles[peer.decode()] if peer else "")
 
     def hear_end(self, address: str, after_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -184,7 +190,7 @@ class MemoryTransport:
         if address in self._known:
             reached = address in self.reached
             self.forget(address)
-            self._lost(address, reached)
+            self._lost(address, reached, False)
         if address in self._peers:
             self._peers.discard(address)
             self._gone(address.encode())

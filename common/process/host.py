@@ -25,7 +25,7 @@ from common.process.failure import FAILURE_ENV, Failure, path_beside
 from common.process.handle import Child, SystemChild, start_time
 from common.process.starting import Start, Starter
 from common.records.append_file import AppendFile
-from common.records.durable import sync
+from common.records.durable import flush, sync
 from common.telemetry.watchdog import usage
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ def replace_file(path: Path, content: bytes) -> None:
     with scratch.open("wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        flush(file.fileno())
     scratch.replace(path)
     sync(path.parent)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import StorageFull
+from common.records.durable import flush_content
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -59,7 +60,7 @@ class AppendFile:
 
     def sync(self) -> None:
         """Returns once all that was written is on the disk."""
-        os.fdatasync(self._fd)
+        flush_content(self._fd)
 
     @property
     def open(self) -> bool:

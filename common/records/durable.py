@@ -1,9 +1,35 @@
-"""Durable writes: fsync of files and directories, before a write is acknowledged."""
+"""Durable writes: fsync of files and directories, before a write is acknowledged.
+
+Every fsync of the mesh goes through here, so that a simulated disk knows what a power cut leaves.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+_hears: Callable[[int], None] | None = None
+
+
+def heard_by(disk: Callable[[int], None] | None) -> None:
+    """`disk` is told of each descriptor whose file or directory was synced; None: nobody is."""
+    global _hears
+    _hears = disk
+
+
+def flush(descriptor: int) -> None:
+    """Returns once what the open file or directory holds is on the disk."""
+    os.fsync(descriptor)
+    if _hears is not None:
+        _hears(descriptor)
+
+
+def flush_content(descriptor: int) -> None:
+    """The same without what the file's content does not need to be read again, as its times."""
+    os.fdatasync(descriptor)
+    if _hears is not None:
+        _hears(descriptor)
 
 
 def sync(path: Path) -> None:
@@ -12,7 +38,7 @@ def sync(path: Path) -> None:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        flush(descriptor)
     finally:
         os.close(descriptor)
 

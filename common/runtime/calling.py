@@ -10,7 +10,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from common.clock import Clock
-from common.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost, from_wire
+from common.errors import (
+    BadMessage,
+    DeadlineExceeded,
+    HandshakeFailed,
+    MeshError,
+    PeerLost,
+    WrongKeys,
+    from_wire,
+)
 from common.runtime.directory import Route
 from common.runtime.incoming import Incoming
 from common.runtime.interface import Call, Method, Stream
@@ -40,6 +48,10 @@ _ANSWERS = (REPLY, ERROR)
 CREDITS = 256
 # a producer asks after its consumer every 5 s: without a sign for so long there is none
 SILENCE_S = 30.0
+# The registry names a port that has passed to another mesh for the 6 s of a lease; after that it is
+# the process that is meant which has other keys.
+REFUSED_S = 30.0
+REMEMBERED_REFUSALS = 1024
 
 
 class _Link:
@@ -122,6 +134,7 @@ class Caller:
         self._calls: dict[int, Outstanding] = {}
         self._streams: dict[int, Incoming[Any]] = {}
         self._last_id = 0
+        self._refused_since: dict[str, float] = {}  # by incarnation, until it answers
         sweep.add(self._expire)
 
     def _future(self) -> asyncio.Future[Any]:
@@ -290,6 +303,8 @@ class Caller:
         if header[6] != self._incarnation:
             self._telemetry.count("frames_for_another_incarnation")
             return
+        if self._refused_since:
+            self._refused_since.pop(header[5], None)
         incoming = self._streams.get(call_id)
         if incoming is not None:
             self._feed(incoming, kind, header[7], frames)
@@ -335,17 +350,33 @@ class Caller:
         self.abandon(incoming)
         incoming.fail(PeerLost(f"{incoming.method.label}: {why}", where=incoming.route.actor))
 
-    def lost(self, address: str, reached: bool) -> None:
-        """Fails all calls and streams that wait for the process at `address`."""
+    def lost(self, address: str, reached: bool, refused: bool = False) -> None:
+        """Fails all calls and streams that wait for the process at `address`. `refused`: because
+        the two could not prove to each other that they are of one mesh.
+        """
+        why = self._keys_differ if refused else _gone
         self._links.pop(address, None)
         for row in [r for r in self._calls.values() if r.link.address == address]:
             del self._calls[row.call_id]
             row.ran = row.sent and reached
-            row.fail(_gone(row.route, row.method))
+            row.fail(why(row.route, row.method))
         for incoming in [s for s in self._streams.values() if s.route.address == address]:
             del self._streams[incoming.call_id]
             incoming.ran = reached
-            incoming.fail(_gone(incoming.route, incoming.method))
+            incoming.fail(why(incoming.route, incoming.method))
+
+    def _keys_differ(self, route: Route, method: Method[Any]) -> PeerLost:
+        now = self._clock.monotonic()
+        if len(self._refused_since) >= REMEMBERED_REFUSALS:
+            self._refused_since.clear()
+        since = self._refused_since.setdefault(route.incarnation, now)
+        error = WrongKeys if now - since > REFUSED_S else HandshakeFailed
+        return error(
+            f"{method.label}: what answers for {route.actor} has other keys than this process, so "
+            "it is of another mesh, or of another start of this one",
+            where=route.address,
+            fix="Stop what is left of it with `meshrl down`",
+        )
 
     def _expire(self, now: float) -> float:
         soonest = NEVER

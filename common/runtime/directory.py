@@ -119,9 +119,8 @@ def _not_there(name: str, entry: registry.Entry | None) -> PeerLost:
         return PeerLost(
             f"no process holds the name {name}", where="registry", fix="See `meshrl status`"
         )
-    who = f"incarnation {entry.incarnation}, pid {entry.pid} on {entry.host}"
     return PeerLost(
-        f"{name} has lost its lease ({who})",
+        f"{name} has lost its lease (pid {entry.pid} on {entry.host})",
         where="registry",
         fix="See `meshrl logs` for why it ended",
     )

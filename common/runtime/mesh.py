@@ -7,14 +7,18 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
+from common.api.callers import CALLERS, ROLES, Callers
 from common.clock import Clock, SystemClock
 from common.errors import (
     BadMessage,
+    ConfigError,
     DeadlineExceeded,
     MeshError,
+    NotAllowed,
     PeerLost,
     StaleIncarnation,
     StateUnavailable,
+    WrongKeys,
 )
 from common.process.host import Host, SystemHost
 from common.process.running import run
@@ -22,7 +26,7 @@ from common.random import Random
 from common.runtime.actor import Actor, bind
 from common.runtime.calling import Caller, Outstanding
 from common.runtime.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Directory
-from common.runtime.interface import Call, Cast, Stream
+from common.runtime.interface import Call, Cast, Method, Stream
 from common.runtime.lease import Lease
 from common.runtime.serving import Server
 from common.runtime.sweep import Sweep
@@ -36,6 +40,7 @@ from common.telemetry.monitor import Monitor
 from common.telemetry.tracing import Tracer, scope
 from common.telemetry.watchdog import Watchdog
 from common.transport.base import Peer, Transport
+from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import Frame, decode, encode, unpack_header
 
@@ -46,6 +51,7 @@ CAST_S = 0.5  # a cast is a hint: it does not wait long for somebody to hint to
 STOP_S = 2.0  # for what runs when a process leaves
 ACTOR_STOP_S = 10.0
 HOUSEKEEPING_S = 2.0
+REFUSED_EVERY_S = 30.0  # between two lines of the log on strangers, however many there are
 IDLE_CONNECTION_S = 120.0
 
 __all__ = ["Mesh", "MeshSettings", "Ref", "run"]
@@ -53,7 +59,8 @@ __all__ = ["Mesh", "MeshSettings", "Ref", "run"]
 
 class Mesh:
     """One per process (a simulation holds many). `token` is the fencing token of the process's
-    registry lease. Whoever made `state` closes it, unless the mesh `owns_state`.
+    registry lease. Whoever made `state` closes it, unless the mesh `owns_state`. With `callers`
+    a process asks, and is asked, only what the table allows by role; its own role is its `kind`.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class Mesh:
         renew_s: float = 1.5,
         stall_s: float = 30.0,
         settings: MeshSettings | None = None,
+        callers: Callers | None = None,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         self.name, self.kind = name, kind
@@ -97,7 +105,10 @@ class Mesh:
             self.telemetry,
             self._sweep,
         )
-        self._server = Server(name, clock, transport, self.incarnation, self.telemetry, self._sweep)
+        self._callers = callers
+        self._server = Server(
+            name, clock, transport, self.incarnation, self.telemetry, self._sweep, callers
+        )
         self._lease = Lease(
             state,
             host,
@@ -116,16 +127,27 @@ class Mesh:
         self._housekeeping: asyncio.Task[None] | None = None
         self._owns_state = owns_state
         self._left = False
+        self._strangers: dict[str, int] = {}  # connections that were turned away, as last logged
+        self._strangers_logged = -REFUSED_EVERY_S
         self._endpoint: MetricsEndpoint | None = None
 
     @classmethod
     async def open(cls, name: str, kind: str, settings: MeshSettings) -> Mesh:
-        """The mesh of a real process: sockets, Redis, the machine's clock, threads."""
+        """The mesh of a real process: sockets, Redis, the machine's clock, threads. ConfigError:
+        without a secret, or as of no role that there is.
+        """
+        if not settings.secret:
+            raise ConfigError(
+                "the settings hold no secret, by which processes of a mesh know each other",
+                where="settings.json",
+                fix="Start the mesh anew with `meshrl up` or `meshrl run`, which makes one",
+            )
+        keys = MeshKeys(settings.secret, kind, ROLES)
         log_to_stderr(name)
         async with AsyncExitStack() as opened:
             state = await State.open(settings.redis_url)
             opened.push_async_callback(state.close)
-            transport = ZmqTransport(settings.bind, settings.advertise)
+            transport = ZmqTransport(settings.bind, settings.advertise, keys=keys)
             opened.push_async_callback(transport.close)
             mesh = cls(
                 name=name,
@@ -138,6 +160,7 @@ class Mesh:
                 host=SystemHost(),
                 stall_s=settings.stall_s,
                 settings=settings,
+                callers=CALLERS,
             )
             state.renewed = mesh._lease.renewed
             if settings.metrics != OFF:
@@ -180,6 +203,7 @@ class Mesh:
         """
         try:
             methods = bind(actor) if actor is not None else {}
+            self._server.expect(methods)
             self._stats = stats
             self.start()
             await self._lease.take(self._entry(bulk_address))
@@ -189,7 +213,7 @@ class Mesh:
         except BaseException as error:
             await self._close(error)
             raise
-        self._server.offer(methods)
+        self._server.offer()
 
     def _entry(self, bulk_address: str) -> registry.Entry:
         pid, start_time = self.host.identity
@@ -296,7 +320,7 @@ class Mesh:
 
     # ------------------------------------------------------------ what arrives
 
-    def _deliver(self, peer: Peer, frames: list[Frame]) -> None:
+    def _deliver(self, peer: Peer, frames: list[Frame], role: str) -> None:
         try:
             header = unpack_header(frames[0])
             if len(frames) < 2:
@@ -305,13 +329,13 @@ class Mesh:
             self.telemetry.count("bad_frames")
             return
         if peer:
-            self._server.accept(peer, header, frames)
+            self._server.accept(peer, header, frames, role)
         else:
             self._caller.accept(header, frames)
 
-    def _lost(self, address: str, reached: bool) -> None:
+    def _lost(self, address: str, reached: bool, refused: bool = False) -> None:
         self._directory.forget_address(address)
-        self._caller.lost(address, reached)
+        self._caller.lost(address, reached, refused)
 
     # ------------------------------------------------------------ bookkeeping
 
@@ -340,6 +364,7 @@ class Mesh:
             await self.clock.sleep(HOUSEKEEPING_S)
             now = self.clock.monotonic()
             self._caller.forget_idle(now - IDLE_CONNECTION_S)
+            self._count_strangers(now)
             waited_for = self._caller.waited_for(now - HOUSEKEEPING_S)
             if not waited_for:
                 continue
@@ -350,6 +375,25 @@ class Mesh:
             for route in dead:
                 self.transport.forget(route.address)
                 self._lost(route.address, True)
+
+    def _count_strangers(self, now: float) -> None:
+        turned_away = dict(self.transport.refused)
+        if turned_away == self._strangers or now - self._strangers_logged < REFUSED_EVERY_S:
+            return
+        new = {why: n - self._strangers.get(why, 0) for why, n in turned_away.items()}
+        for why, number in new.items():
+            self.telemetry.count(f"refused_{why}", number)
+        self.log.warning("connections were turned away", **new)
+        self._strangers, self._strangers_logged = turned_away, now
+
+    def check_may_ask(self, method: Method[Any]) -> None:
+        """NotAllowed: a process of this role may not call `method`, whoever would be asked."""
+        if self._callers is not None and self.kind not in self._callers.get(method.label, ()):
+            raise NotAllowed(
+                f"a {self.kind} may not call {method.label}",
+                where=self.name,
+                fix="common/api/callers.py says who may",
+            )
 
 
 class Ref:
@@ -369,6 +413,7 @@ class Ref:
         what may have run is repeated only if `idempotent`.
         """
         mesh = self._mesh
+        mesh.check_may_ask(method)
         mesh.start()
         now = mesh.clock.monotonic()
         deadline = now + (method.deadline_s if deadline_s is None else deadline_s)
@@ -390,8 +435,12 @@ class Ref:
             except DeadlineExceeded:
                 mesh._directory.forget(route)
                 raise
-            except (PeerLost, StaleIncarnation) as error:
-                if not _may_repeat(row, method) or mesh.clock.monotonic() + pause >= deadline:
+            except (PeerLost, StaleIncarnation, NotAllowed) as error:
+                # NotAllowed: we may call that, so another process has the address by now
+                if (
+                    not _may_repeat(row, method, error)
+                    or mesh.clock.monotonic() + pause >= deadline
+                ):
                     raise
                 mesh._directory.forget(route)
                 mesh.telemetry.count(f"repeated_{error.code}")
@@ -406,6 +455,7 @@ class Ref:
         peer ends early.
         """
         mesh = self._mesh
+        mesh.check_may_ask(method)
         mesh.start()
         body, buffers = encode(request)
         deadline = mesh.clock.monotonic() + method.idle_s
@@ -419,8 +469,9 @@ class Ref:
                 async for item in incoming:
                     yield item
                 return
-            except (PeerLost, StaleIncarnation):
-                if incoming.ran or mesh.clock.monotonic() + pause >= deadline:
+            except (PeerLost, StaleIncarnation, NotAllowed) as error:
+                settled = incoming.ran or isinstance(error, WrongKeys)
+                if settled or mesh.clock.monotonic() + pause >= deadline:
                     raise
                 mesh._directory.forget(route)
             finally:
@@ -431,6 +482,7 @@ class Ref:
     async def cast(self, method: Cast[Q], request: Q) -> None:
         """Sends the message if the actor is there; otherwise it is dropped and counted."""
         mesh = self._mesh
+        mesh.check_may_ask(method)
         mesh.start()
         body, buffers = encode(request)
         try:
@@ -442,7 +494,9 @@ class Ref:
             mesh.telemetry.count(f"casts_dropped_{error.code}")
 
 
-def _may_repeat(row: Outstanding, method: Call[Any, Any]) -> bool:
+def _may_repeat(row: Outstanding, method: Call[Any, Any], error: MeshError) -> bool:
+    if isinstance(error, WrongKeys):
+        return False
     if (
         row.answered
     ):  # the actor's own trouble with a third process; or the runtime's answer that nothing ran

@@ -8,10 +8,12 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
+from common.api.callers import Callers
 from common.clock import Clock
 from common.errors import (
     DeadlineExceeded,
     MeshError,
+    NotAllowed,
     NotFound,
     Overloaded,
     RemoteFailure,
@@ -53,6 +55,8 @@ REMEMBERED_IDS = (
     4096  # per sender, for refusing repetitions: 16 times what its credits allow under way
 )
 REMEMBERED_SENDERS = 1024
+NEVER_YET = float("-inf")
+REFUSED_EVERY_S = 30.0  # between two lines of the log on refusals, however many there are
 
 
 class _Running(Scope):
@@ -88,7 +92,11 @@ class Server:
         incarnation: str,
         telemetry: Telemetry,
         sweep: Sweep,
+        callers: Callers | None = None,
     ) -> None:
+        self._callers = callers
+        self._allowed: dict[str, frozenset[str]] = {}  # roles that may call a method, by its name
+        self._refused_logged = NEVER_YET
         self._name = name
         self._clock = clock
         self._transport = transport
@@ -98,7 +106,7 @@ class Server:
         self._methods: dict[str, Bound] = {}
         self._open = False
         self._early: list[
-            tuple[Peer, tuple[Any, ...], list[Frame]]
+            tuple[Peer, tuple[Any, ...], list[Frame], str]
         ] = []  # came while the actor starts
         self._running: dict[tuple[Peer, int], _Running] = {}
         self._seen: dict[str, _Seen] = {}
@@ -114,22 +122,31 @@ class Server:
         """Binds the server to the running loop."""
         self._loop = asyncio.get_running_loop()
 
-    def offer(self, methods: dict[str, Bound]) -> None:
-        """Runs requests from now on; those that came early go first."""
+    def expect(self, methods: dict[str, Bound]) -> None:
+        """Lets requests for these methods wait from now on, of those who may call them."""
         self._methods = methods
+        if self._callers is not None:
+            callers = self._callers
+            self._allowed = {
+                name: callers.get(entry.method.label, frozenset())
+                for name, entry in methods.items()
+            }
+
+    def offer(self) -> None:
+        """Runs requests from now on; those that came early go first."""
         self._open = True
         early, self._early = self._early, []
-        for peer, header, frames in early:
-            self.accept(peer, header, frames)
+        for peer, header, frames, role in early:
+            self.accept(peer, header, frames, role)
 
-    def accept(self, peer: Peer, header: tuple[Any, ...], frames: list[Frame]) -> None:
-        """Takes in a frame of a requester: its method runs, or it is answered with the reason why
-        not.
+    def accept(self, peer: Peer, header: tuple[Any, ...], frames: list[Frame], role: str) -> None:
+        """Takes in a frame of a requester of this role: its method runs, or it is answered with the
+        reason why not; whoever may not call it hears that alone, whatever else is wrong.
         """
         kind, call_id = header[1], header[2]
         if kind in _REQUESTS:
             try:
-                self._request(peer, header, frames)
+                self._request(peer, header, frames, role)
             except MeshError as error:
                 self._telemetry.count(f"refused_{error.code}")
                 if kind == CALL:
@@ -150,25 +167,23 @@ class Server:
         else:
             self._telemetry.count("bad_frames")
 
-    def _request(self, peer: Peer, header: tuple[Any, ...], frames: list[Frame]) -> None:
+    def _request(self, peer: Peer, header: tuple[Any, ...], frames: list[Frame], role: str) -> None:
         _, kind, call_id, actor, name, sender, target, number, trace = header
+        if self._callers is not None and role not in self._allowed.get(name, ()):
+            self._log_refused(role, actor, name)
+            raise NotAllowed("not allowed")
         if not self._open and target == self._incarnation:
             if len(self._early) >= EARLY:
                 raise Overloaded(f"{self._name} is starting and {EARLY} requests wait for it")
-            self._early.append((peer, header, frames))
+            self._early.append((peer, header, frames, role))
             return
         if target != self._incarnation:
-            raise StaleIncarnation(
-                f"{self._name} was started again: it is {self._incarnation} now, not {target}"
-            )
+            raise StaleIncarnation(f"{self._name} was started again, or has this address by now")
         if actor != self._name:
             raise NotFound(f"no actor {actor!r:.80} lives in the process of {self._name}")
         entry = self._methods.get(name)
         if entry is None or (kind == CAST) != isinstance(entry.method, Cast):
-            offered = ", ".join(sorted(self._methods)) or "none"
-            raise UnknownMethod(
-                f"{self._name} has no {name!r:.80} of that kind; its methods: {offered}"
-            )
+            raise UnknownMethod(f"{self._name} has no {name!r:.80} of that kind")
         if len(frames) > 2:
             check_sizes(frames)
         request = decode(entry.method.request, frames[1], frames[2:])
@@ -189,6 +204,14 @@ class Server:
                 self._answer(peer, call_id, sender, entry, reply)
         except Exception as error:
             self._failed(peer, call_id, sender, entry, error, kind == CALL)
+
+    def _log_refused(self, role: str, actor: str, name: str) -> None:
+        now = self._clock.monotonic()
+        if now - self._refused_logged >= REFUSED_EVERY_S:
+            self._refused_logged = now
+            self._telemetry.log.warning(
+                "a call was refused", role=role, actor=actor[:80], method=name[:80]
+            )
 
     def _spawn(
         self, peer: Peer, call_id: int, sender: str, entry: Bound, request: Any, remaining_ms: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from common.wire.frames import Frame
@@ -11,8 +11,8 @@ from common.wire.frames import Frame
 # caller
 Peer = bytes
 Frames = Sequence[Frame]
-Deliver = Callable[[Peer, list[Frame]], None]
-Lost = Callable[[str, bool], None]
+Deliver = Callable[[Peer, list[Frame], str], None]
+Lost = Callable[[str, bool, bool], None]
 Gone = Callable[[Peer], None]
 
 
@@ -23,11 +23,18 @@ class Transport(Protocol):
     def address(self) -> str:
         """Where others reach this process."""
 
-    def start(self, deliver: Deliver, lost: Lost, gone: Gone) -> None:
-        """Runs `deliver(peer, frames)` on the loop for every message from now on; never before.
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many connections were turned away so far, by reason."""
 
-        `lost(address, reached)`: the process at `address` has gone; unless `reached`, nothing sent
-        to it has arrived. `gone(peer)`: a requester has gone.
+    def start(self, deliver: Deliver, lost: Lost, gone: Gone) -> None:
+        """Runs `deliver(peer, frames, role)` on the loop for every message from now on; never
+        before. `role` is what the sender of a request has proved to be, empty where nobody proves
+        anything.
+
+        `lost(address, reached, refused)`: the process at `address` has gone; unless `reached`,
+        nothing sent to it has arrived; `refused`: something is there, and the two could not prove
+        to each other that they are of one mesh. `gone(peer)`: a requester has gone.
         """
 
     def send(self, address: str, frames: Frames) -> None:

@@ -5,6 +5,10 @@ ZeroMQ's file descriptor is edge triggered: after every send a drain is schedule
 mandatory ROUTER says EAGAIN for a peer at its high-water mark; what it refuses is parked per peer,
 in order, and retried on every drain and on a timer. A DEALER's monitor tells within milliseconds
 that its peer's process has ended.
+
+On the wire a header has its length before it, and a small body behind it in the same frame: every
+frame is a box of its own to CURVE. With keys every connection is CURVE: both ends prove that they
+belong to the mesh, and a request comes with the role that its sender has proved.
 """
 
 from __future__ import annotations
@@ -21,23 +25,28 @@ from zmq.utils.monitor import parse_monitor_message
 from common.errors import ConfigError, Overloaded
 from common.settings import advertised_host
 from common.transport.base import Deliver, Frames, Gone, Lost, Peer
+from common.transport.doorkeeper import Doorkeeper
+from common.transport.keys import MeshKeys
 from common.wire.frames import DEFAULT_LIMITS, Frame, MessageLimits
 
 DRAIN_MESSAGES = 256  # a turn of the loop stays under ~5 ms
 BURST = 16  # messages written in one go: enough to share a wake-up, few enough to overlap with work
 RETRY_S = 0.005
 COPY_BYTES = 65_536  # below this a copy is cheaper than a reference counted across threads
+JOIN_BYTES = (
+    4096  # a body up to this travels in the header's frame; copying it costs less than a frame
+)
+LENGTH_BYTES = 2  # of the header, little endian, where a message begins
 LINGER_MS = 300  # last replies on the way out
 MAX_SOCKETS = 16_384  # libzmq's own limit is 1,023
 _NOW = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-_ENDED = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _REFUSED
 
 
 class _Pump:
@@ -47,8 +56,17 @@ class _Pump:
     messages at each wake-up, which saves a fifth of a call's CPU time.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], routes: bool, park_messages: int) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        routes: bool,
+        park_messages: int,
+        door: Doorkeeper | None = None,
+    ) -> None:
         self.socket = socket
+        self._door = door
+        self._roles: dict[Peer, str] = {}  # of connections, since the last one was admitted
+        self._admitted = 0
         # zmq.Socket's own send and recv are wrappers in Python; the compiled ones beneath take half
         # the time
         raw: Any = super(zmq.Socket, socket)
@@ -89,17 +107,23 @@ class _Pump:
             return False
         self._write_out()
         recv, deliver, routes = self._recv, self._deliver, self._routes
+        guarded, role = self._door is not None, ""
         again = True  # also when `deliver` raises: the descriptor will not fire for what is left
         try:
             for _ in range(DRAIN_MESSAGES):
                 peer = recv(_NOW) if routes else b""
-                frames: list[Frame] = []
-                while True:
+                frame = recv(_NOW, False)
+                if guarded:
+                    role = self._role(peer, frame)
+                first = frame.bytes
+                ends = LENGTH_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little")
+                frames: list[Frame] = [first[LENGTH_BYTES:ends]]
+                if len(first) > ends:
+                    frames.append(first[ends:])
+                while frame.more:
                     frame = recv(_NOW, False)
                     frames.append(frame.bytes if len(frame) < COPY_BYTES else frame.buffer)
-                    if not frame.more:
-                        break
-                deliver(peer, frames)
+                deliver(peer, frames, role)
                 if self.socket.closed:
                     return False
         except zmq.Again:
@@ -110,6 +134,19 @@ class _Pump:
             if (again or wrote) and not self._scheduled and not self.socket.closed:
                 self._schedule()
         return again
+
+    def _role(self, peer: Peer, frame: Any) -> str:
+        """What the sender has proved to be. Asking its connection costs a microsecond, so it is
+        remembered until anybody connects, who might come under the name of one that has gone.
+        """
+        assert self._door is not None
+        if self._door.admitted != self._admitted:
+            self._admitted = self._door.admitted
+            self._roles.clear()
+        role = self._roles.get(peer)
+        if role is None:
+            role = self._roles[peer] = frame.get("User-Id")
+        return role
 
     def _write_out(self) -> bool:
         """Sends what fits; whether anything did."""
@@ -152,8 +189,14 @@ class _Pump:
         send = self._send
         if self._routes:
             send(peer, _MORE)
-        last = len(frames) - 1
-        for place, frame in enumerate(frames):
+        first = len(frames[0]).to_bytes(LENGTH_BYTES, "little") + frames[0]
+        rest = frames[1:]
+        if rest and 0 < len(rest[0]) <= JOIN_BYTES:
+            first += rest[0]
+            rest = rest[1:]
+        send(first, _MORE if rest else _NOW)
+        last = len(rest) - 1
+        for place, frame in enumerate(rest):
             send(frame, _MORE if place < last else _NOW, len(frame) < COPY_BYTES)
 
     def _unreachable(self, peer: Peer, error: zmq.ZMQError) -> None:
@@ -195,7 +238,7 @@ class _Link:
     """Our DEALER to one peer, and the monitor that sees the connection end."""
 
     def __init__(
-        self, pump: _Pump, loop: asyncio.AbstractEventLoop, ended: Callable[[bool], None]
+        self, pump: _Pump, loop: asyncio.AbstractEventLoop, ended: Callable[[bool, bool], None]
     ) -> None:
         self.pump = pump
         self._loop = loop
@@ -216,7 +259,7 @@ class _Link:
                 continue
             while self.pump.turn():  # the peer may have answered before it ended
                 pass
-            self._ended(self._reached)
+            self._ended(self._reached, bool(event & _REFUSED))
 
     def close(self, linger_ms: int) -> None:
         if not self._monitor.closed:
@@ -230,7 +273,8 @@ class ZmqTransport:
     """Listens as soon as it is made (so that `address` is known), reads once it is started.
 
     `bind` is a ZeroMQ endpoint; `*` as its port takes any free one. `advertise` is the host (or
-    whole endpoint) under which others reach it, when that differs.
+    whole endpoint) under which others reach it, when that differs. Without `keys` anybody is
+    served, and whatever answers at an address is believed: for tests alone.
     """
 
     def __init__(
@@ -238,6 +282,7 @@ class ZmqTransport:
         bind: str = "tcp://127.0.0.1:*",
         advertise: str = "",
         *,
+        keys: MeshKeys | None = None,
         hwm: int = 1000,
         park_messages: int = 10_000,
         limits: MessageLimits = DEFAULT_LIMITS,
@@ -245,24 +290,28 @@ class ZmqTransport:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._hwm, self._park_messages, self._limits = hwm, park_messages, limits
-        self._router = self._pump(zmq.ROUTER)
-        self._router.socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._keys = keys
+        router = self._socket(zmq.ROUTER)
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        self._door = Doorkeeper(self._context, router, keys) if keys is not None else None
+        self._router = _Pump(router, True, park_messages, self._door)
         try:
-            self._router.socket.bind(bind)
+            router.bind(bind)
         except zmq.ZMQError as error:
-            self._context.destroy(0)
+            router.close(0)
+            self._context.term()
             raise ConfigError(
                 f"cannot listen on {bind}: {error}",
                 where="mesh.bind",
                 fix="Take an address of this host, and * or a free port behind it",
             ) from None
-        bound = self._router.socket.getsockopt(zmq.LAST_ENDPOINT)
+        bound = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         self.address = _advertised(bound.decode(), advertise)
         self._links: dict[str, _Link] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def _pump(self, kind: int) -> _Pump:
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, self._hwm)
@@ -271,7 +320,12 @@ class ZmqTransport:
         socket.set(zmq.CONNECT_TIMEOUT, 5_000)
         socket.set(zmq.HEARTBEAT_IVL, 3_000)  # finds hosts that vanish without closing
         socket.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
-        return _Pump(socket, kind == zmq.ROUTER, self._park_messages)
+        return socket
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many connections were turned away so far, by reason; see `Doorkeeper.refused`."""
+        return dict(self._door.refused) if self._door is not None else {}
 
     def start(self, deliver: Deliver, lost: Lost, gone: Gone) -> None:
         """Begins to deliver messages on the running loop; see `Transport.start`."""
@@ -294,12 +348,17 @@ class ZmqTransport:
 
     def _connect(self, address: str) -> _Link:
         assert self._loop is not None, "start() comes before send()"
-        pump = self._pump(zmq.DEALER)
+        socket = self._socket(zmq.DEALER)
+        if self._keys is not None:
+            socket.set(zmq.CURVE_SERVERKEY, self._keys.answering.public)
+            socket.set(zmq.CURVE_PUBLICKEY, self._keys.asking.public)
+            socket.set(zmq.CURVE_SECRETKEY, self._keys.asking.secret)
+        pump = _Pump(socket, False, self._park_messages)
 
-        def ended(reached: bool) -> None:
+        def ended(reached: bool, refused: bool) -> None:
             if self._links.get(address) is link:
                 self.forget(address)
-                self._lost(address, reached)
+                self._lost(address, reached, refused)
 
         link = self._links[address] = _Link(pump, self._loop, ended)
         pump.start(self._loop, self._deliver, self._gone)
@@ -326,7 +385,7 @@ class ZmqTransport:
         self._router.close(LINGER_MS)
         loop = asyncio.get_running_loop()
         # Once handed over it runs to its end, even if who waits for it is cancelled.
-        await asyncio.shield(loop.run_in_executor(None, self._context.destroy, LINGER_MS))
+        await asyncio.shield(loop.run_in_executor(None, self._context.term))
 
 
 def _advertised(bound: str, advertise: str) -> str:

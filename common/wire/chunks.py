@@ -19,7 +19,7 @@ import xxhash
 
 from common.errors import BadMessage, Damaged, MeshError, NotFound, StorageFull
 from common.records import damage
-from common.records.durable import sync
+from common.records.durable import flush, sync
 
 DIGEST_DIGITS = 32
 BLOCK_BYTES = 1 << 20  # of a chunk that are in memory at a time while it is checked
@@ -77,7 +77,7 @@ class Scratch:
     def commit(self) -> None:
         """Makes the chunk durable under its name. StorageFull: the disk is full."""
         try:
-            os.fsync(self._fd)
+            flush(self._fd)
             self._stamp(self._path)
             os.rename(self._path, self._target)
             sync(self._target.parent)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -12,6 +14,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from common.runtime.mesh import Mesh, MeshSettings
+from common.secret import SECRET_BYTES
+from common.settings import SETTINGS_ENV
 from common.state import registry
 from common.state.embedded import command
 
@@ -21,15 +25,15 @@ START_S = 120.0  # native code may have to be compiled
 class EngineProcesses:
     """Engines by name; `loadtests.workers.engine_member` says what their options are."""
 
-    def __init__(self, redis_url: str, directory: Path) -> None:
-        self._redis_url, self._directory = redis_url, directory
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory  # of their logs, and of the mesh's settings
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *options: str) -> None:
         log = (self._directory / f"{name.replace('/', '-')}.log").open("ab")
         argv = [sys.executable, "-m", "loadtests.workers.engine_member", "--name", name]
-        argv += ["--redis", self._redis_url, *options]
-        self.running[name] = subprocess.Popen(argv, stdout=log, stderr=log)
+        env = {**os.environ, SETTINGS_ENV: str(self._directory / "settings.json")}
+        self.running[name] = subprocess.Popen([*argv, *options], stdout=log, stderr=log, env=env)
         log.close()
 
     async def ready(self, mesh: Mesh) -> None:
@@ -60,13 +64,19 @@ async def meshed(name: str) -> AsyncIterator[tuple[Mesh, EngineProcesses, Path]]
         directory = Path(scratch)
         server = command(directory / "redis")
         redis = subprocess.Popen(server.argv, stdout=subprocess.DEVNULL)
-        engines = EngineProcesses(server.url, directory)
+        settings = MeshSettings(
+            redis_url=server.url,
+            run_root=scratch,
+            host="one",
+            secret=secrets.token_hex(SECRET_BYTES),
+        )
+        settings.to_file(directory / "settings.json")
+        engines = EngineProcesses(directory)
         mesh = None
         try:
             async with asyncio.timeout(START_S):
                 while not (directory / "redis" / "redis.sock").exists():
                     await asyncio.sleep(0.02)
-            settings = MeshSettings(redis_url=server.url, run_root=scratch, host="one")
             mesh = await Mesh.open(name, name.partition("/")[0], settings)
             await mesh.join(None)
             yield mesh, engines, directory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import psutil
 
 from common.api.sandbox import JailSettings, LoadJob, RewardPart, RunTools, Sandbox, ToolCall
 from common.runtime.mesh import Mesh, MeshSettings, Ref
+from common.secret import SECRET_BYTES
 from common.settings import SETTINGS_ENV
 from common.state import registry
 from common.state.embedded import command
@@ -105,7 +107,12 @@ async def sandboxed(*options: str) -> AsyncIterator[Place]:
                 if time.monotonic() > until:
                     raise RuntimeError("redis does not start")
                 await asyncio.sleep(0.02)
-            settings = MeshSettings(redis_url=server.url, run_root=scratch, host="one")
+            settings = MeshSettings(
+                redis_url=server.url,
+                run_root=scratch,
+                host="one",
+                secret=secrets.token_hex(SECRET_BYTES),
+            )
             settings.to_file(directory / "settings.json")
             environment = {SETTINGS_ENV: str(directory / "settings.json"), "PYTHONPATH": str(ROOT)}
             with (directory / "sandbox.log").open("ab") as log:
@@ -115,7 +122,7 @@ async def sandboxed(*options: str) -> AsyncIterator[Place]:
                     stdout=log,
                     stderr=log,
                 )
-            mesh = await Mesh.open("loadtest/0", "loadtest", settings)
+            mesh = await Mesh.open("loadtest/0", "rollout", settings)
             await mesh.join(None)
             while not any(e.alive for e in await registry.entries(mesh.state, "sandbox")):
                 if process.poll() is not None or time.monotonic() > until:

@@ -7,20 +7,27 @@ from common.process.host import SystemHost
 from common.random import Random
 from common.runtime.mesh import Mesh
 from common.state import registry
+from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 from sim.state import simulated_state
 
 FOREVER_S = 3600.0  # lease length
 
 
-def unrenewed(name: str) -> Mesh:
-    """With a Redis of its own in this process: `knows` tells it of others."""
+ROLE = "loadtest"
+
+
+def unrenewed(name: str, secret: str = "") -> Mesh:
+    """With a Redis of its own in this process: `knows` tells it of others. Without a secret anybody
+    may connect.
+    """
     clock = SystemClock()
+    keys = MeshKeys(secret, ROLE, {ROLE}) if secret else None
     return Mesh(
         name=name,
-        kind="loadtest",
+        kind=ROLE,
         state=simulated_state(clock),
-        transport=ZmqTransport(),
+        transport=ZmqTransport(keys=keys),
         clock=clock,
         random=Random.system(),
         host=SystemHost(),
@@ -31,5 +38,5 @@ def unrenewed(name: str) -> Mesh:
 
 async def knows(mesh: Mesh, name: str, address: str, incarnation: str) -> None:
     """Puts another process into the mesh's registry."""
-    entry = registry.Entry(name, "loadtest", address=address, incarnation=incarnation)
+    entry = registry.Entry(name, ROLE, address=address, incarnation=incarnation)
     await registry.register(mesh.state, entry, int(FOREVER_S * 1000))

@@ -140,7 +140,7 @@ class Starts:
 @contextlib.asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[tuple[Starts, str]]:
     """The mesh, and the nursery's socket."""
-    async with meshed("loadtest/0") as (mesh, _, directory):
+    async with meshed("planner/loadtest") as (mesh, _, directory):
         (directory / "mesh").mkdir()
         mesh.settings.to_file(directory / "mesh" / "settings.json")
         os.environ[SETTINGS_ENV] = str(directory / "mesh" / "settings.json")

@@ -1,6 +1,6 @@
 """An engine with random weights as a member of a mesh, for load tests.
 
-python -m loadtests.workers.engine_member --name engine/g0 --redis URL --pace 6/16/30000
+python -m loadtests.workers.engine_member --name engine/g0 --pace 6/16/30000
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def engine(mesh: Mesh, slots: int, max_length: int, pace: str) -> TokenEngine:
     return PacedEngine(built, profile(pace), mesh.clock) if pace else built
 
 
-async def main(name: str, redis: str, slots: int, max_length: int, pace: str) -> None:
-    mesh = await Mesh.open(name, "engine", MeshSettings(redis_url=redis, run_root="", host="one"))
+async def main(name: str, slots: int, max_length: int, pace: str) -> None:
+    mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
     driver = Driver(asyncio.get_running_loop())
@@ -69,9 +69,8 @@ async def main(name: str, redis: str, slots: int, max_length: int, pace: str) ->
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", required=True)
-    parser.add_argument("--redis", required=True)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=4096)
     parser.add_argument("--pace", default="")
     chosen = parser.parse_args()
-    run(lambda: main(chosen.name, chosen.redis, chosen.slots, chosen.max_length, chosen.pace))
+    run(lambda: main(chosen.name, chosen.slots, chosen.max_length, chosen.pace))

@@ -27,7 +27,7 @@ from common.process.host import SystemHost, own_start_time
 from common.process.lease_watch import LeaseWatch
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.secret import SECRET_BYTES
-from common.settings import SETTINGS_ENV, MeshSettings
+from common.settings import MESH_ENV, SETTINGS_ENV, MeshSettings, mark_of
 from common.state import embedded, registry
 from common.state.client import State
 from common.state.ended import Report, Reports, ended, forget_all
@@ -282,8 +282,10 @@ class Launcher(Hooks):
 
     @property
     def _environment(self) -> dict[str, str]:
-        """Of every process; those that a mesh left behind are found by its settings in it."""
-        return {SETTINGS_ENV: str(self.place.settings.resolve()), "OMP_NUM_THREADS": "1"}
+        """Of every process; those that a mesh left behind are found by its mark."""
+        settings = self.place.settings.resolve()
+        marks = {SETTINGS_ENV: str(settings), MESH_ENV: mark_of(settings)}
+        return {**marks, "OMP_NUM_THREADS": "1"}
 
     async def _start_services(self) -> None:
         specs = [

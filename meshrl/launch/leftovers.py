@@ -1,7 +1,7 @@
-"""Finds processes that a mesh left behind, by the settings file in their environment, and ends
-them.
+"""Finds processes that a mesh left behind, by the mark of its settings in their environment, and
+ends them.
 
-Every process of a mesh inherits $MESHRL_SETTINGS, whoever its parent is by now, so this finds what
+Every process of a mesh inherits $MESHRL_MESH, whoever its parent is by now, so this finds what
 no registry and no process tree names any more. A stop ends with it, and a start begins with it.
 """
 
@@ -14,14 +14,14 @@ import signal
 from pathlib import Path
 
 from common.process.handle import start_time
+from common.settings import MESH_ENV, mark_of
 
-VARIABLE = b"MESHRL_SETTINGS="
 POLL_S = 0.05
 
 
 def belonging_to(settings: Path) -> list[int]:
     """Pids of running processes, other than this one, that were started with these settings."""
-    wanted = VARIABLE + os.fsencode(settings)
+    wanted = os.fsencode(f"{MESH_ENV}={mark_of(settings)}")
     return [
         pid
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit())

@@ -5,15 +5,16 @@ a job would go on from must outlive that.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
-from common.errors import BadMessage
+from common.errors import Damaged
 from common.process.host import Host
+from common.records import damage
 from common.records.durable import sync
+from common.records.sealed import read_sealed, sealed
 from common.wire.chunks import failure
 from services.weights.retention import Number
 
@@ -25,6 +26,18 @@ class JobVersions:
     job: str
     run_dir: str = ""  # empty before the first checkpoint
     versions: dict[str, Number] = field(default_factory=dict)  # by manifest, of all that are kept
+    # False: what was on record is damaged, and Redis has not told of the job yet.
+    known: bool = True
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A record that was damaged."""
+
+    job: str
+    path: Path
+    why: str
+    aside: Path
 
 
 class JobRecords:
@@ -41,10 +54,29 @@ class JobRecords:
     def of(self, job: str) -> JobVersions:
         return self._records.setdefault(job, JobVersions(job))
 
-    async def open(self) -> None:
-        """Reads what an earlier start wrote; BadMessage when somebody else has changed it."""
-        found = await self._host.run_blocking(self._read, deadline_s=IO_S)
+    async def open(self) -> list[Lost]:
+        """Reads what an earlier start wrote. What is damaged is set aside and returned: that job
+        is not `known` until it is made known again, also by another start.
+        """
+        found, lost = await self._host.run_blocking(self._read, deadline_s=IO_S)
         self._records = {record.job: record for record in found}
+        for one in lost:
+            self._records[one.job] = JobVersions(one.job, known=False)
+            await self.save(one.job)
+        return list(lost)
+
+    async def make_known(self, job: str, run_dir: str, versions: dict[str, Number]) -> None:
+        """Adds what Redis tells of a job: a record may be damaged, gone or older than it was."""
+        record = self.of(job)
+        told = versions | record.versions
+        if (record.run_dir, record.versions, record.known) != (run_dir, told, True):
+            record.run_dir, record.versions, record.known = run_dir, told, True
+            await self.save(job)
+
+    @property
+    def unknown(self) -> bool:
+        """Whether there is a job of which nobody can tell what it needs."""
+        return any(not record.known for record in self._records.values())
 
     async def save(self, job: str) -> None:
         """Makes the job's record durable as it is now; StorageFull leaves the one before."""
@@ -61,26 +93,33 @@ class JobRecords:
         except OSError as error:
             raise failure(error, path) from error
 
-    def _read(self) -> list[JobVersions]:
+    def _read(self) -> tuple[list[JobVersions], list[Lost]]:
         self._directory.mkdir(parents=True, exist_ok=True)
         sync(self._directory.parent)
-        return [_parsed(path) for path in sorted(self._directory.glob("*.json"))]
+        found: list[JobVersions] = []
+        lost: list[Lost] = []
+        for path in sorted(self._directory.glob("*.json")):
+            try:
+                found.append(_parsed(path))
+            except Damaged as error:
+                aside = damage.set_aside(path, self._directory.parent)
+                lost.append(Lost(unquote(path.stem), path, error.message, aside))
+        return found, lost
 
 
 def _content(record: JobVersions) -> bytes:
     versions = {m: [number.lineage, number.version] for m, number in record.versions.items()}
     written = {"job": record.job, "run_dir": record.run_dir, "versions": versions}
-    return json.dumps(written).encode()
+    return sealed(written | {"known": record.known})
 
 
 def _parsed(path: Path) -> JobVersions:
+    found = read_sealed(path)
     try:
-        found = json.loads(path.read_bytes())
         versions = {digest: Number(*number) for digest, number in found["versions"].items()}
-        return JobVersions(found["job"], found["run_dir"], versions)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadMessage(
-            f"the record of a job's versions does not read: {error!r}",
-            where=str(path),
-            fix="restore the file, or remove it once Redis knows the job",
-        ) from error
+        record = JobVersions(found["job"], found["run_dir"], versions, found["known"])
+    except (TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"it is no record of a job: {error!r}", where=str(path)) from error
+    if record.job != unquote(path.stem):
+        raise Damaged(f"it is that of {record.job}", where=str(path))
+    return record

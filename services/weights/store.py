@@ -50,7 +50,12 @@ class WeightStore(Actor):
         return {"manifests": len(self._manifests)}
 
     async def start(self) -> None:
-        await self._records.open()
+        for lost in await self._records.open():
+            then = "made again from Redis and the checkpoints; until then nothing is swept"
+            told = damage.fields(
+                "versions", lost.path, lost.why, then, job=lost.job, aside=lost.aside
+            )
+            await events.append(self.mesh.state, damage.EVENT, told)
 
     async def sweep_forever(self) -> None:
         """Deletes what nothing can need again."""

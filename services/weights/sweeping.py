@@ -15,9 +15,9 @@ from typing import TypeVar
 from common.api.weights import Manifest
 from common.errors import BadMessage, Damaged, MeshError, NotFound
 from common.records import damage
-from common.records.checkpoints import manifest_of, set_aside
+from common.records.checkpoints import manifest_of, newest_due, set_aside
 from common.runtime.mesh import Mesh
-from common.state import events, groups, jobs
+from common.state import events, groups, jobs, steps
 from common.wire.bulk import ChunkStore
 from services.weights.records import IO_S, JobRecords, JobVersions
 from services.weights.retention import Number, awaited, expired, pinned
@@ -57,7 +57,8 @@ class Sweeper:
         self._manifest, self._forget = manifest, forget
         self._named: set[str] = set()  # by a version or a group, at the last sweep
         self._dead: dict[str, tuple[float, int]] = {}  # found so when, and last written when
-        self._unreadable: set[str] = set()  # manifests that were complained of
+        self._known: set[str] = set()  # jobs of which Redis has told
+        self._unreadable: dict[str, float] = {}  # what was complained of, and when
         self._orphans_at = 0.0
         self._removal: asyncio.Task[None] | None = None
 
@@ -75,16 +76,31 @@ class Sweeper:
 
     async def sweep(self) -> None:
         rows = await jobs.jobs(self._mesh.state)
+        for row in rows:
+            await self._make_known(row)
         held = {record.job: dict(record.versions) for record in self._records}
         need = await self._need(rows, held)
-        live = need.groups | await self._contents(need.manifests)
+        live = need.groups | await self._contents(need.manifests, needed=True)
         passed = {m for versions in held.values() for m in versions} - need.manifests
         named = self._named | await self._contents(passed)
         self._named = live
+        self._remove(need.leftovers)
+        if self._records.unknown:  # whatever is there may be what that job goes on from
+            return
         await self._delete(named - live, live)
         for job, versions in held.items():
             await self._record(job, versions, need.manifests)
-        self._remove(need.leftovers)
+
+    async def _make_known(self, row: jobs.JobRow) -> None:
+        """What Redis tells of the versions that somebody is about to name, once in this start."""
+        if row.id in self._known:
+            return
+        every, last = row.document["training"]["checkpoint_every"], row.document["budget"]["steps"]
+        since = max(0, newest_due(row.version, every, last) - 1)
+        told = await steps.step_rows(self._mesh.state, row.id, since)
+        versions = {step["manifest"]: Number(step["lineage"], step["step"]) for step in told}
+        await self._records.make_known(row.id, row.run_dir, versions)
+        self._known.add(row.id)
 
     # -- what is needed --------------------------------------------------------------------------
 
@@ -95,10 +111,12 @@ class Sweeper:
             versions = held.get(row.id, {})
             need.manifests |= pinned(row) | awaited(row, versions)
             directory = _directory(row.run_dir)
+            # Before any expires: one that is damaged takes nobody's place.
+            weights = await self._of_checkpoints(directory, await self._run(_names, directory))
             names = await self._run(_unexpired, row)
             if row.checkpoint and row.checkpoint not in names:  # is its disk not there?
                 need.manifests |= versions.keys()
-            need.manifests |= await self._of_checkpoints(directory, names)
+            need.manifests |= {weights[name] for name in names if name in weights}
             need.leftovers += await self._run(_leftovers, directory)
         known = {row.id for row in rows}
         for record in self._records:
@@ -110,14 +128,16 @@ class Sweeper:
         if not record.run_dir:
             return set()
         directory = _directory(record.run_dir)
-        return await self._of_checkpoints(directory, await self._run(_names, directory))
+        named = await self._of_checkpoints(directory, await self._run(_names, directory))
+        return set(named.values())
 
-    async def _of_checkpoints(self, directory: Path, names: Iterable[str]) -> set[str]:
-        found = set()
+    async def _of_checkpoints(self, directory: Path, names: Iterable[str]) -> dict[str, str]:
+        """The manifests of weights that checkpoints name; what is damaged is set aside."""
+        found: dict[str, str] = {}
         for name in names:
             path = directory / f"{name}.json"
             try:
-                found.add((await self._run(manifest_of, path))["weights"])
+                found[name] = (await self._run(manifest_of, path))["weights"]
             except NotFound as error:
                 self._complain(str(path), error)
             except Damaged as error:
@@ -132,7 +152,7 @@ class Sweeper:
             told = damage.fields("checkpoint", path, error.message, f"{then} written", aside=aside)
             await events.append(self._mesh.state, damage.EVENT, told)
 
-    async def _contents(self, manifests: Iterable[str]) -> set[str]:
+    async def _contents(self, manifests: Iterable[str], needed: bool = False) -> set[str]:
         """These manifests with their chunks. One that is lost is nothing that others wait for."""
         found = set()
         for digest in manifests:
@@ -140,13 +160,30 @@ class Sweeper:
             try:
                 found |= {tensor.chunk for tensor in (await self._manifest(digest)).tensors}
             except (NotFound, Damaged, BadMessage) as error:
-                self._complain(digest, error)
+                if self._complain(digest, error) and needed and isinstance(error, NotFound):
+                    await self._tell_missing(digest)
+            else:
+                self._unreadable.pop(digest, None)
         return found
 
-    def _complain(self, what: str, error: MeshError) -> None:
-        if what not in self._unreadable:
-            self._unreadable.add(what)
-            self._mesh.telemetry.log.error("cannot be kept", what=what, error=str(error))
+    def _complain(self, what: str, error: MeshError) -> bool:
+        """Whether it was news."""
+        if what in self._unreadable:
+            return False
+        self._unreadable[what] = self._mesh.clock.monotonic()
+        self._mesh.telemetry.log.error("cannot be kept", what=what, error=str(error))
+        return True
+
+    async def _tell_missing(self, manifest: str) -> None:
+        path, then = self._chunks.path(manifest), damage.FATES["weights"].then
+        told = damage.fields("weights", path, "it is missing", then)
+        await events.append(self._mesh.state, damage.EVENT, told)
+
+    def _holds(self, now: float) -> bool:
+        """Whether a version that is needed cannot be read for now: while it may be written again,
+        its chunks are not taken for what nobody has named.
+        """
+        return any(now - since < ORPHAN_S for since in self._unreadable.values())
 
     # -- what goes -------------------------------------------------------------------------------
 
@@ -157,7 +194,7 @@ class Sweeper:
         self._dead |= {digest: (now, written) for digest, written in new.items()}
         self._dead = {digest: dead for digest, dead in self._dead.items() if digest not in live}
         due = {d: written for d, (since, written) in self._dead.items() if now - since >= GRACE_S}
-        if now >= self._orphans_at:
+        if now >= self._orphans_at and not self._holds(now):
             self._orphans_at = now + ORPHANS_S
             wall = self._mesh.clock.wall()
             old = await self._run(self._chunks.older_than, ORPHAN_S, wall)

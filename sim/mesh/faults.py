@@ -1,5 +1,5 @@
-"""The faults of a run, drawn from its seed: what is killed, stopped, lost, late, away, full or set
-wrong, when, and for how long.
+"""The faults of a run, drawn from its seed: what is killed, stopped, lost, late, away, full, cut
+off, damaged or set wrong, when, and for how long.
 """
 
 from __future__ import annotations
@@ -9,15 +9,27 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from common.random import Random
-from sim.machine import LATENCY_S as DISK_LATENCY_S
-from sim.mesh.redis import LATENCY_S as REDIS_LATENCY_S
+from sim.mesh.damage import Spoiler
 from sim.mesh.world import World
 from sim.network import Faults
 from sim.process import VirtualProcess
 
-KINDS = ("kill", "stop", "network", "redis", "disk", "clock")
+KINDS = (
+    *("kill", "stop", "network", "redis", "disk", "clock"),
+    *("power", "lies", "rollback", "damage"),
+)
 LONGEST_STOP_S = 20.0
 LONGEST_JUMP_S = 3600.0  # of a host's wall clock
+SLOWEST_DISK_S = 4.0  # mean of what a piece of work waits
+LEAST_ROOM = 4096  # bytes: a full disk refuses what is longer, after a part of it
+# What a disk lies about before the power goes: which syncs it does not make.
+LIES = {
+    "all files": lambda path: True,
+    "store": lambda path: path.startswith("store"),
+    "versions": lambda path: path.startswith("store/jobs"),
+    "checkpoints": lambda path: path.startswith("checkpoints"),
+    "ledgers": lambda path: path.endswith(".ledger"),
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,10 @@ PACES = {
     "redis": Pace(45.0, 0.2, 15.0),
     "disk": Pace(45.0, 1.0, 25.0),
     "clock": Pace(100.0, 0.0, 0.0),
+    "power": Pace(60.0, 0.0, 0.0),
+    "lies": Pace(60.0, 1.0, 20.0),
+    "rollback": Pace(60.0, 1.0, 20.0),
+    "damage": Pace(20.0, 0.0, 3.0),
 }
 
 
@@ -57,6 +73,9 @@ class Schedule:
     def __init__(self, world: World, random: Random, kinds: tuple[str, ...]) -> None:
         self._world, self._random = world, random
         self._clock = world.clock
+        self.spoiler = Spoiler(world.root, world.beside("damaged"), random.child("damaged files"))
+        if {"power", "lies", "rollback", "damage"} & set(kinds):
+            world.machine.disk.watch()
         self._tasks = [
             asyncio.create_task(self._keep(kind, random.child(kind)), name=f"faults: {kind}")
             for kind in kinds
@@ -67,15 +86,19 @@ class Schedule:
         """Ends the faults, and what they left."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(ended, Exception):  # a defect of the simulation itself
+                raise ended
         world = self._world
         world.record.say("settle")
         for process in list(world.machine.alive):
             process.resume()
         world.network.faults = Faults()
         world.network.mend()
-        world.redis.away, world.redis.slow_s, world.redis.lost = False, REDIS_LATENCY_S, 0.0
-        world.machine.disk.full, world.machine.disk.slow_s = False, DISK_LATENCY_S
+        world.redis.well()
+        world.machine.disk.well()
+        world.machine.disk.lies = None
+        world.switch_on()
         await world.resume()  # if Redis was emptied last
 
     async def _keep(self, kind: str, random: Random) -> None:
@@ -87,6 +110,10 @@ class Schedule:
             "redis": self._redis,
             "disk": self._disk,
             "clock": self._jump,
+            "power": self._power,
+            "lies": self._lie,
+            "rollback": self._roll_back,
+            "damage": self._damage,
         }
         while True:
             await self._clock.sleep(random.expovariate(1 / pace.every_s))
@@ -140,7 +167,7 @@ class Schedule:
         self._world.record.say(f"redis {what} {for_s:.3f}")
         match what:
             case "emptied":
-                redis.server.lose()
+                redis.restart()
             case "away":
                 redis.away = True
             case "slow":
@@ -148,22 +175,67 @@ class Schedule:
             case "lost":
                 redis.lost = random.uniform(0.02, 0.4)
         await self._clock.sleep(for_s)
-        redis.away, redis.slow_s, redis.lost = False, REDIS_LATENCY_S, 0.0
+        redis.well()
         if what == "emptied":
             await self._world.resume()
 
     async def _disk(self, random: Random, for_s: float) -> None:
         disk = self._world.machine.disk
-        what = random.choice(["full", "slow"])
+        what = random.choice(["full", "nearly full", "slow"])
         self._world.record.say(f"disk {what} {for_s:.3f}")
-        if what == "full":
-            disk.full = True
-        else:
-            disk.slow_s = random.uniform(0.05, 1.0)
+        match what:
+            case "full":
+                disk.room = 0
+            case "nearly full":
+                disk.room = random.randrange(LEAST_ROOM)
+            case "slow":
+                disk.slow_s = random.uniform(0.05, SLOWEST_DISK_S)
         await self._clock.sleep(for_s)
-        disk.full, disk.slow_s = False, DISK_LATENCY_S
+        disk.well()
 
     async def _jump(self, random: Random, for_s: float) -> None:
         by_s = random.uniform(-LONGEST_JUMP_S, LONGEST_JUMP_S)
-        self._world.record.say(f"clock {by_s:.3f}")
-        self._world.clock.offset_s += by_s
+        whose = random.choice(["both", "host", "redis"])
+        self._world.record.say(f"clock {whose} {by_s:.3f}")
+        if whose != "redis":
+            self._world.clock.offset_s += by_s
+        if whose != "host":
+            self._world.redis.clock.offset_s += by_s
+
+    async def _power(self, random: Random, for_s: float) -> None:
+        """The power goes; what was synced is there, all that Redis has answered too."""
+        await self._world.power_cut(random, self._world.redis.server.copy())
+
+    async def _lie(self, random: Random, for_s: float) -> None:
+        """The power goes after a while in which some syncs were none."""
+        world = self._world
+        what = random.choice(sorted(LIES))
+        world.record.say(f"the disk lies about {what} for {for_s:.3f}")
+        world.machine.disk.lies = LIES[what]
+        await self._clock.sleep(for_s)
+        await world.power_cut(random, world.redis.server.copy())
+
+    async def _roll_back(self, random: Random, for_s: float) -> None:
+        """The power goes, and Redis comes back as it was a while ago, perhaps with all files as
+        they were, or cannot load what it has.
+        """
+        world, held = self._world, self._world.redis.server.copy()
+        what = random.choice(["older", "older", "all older", "unloadable"])
+        world.record.say(f"redis will be {what} in {for_s:.3f}")
+        if what == "all older":
+            world.machine.disk.lies = lambda path: True
+        await self._clock.sleep(for_s)
+        await world.power_cut(random, None if what == "unloadable" else held)
+
+    async def _damage(self, random: Random, for_s: float) -> None:
+        """A file is damaged, and perhaps read soon after."""
+        damage = self.spoiler.spoil()
+        if damage is None:
+            return
+        self._world.record.say(f"damage {damage.kind} {damage.how} {damage.path}")
+        await self._clock.sleep(for_s)
+        match random.choice(["kill", "kill", "power", "nothing"]):
+            case "kill":
+                await self._kill(random, 0.0)
+            case "power":
+                await self._world.power_cut(random, self._world.redis.server.copy())

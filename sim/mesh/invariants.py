@@ -7,9 +7,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import xxhash
 
+from common.records.damage import EVENT
+from sim.mesh.damage import APPENDED, named_in
 from sim.mesh.witness import Facts
 
 Violations = Iterator[str]
@@ -31,6 +34,8 @@ def check(facts: Facts, terms: Terms) -> list[str]:
     """A line for each violation."""
     every: tuple[Callable[[Facts, Terms], Violations], ...] = (
         exactly_once,
+        history,
+        silence,
         whole_steps,
         staleness,
         gate,
@@ -72,6 +77,36 @@ def fates(facts: Facts) -> tuple[set[int], dict[int, list[str]]]:
     return opened, {group: hows for group, hows in ends.items() if hows}
 
 
+def history(facts: Facts, terms: Terms) -> Violations:
+    """Whatever Redis has lost since: a version of a lineage has one manifest, and a group's number
+    is used once.
+    """
+    manifests: dict[tuple[int, int], set[str]] = {}
+    opened: Counter[int] = Counter()
+    for kind, told in facts.history:
+        if kind == "opened":
+            opened.update(told["groups"])
+        elif kind == "step":
+            manifests.setdefault((told["lineage"], told["step"]), set()).add(told["manifest"])
+    for (lineage, step), made in sorted(manifests.items()):
+        if len(made) > 1:
+            yield f"version {step} of lineage {lineage} has {len(made)} manifests"
+    twice = sorted(group for group, times in opened.items() if times > 1)
+    if twice:
+        yield f"{len(twice)} groups were opened twice: {twice[:5]}"
+
+
+def silence(facts: Facts, terms: Terms) -> Violations:
+    """Damage that somebody has read is told."""
+    told = [str(fields) for kind, fields in facts.history if kind == EVENT]
+    told += [facts.refused, str(facts.job.get("error"))]
+    for damage in facts.damages:
+        if damage.kind in APPENDED and damage.how in ("truncate", "empty"):
+            continue  # as after a power cut
+        if damage.read and not any(named_in(damage.path, text) for text in told):
+            yield f"{damage.path} ({damage.how}) was read, and nobody said so"
+
+
 def _after(how: str, version: int) -> bool:
     return how.startswith("step ") and int(how.removeprefix("step ")) > version
 
@@ -103,7 +138,8 @@ def whole_steps(facts: Facts, terms: Terms) -> Violations:
     version = int(facts.job.get("version", -1))
     if steps != list(range(1, version + 1)):
         yield f"version {version} is made of the steps {steps}"
-    if version >= 0 and facts.job["manifest"] not in facts.chunks:
+    finished = facts.job.get("phase") == "finished"
+    if version >= 0 and finished and facts.job["manifest"] not in facts.chunks:
         yield f"the manifest of version {version} is not stored"
 
 
@@ -114,6 +150,8 @@ def staleness(facts: Facts, terms: Terms) -> Violations:
             continue
         for row in told["groups"]:
             seen = facts.trained.get((told["lineage"], told["step"], row["group"]))
+            if (told["lineage"], told["step"], row["group"]) in facts.unseen:
+                continue
             if seen is None:
                 yield f"step {told['step']} trained on group {row['group']}, which nobody saw"
                 continue
@@ -134,14 +172,19 @@ def gate(facts: Facts, terms: Terms) -> Violations:
             yield f"group {group}: row {group in facts.rows}, in the indexes {where}"
         elif group not in facts.indexes[facts.rows[group]["state"]]:
             yield f"group {group} is {facts.rows[group]['state']} and not in that index"
-    if facts.indexes.get("leased"):
+    if facts.indexes.get("leased") and facts.job.get("phase") == "finished":
         yield f"groups {facts.indexes['leased']} are leased after the last step"
 
 
 def store(facts: Facts, terms: Terms) -> Violations:
     """Each chunk is what its name says, and checkpoints are few."""
+    damaged = {Path(damage.path).name for damage in facts.damages}
     for name, content in facts.chunks.items():
-        if not name.startswith(".") and xxhash.xxh3_128_hexdigest(content) != name:
+        if (
+            not name.startswith(".")
+            and name not in damaged
+            and xxhash.xxh3_128_hexdigest(content) != name
+        ):
             yield f"chunk {name} is not what its name says"
     written = [name for name in facts.checkpoints if name.endswith(".json")]
     if len(written) > terms.keep_checkpoints + 1:  # the last one expires at the next sweep
@@ -153,7 +196,10 @@ def store(facts: Facts, terms: Terms) -> Violations:
 
 def ledgers(facts: Facts, terms: Terms) -> Violations:
     """Segments hold whole records up to at most one torn one."""
+    damaged = {damage.path for damage in facts.damages}
     for name, content in facts.ledgers.items():
+        if name in damaged:
+            continue
         if content and not content.startswith(_HEADER) and any(content[: len(_HEADER)]):
             yield f"{name} begins with {content[:8]!r}"
             continue
@@ -178,9 +224,14 @@ def nothing_left(facts: Facts, terms: Terms) -> Violations:
 
 
 def the_end(facts: Facts, terms: Terms) -> Violations:
-    """The job has finished, in time after the last fault."""
-    if facts.job.get("phase") != "finished":
-        yield f"the job is {facts.job.get('phase')}: {facts.job.get('error')}"
+    """The job has finished, in time after the last fault; or it has failed, or was not started
+    again, by a message that names a damaged file.
+    """
+    spoiled = facts.lost | {damage.path for damage in facts.damages}
+    error = facts.refused or str(facts.job.get("error"))
+    if facts.job.get("phase") != "finished" or facts.refused:
+        if not any(named_in(path, error) for path in spoiled):
+            yield f"the job is {facts.job.get('phase')}: {error}"
     elif int(facts.job["version"]) != terms.steps:
         yield f"it finished at version {facts.job['version']} of {terms.steps}"
     if facts.finished_late_s:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.api.callers import CALLERS
 from common.job.job_data import JobData
 from common.runtime.lease import LOST
 from common.runtime.mesh import Mesh, MeshSettings
@@ -55,7 +56,7 @@ class Surroundings:
     def mesh(self, process: VirtualProcess, name: str, kind: str) -> Mesh:
         """A membership for the process, as `Mesh.open` makes it for a real one."""
         machine, host = self.machine, ProcessHost(process)
-        transport = MemoryTransport(self.network, f"mem://{process.label}")
+        transport = MemoryTransport(self.network, f"mem://{process.label}", role=kind)
         mesh = Mesh(
             name=name,
             kind=kind,
@@ -64,6 +65,7 @@ class Surroundings:
             clock=machine.clock,
             random=machine.random.child(f"mesh {process.label}"),
             host=host,
+            callers=CALLERS,
             on_lost=lambda why: host.exit(LOST, why),
             settings=MeshSettings(
                 redis_url="simulated:", run_root=str(self.root), bind="", host=HOST, metrics="off"

@@ -15,7 +15,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from common.random import Random
 from common.state.client import RENEWAL_RETRIES, RETRIES, SCRIPTS, State, script_source
-from sim.loop import VirtualClock
+from sim.machine import MachineClock
 from sim.process import VirtualProcess
 from sim.redis.client import SimulatedRedis, SimulatedSyncRedis
 from sim.redis.server import RedisServer
@@ -28,7 +28,8 @@ BACKOFF_S, LONGEST_BACKOFF_S = 0.02, 0.5
 class VirtualRedis:
     """The server, and what is wrong with it now."""
 
-    def __init__(self, clock: VirtualClock, random: Random) -> None:
+    def __init__(self, clock: MachineClock, random: Random) -> None:
+        """`clock` is its own: it may jump apart from those of its clients."""
         self.clock, self.random = clock, random
         self.server = RedisServer(clock)
         self.client, self.sync_client = SimulatedRedis(self.server), SimulatedSyncRedis(self.server)
@@ -36,6 +37,23 @@ class VirtualRedis:
         self.slow_s = LATENCY_S
         self.lost = 0.0  # share of replies that do not come
         self.before: Callable[[tuple[Any, ...]], None] | None = None  # told of each command
+        self.forgets: Callable[[], None] | None = None  # told when it will lose what it has
+        self.returns: Callable[[], None] | None = None  # told when it is back without it
+
+    def restart(self, held: Any = None) -> None:
+        """Starts again with what a `server.copy` held; None: with nothing."""
+        if self.forgets is not None:
+            self.forgets()
+        if held is None:
+            self.server.lose()
+        else:
+            self.server.restart(held)
+        if self.returns is not None:
+            self.returns()
+
+    def well(self) -> None:
+        """It is there, fast, and answers."""
+        self.away, self.slow_s, self.lost = False, LATENCY_S, 0.0
 
     async def asked(self, words: tuple[Any, ...]) -> Any:
         """One try of a command."""

@@ -20,6 +20,7 @@ import structlog
 
 from common.errors import DeadlineExceeded
 from common.random import Random
+from common.records.durable import heard_by
 from sim.loop import VirtualLoop
 from sim.mesh import invariants
 from sim.mesh.faults import Schedule, kinds_of
@@ -33,7 +34,7 @@ T = TypeVar("T")
 MEMORY = Path("/dev/shm")  # files that nobody keeps need no disk
 STEP_S = 12.0  # of faulty time for each step of the budget
 LOOK_S = 2.0
-SETTLED_S = 900.0  # from the last fault until the job must have finished, beside its steps
+SETTLED_S = 300.0  # from the last fault until the job must have finished, beside its steps
 LONGEST_STEP_S = 20.0
 IDLE_S = 8.0  # for gangs to come to rest when the job is over
 
@@ -93,7 +94,9 @@ def play(plan: Plan, log: Path | None = None) -> Outcome:
     try:
         run_in(loop, record, _story(loop, record, root, plan, outcome))
     finally:
-        shutil.rmtree(root, ignore_errors=True)
+        for place in root.parent.glob(f"{root.name}*"):
+            shutil.rmtree(place, ignore_errors=True)
+        heard_by(None)
         sys.path[:] = path  # environments put their job's modules on it
     outcome.virtual_s, outcome.cpu_s = loop.now, time.process_time() - began
     return outcome
@@ -173,6 +176,8 @@ async def _story(
     left = await _ended(world)
     facts = witness.facts()
     facts.left, facts.finished_late_s, facts.errors = left, late_s, world.machine.failures
+    facts.damages, facts.lost = faults.spoiler.done, world.lost
+    facts.refused = world.refused
     config = config_of(plan.workers, plan.shards, plan.ranks, plan.steps)
     terms = invariants.Terms(
         plan.steps, config.algorithm.max_staleness, config.training.keep_checkpoints
@@ -185,7 +190,7 @@ async def _until_over(world: World, until_s: float) -> bool:
     """Whether the job has ended by then."""
     while world.clock.monotonic() < until_s:
         await world.clock.sleep(LOOK_S)
-        if world.phase in ("finished", "failed"):
+        if world.over:
             return True
     return False
 

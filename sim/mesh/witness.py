@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from common.api.weights import Group
+from common.state.keys import EVENTS
 from common.wire.blob import unpack
+from common.wire.chunks import digest_of
+from sim.mesh.damage import Damage, unnoticed
 from sim.mesh.redis import VirtualRedis, script_of
 
 
@@ -26,17 +29,22 @@ class Seen:
 class Facts:
     """What there is at the end, as it lies there."""
 
-    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # of Redis' stream
+    history: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # and those it has lost
     job: dict[str, str] = field(default_factory=dict)
     rows: dict[int, dict[str, str]] = field(default_factory=dict)  # groups, by number
     indexes: dict[str, list[int]] = field(default_factory=dict)
     leases: list[str] = field(default_factory=list)  # names that are still held
     trained: dict[tuple[int, int, int], Seen] = field(default_factory=dict)
+    unseen: set[tuple[int, int, int]] = field(default_factory=set)  # as in `trained`: unreadable
     chunks: dict[str, bytes] = field(default_factory=dict)
     ledgers: dict[str, bytes] = field(default_factory=dict)
     checkpoints: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # what was still there after the mesh had ended
     errors: list[str] = field(default_factory=list)  # that ended a process, and should not have
+    damages: list[Damage] = field(default_factory=list)  # what was done to files
+    lost: set[str] = field(default_factory=set)  # files that power cuts took, or a part of them
+    refused: str = ""  # why the mesh was not started again
     finished_late_s: float = 0.0  # beyond the bound; 0: in time
 
 
@@ -44,7 +52,11 @@ class Witness:
     def __init__(self, redis: VirtualRedis, root: Path, job: str) -> None:
         self._redis, self._root, self._job = redis, root, f"{{{job}}}"
         self._trained: dict[tuple[int, int, int], Seen] = {}
+        self._unseen: set[tuple[int, int, int]] = set()
+        self._events: list[tuple[str, str, dict[str, Any]]] = []  # of the stream, with ids
+        self._history: list[tuple[str, dict[str, Any]]] = []  # what Redis has lost since, too
         redis.before = self._before
+        redis.forgets, redis.returns = self._look, self._forget
 
     def _ask(self, *words: Any) -> Any:
         return self._redis.sync_client.execute_command(*words)
@@ -59,26 +71,49 @@ class Witness:
         """Looks at what a step that is about to be committed was trained on."""
         if script_of(words) != "commit_step":
             return
+        self._look()
         asked = json.loads(words[3 + int(words[2])])
         for group in asked["groups"]:
             row = self._hash(f"{self._job}:group:{group}")
             if "digest" in row:
                 key = asked["lineage"], asked["step"], group
-                self._trained.setdefault(key, self._seen(row))
+                if (seen := self._seen(row)) is not None:
+                    self._trained.setdefault(key, seen)
+                else:
+                    self._unseen.add(key)
 
-    def _seen(self, row: dict[str, str]) -> Seen:
+    def _look(self) -> None:
+        """Takes in what the stream has got since the last look."""
+        since = f"({self._events[-1][0]}" if self._events else "-"
+        for id_, fields in self._ask("XRANGE", EVENTS, since, "+"):
+            told = json.loads(fields["fields"]) | json.loads(fields["extra"])
+            self._events.append((id_, fields["kind"], told))
+            self._history.append((fields["kind"], told))
+
+    def _forget(self) -> None:
+        """The stream is as it was some time ago."""
+        newest = self._ask("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)
+        last = newest[0][0] if newest else ""
+        ids = [id_ for id_, _, _ in self._events]
+        del self._events[ids.index(last) + 1 if last in ids else 0 :]
+
+    def _seen(self, row: dict[str, str]) -> Seen | None:
+        """None: the group's file is gone or damaged."""
         digest = row["digest"]
-        content = (self._root / "store" / digest[:2] / digest).read_bytes()
+        path = self._root / "store" / digest[:2] / digest
+        content = unnoticed(path) if path.is_file() else b""
+        if digest_of(content) != digest:
+            return None
         versions = unpack(Group, content).sampled_versions
         oldest = int(versions.min()) if len(versions) else -1
         return Seen(oldest, int(row.get("foreign_above", -1)))
 
     def facts(self) -> Facts:
         """What lies in Redis and on the disk now."""
+        self._look()
         found = Facts(trained=self._trained, job=self._hash(f"{self._job}:job"))
-        for _, fields in self._ask("XRANGE", "{mesh}:events", "-", "+"):
-            told = json.loads(fields["fields"]) | json.loads(fields["extra"])
-            found.events.append((fields["kind"], told))
+        found.events = [(kind, told) for _, kind, told in self._events]
+        found.history, found.unseen = self._history, self._unseen
         for state in ("open", "ready", "leased"):
             members = self._ask("ZRANGE", f"{self._job}:{state}", 0, -1)
             found.indexes[state] = [int(member) for member in members]
@@ -93,9 +128,9 @@ class Witness:
             if float(self._hash(f"{{mesh}}:entry:{name}").get("expires_ms", 0)) > now_ms:
                 found.leases.append(name)
         for path in sorted((self._root / "store").glob("??/*")):
-            found.chunks[path.name] = path.read_bytes()
+            found.chunks[path.name] = unnoticed(path)
         for path in sorted(self._root.rglob("*.ledger")):
-            found.ledgers[str(path.relative_to(self._root))] = path.read_bytes()
+            found.ledgers[str(path.relative_to(self._root))] = unnoticed(path)
         checkpoints = self._root / "checkpoints"
         found.checkpoints = sorted(path.name for path in checkpoints.glob("*"))
         return found

@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from common.errors import MeshError
 from common.random import Random
 from common.runtime.patience import patiently
-from common.state import jobs
+from common.state import jobs, registry
 from common.state.client import State
+from common.state.ended import forget_all
 from common.wire.frames import Frame
 from meshrl.launch import plan
 from meshrl.launch.restoring import put_back
 from sim.loop import VirtualLoop
-from sim.machine import Machine
+from sim.machine import Machine, MachineClock
 from sim.mesh.job import JOB, config_of, document_of
 from sim.mesh.launcher import VirtualLauncher
 from sim.mesh.programs import HOST, Surroundings
+from sim.mesh.recorder import VirtualRecorder
 from sim.mesh.redis import VirtualRedis, state_of
 from sim.network import MemoryNetwork
 from sim.process import VirtualProcess
 from sim.record import Record
+
+BOOT_S = 3.0  # from a power cut until the mesh is started again
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,16 @@ class World:
         self, loop: VirtualLoop, random: Random, root: Path, record: Record, size: Size
     ) -> None:
         self.loop, self.random, self.root, self.record, self.size = loop, random, root, record, size
-        self.machine = Machine(loop, random.child("machine"), record)
+        self.machine = Machine(loop, random.child("machine"), record, root)
         self.clock = self.machine.clock
         self.network = MemoryNetwork(self.clock, random.child("network"))
         self.network.delivered = self._delivered
-        self.redis = VirtualRedis(self.clock, random.child("redis"))
+        self.redis = VirtualRedis(MachineClock(loop), random.child("redis"))
         self.around = Surroundings(self.machine, self.network, self.redis, root)
         self.machine.programs = self.around.programs() | {"launcher": self._launch}
+        self.lost: set[str] = set()  # files that power cuts took, or a part of them
+        self.refused = ""  # why a `meshrl resume` gave up
         self._stop = asyncio.Event()
-        self._launcher: VirtualLauncher | None = None
         self._root_process: VirtualProcess | None = None
         self._state: State | None = None
 
@@ -64,22 +71,64 @@ class World:
     async def _launch(self, process: VirtualProcess, argv: list[str]) -> None:
         size = self.size
         services = plan.services(size.workers, size.shards, "cpu", HOST, size.ranks, sandboxes=0)
-        launcher = VirtualLauncher(process, state_of(self.redis, process), services)
-        self._launcher = launcher
+        state = state_of(self.redis, process)
+        if argv and not await self._went_on(state):
+            return
+        launcher = VirtualLauncher(process, state, services)
         watching = await launcher.start()
+        recorder = VirtualRecorder(state, self.clock, self.root, JOB)
+        recording = asyncio.create_task(recorder.run(), name="record")
         await self._stop.wait()
         await launcher.stop()
         watching.cancel()
+        recording.cancel()
+
+    async def _went_on(self, state: State) -> bool:
+        """What a mesh that starts again does before its services start; False: it gave up."""
+        for entry in await registry.entries(state):  # whose processes are no more
+            if entry.alive:
+                await registry.evict(state, entry.name, entry.incarnation)
+        await forget_all(state)
+        await self.resume()
+        return not self.refused
 
     async def resume(self) -> None:
         """What `meshrl resume` does when Redis has lost the job: it goes on at a checkpoint."""
-        await patiently(self.clock, self._resume)
+        try:
+            await patiently(self.clock, self._resume)
+        except MeshError as error:  # a command line prints it and ends
+            self.refused = str(error)
+        except Exception as error:  # one would print its traceback
+            self.refused = f"{type(error).__name__}: {error}"
+            self.machine.failures.append(f"meshrl resume: {self.refused}")
 
     async def _resume(self) -> None:
         known = {row.id for row in await jobs.jobs(self.state)}
         if JOB not in known:
             self.record.say("resume the job")
             await put_back(self.state, self.root, JOB, self.document)
+
+    # -- the power goes --------------------------------------------------------------------------
+
+    async def power_cut(self, random: Random, held: Any) -> None:
+        """Every process ends at once, and the mesh is started again on what the disk has. Redis
+        comes back with `held`, a copy of its server.
+        """
+        self.record.say("the power goes")
+        for process in self.machine.alive:
+            process.kill()
+        self.lost |= self.machine.disk.cut(random)
+        self.redis.restart(held)
+        await self.clock.sleep(BOOT_S)
+        self.switch_on()
+
+    def switch_on(self) -> None:
+        """Starts the mesh again if it was cut off."""
+        assert self._root_process is not None
+        if self._root_process.ended and not self.refused:
+            self.record.say("the power comes")
+            argv = ["resume"]
+            self._root_process = self.machine.spawn("launcher", argv, "launcher", None, tied=False)
 
     async def stop(self) -> None:
         """Ends the mesh as `meshrl` does."""
@@ -94,9 +143,18 @@ class World:
         return self._state
 
     @property
+    def over(self) -> bool:
+        """Whether the job has ended, or will not go on."""
+        return bool(self.refused) or self.phase in ("finished", "failed")
+
+    @property
     def phase(self) -> str:
         """The job's, as it lies in Redis."""
         return str(self.redis.sync_client.execute_command("HGET", f"{{{JOB}}}:job", "phase"))
+
+    def beside(self, name: str) -> Path:
+        """A directory of the simulation's own, which is no part of the run's."""
+        return self.root.with_name(f"{self.root.name}.{name}")
 
     # -- what is told ----------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class RedisServer:
     def __init__(self, clock: WallClock) -> None:
         self.faults = RedisFaults()
         self._clock = clock
-        self._execute = _new_server()()
+        self._execute, self._copied = _new_server()()
 
     def run(self, words: tuple[Any, ...]) -> Any:
         """The reply to a command whose words are strings, decoded as by a client that decodes."""
@@ -63,7 +63,15 @@ class RedisServer:
 
     def lose(self) -> None:
         """Loses all it has, scripts too, as one that started again without its disk."""
-        self._execute = _new_server()()
+        self._execute, self._copied = _new_server()()
+
+    def copy(self) -> Any:
+        """What it holds now, for one `restart`."""
+        return self._copied()
+
+    def restart(self, held: Any) -> None:
+        """Starts again with what it held at a `copy`; scripts are gone."""
+        self._execute, self._copied = _new_server()(held)
 
 
 def _refuse(_reply: None, error: str | None, missing: str = "") -> NoReturn:
@@ -96,12 +104,12 @@ def _sha1(source: str) -> str:
 
 
 @cache
-def _new_server() -> Callable[[], Callable[..., Any]]:
+def _new_server() -> Callable[..., tuple[Callable[..., Any], Callable[[], Any]]]:
     """What makes a server, in the one Lua of this process."""
     lua = LuaRuntime(register_eval=False, register_builtins=False)
     parts = lua.table()
     for part in PARTS:
         source = (SOURCES / f"{part}.lua").read_text()
         made = lua.execute(source, parts, _sha1, name=f"@simulated/{part}.lua")
-    found: Callable[[], Callable[..., Any]] = made
+    found: Callable[..., tuple[Callable[..., Any], Callable[[], Any]]] = made
     return found

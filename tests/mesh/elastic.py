@@ -29,6 +29,7 @@ from common.wire.blob import pack
 from common.wire.bulk import BulkClient
 from common.wire.weight_store import put
 from meshrl.job import bundle, jobfile
+from tests.meshes import SECRET
 from tests.nursery import TestNursery
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +61,7 @@ class ElasticMesh:
         server = embedded.command(self.directory / "r")
         self._spawn("redis", server.argv)
         self._nursery.start()
-        settings = MeshSettings(server.url, str(self.directory), host="here")
+        settings = MeshSettings(server.url, str(self.directory), host="here", secret=SECRET)
         settings.to_file(self.directory / "settings.json")
         for _ in range(200):
             try:
@@ -69,7 +70,7 @@ class ElasticMesh:
             except StateUnavailable:
                 await asyncio.sleep(0.05)
         self.run("weights", "services.weights", [])
-        self.mesh = await Mesh.open("test", "test", settings)
+        self.mesh = await Mesh.open("test", "trainer", settings)
         self.mesh.start()
         self.bulk = BulkClient(self.mesh)
         entry = registry.Entry(SHARD, "rollout", incarnation=uuid.uuid4().hex)

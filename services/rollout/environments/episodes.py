@@ -19,6 +19,7 @@ from common.environment.framing import frames, packed
 from common.errors import DeadlineExceeded, MeshError, PeerLost
 from common.process.handle import Child
 from common.runtime.mesh import Mesh
+from common.settings import WITHOUT_SETTINGS
 from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
 from services.rollout.environments.process import (
     STOPPED,
@@ -115,7 +116,7 @@ class EpisodeProcess:
     def _begin(self) -> Child:
         self._fresh, self._probed = True, None
         child = self._child = self._mesh.host.spawn(
-            self._argv, name=self.name, log=self._log, pipe=True
+            self._argv, name=self.name, env=WITHOUT_SETTINGS, log=self._log, pipe=True
         )
         self._start(self._follow(child), "follow")
         return child

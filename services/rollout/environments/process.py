@@ -15,6 +15,7 @@ from common.errors import BadMessage, DeadlineExceeded, MeshError, ToolFailed
 from common.process.handle import Child
 from common.runtime.batcher import Batcher
 from common.runtime.mesh import Mesh
+from common.settings import WITHOUT_SETTINGS
 from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
 from services.rollout.failures import TrajectoryFailed
 
@@ -58,7 +59,7 @@ class EnvironmentProcess:
             if self._child is None:
                 self._fresh = True
                 self._child = self._mesh.host.spawn(
-                    self._argv, name=self.name, log=self._log, pipe=True
+                    self._argv, name=self.name, env=WITHOUT_SETTINGS, log=self._log, pipe=True
                 )
             return self._child
 

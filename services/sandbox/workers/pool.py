@@ -30,6 +30,7 @@ from common.process import limits as host_limits
 from common.process.handle import Child, Usage
 from common.process.host import Host
 from common.runtime.waits import WaitTable
+from common.settings import WITHOUT_SETTINGS
 from services.sandbox.answer import Answer
 from services.sandbox.ends import KILLED, Ends
 from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
@@ -273,7 +274,7 @@ class Pool:
         child = self._host.spawn(
             [sys.executable, "-m", "services.sandbox.workers.worker"],
             name=f"sandbox worker of {self._job}",
-            env=ENVIRONMENT,
+            env=ENVIRONMENT | WITHOUT_SETTINGS,
             log=self._log,
             own_session=True,
             nice=self._limits.nice,

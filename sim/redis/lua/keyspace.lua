@@ -2,7 +2,7 @@
 local parts = ...
 
 local find, format, getinfo = string.find, string.format, debug.getinfo
-local huge, tonumber = math.huge, tonumber
+local huge, pairs, tonumber, type = math.huge, pairs, tonumber, type
 
 -- Whole numbers are exact up to here; Redis counts in 64 bits, which no script of ours comes near.
 local EXACT = 2 ^ 53 - 1
@@ -24,6 +24,20 @@ function parts.missing(what) error({missing = what}, 0) end
 function parts.keyspace()
   -- Keys that expire, in the order in which they were written: mostly that in which they end.
   return {keys = {}, scripts = {}, ending = {}, first = 1, last = 0, now_ms = 0, micros = 0}
+end
+
+local function copied(value, known)
+  if type(value) ~= 'table' then return value end
+  if known[value] then return known[value] end
+  local copy = {}
+  known[value] = copy
+  for key, inner in pairs(value) do copy[key] = copied(inner, known) end
+  return copy
+end
+
+-- What a server would have after a restart: its keys, and no scripts.
+function parts.copied(space)
+  return copied(space, {[space.scripts] = {}})
 end
 
 -- The value under a key if it is of that kind; nothing if there is none.

@@ -39,10 +39,11 @@ end
 
 -- A new server: its function, which takes the time in microseconds since 1970, '' or how the server
 -- is full, and the words of a command. It answers a reply; nil and an error's text; nil, nil and
--- what this server does not have.
-return function()
-  local space = parts.keyspace()
-  return function(micros, full, ...)
+-- what this server does not have. The second function copies what it holds, for a new server to
+-- begin with.
+return function(held)
+  local space = held or parts.keyspace()
+  local function execute(micros, full, ...)
     space.micros, space.now_ms, space.full = micros, floor(micros / 1000), full
     if space.first <= space.last then sweep(space) end
     local done, reply = pcall(perform, space, {...}, select('#', ...))
@@ -56,4 +57,5 @@ return function()
     if type(reply) == 'table' and reply.missing then return nil, nil, reply.missing end
     return nil, failure(reply, script)
   end
+  return execute, function() return parts.copied(space) end
 end

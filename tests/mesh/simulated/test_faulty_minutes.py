@@ -7,6 +7,7 @@ import pytest
 from sim.mesh.running import Plan, play
 
 SEEDS = 5  # of each test
+FAULTS = "kill,stop,network,redis,disk,clock,power"
 HOURS = 30 / 3600  # of faults; a run takes a minute or two in all
 
 
@@ -14,7 +15,7 @@ HOURS = 30 / 3600  # of faults; a run takes a minute or two in all
 @pytest.mark.parametrize("first", range(0, 50, SEEDS))
 def test_nothing_is_lost_whatever_fails(first: int) -> None:
     for seed in range(first, first + SEEDS):
-        plan = Plan(seed, "all", HOURS)
+        plan = Plan(seed, FAULTS, HOURS)
         outcome = play(plan)
         assert not outcome.violations, f"{outcome.violations}; again: {plan.command}"
 
@@ -22,6 +23,6 @@ def test_nothing_is_lost_whatever_fails(first: int) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("workers", "shards", "ranks"), [(4, 2, 1), (3, 1, 2)])
 def test_nothing_is_lost_in_larger_meshes(workers: int, shards: int, ranks: int) -> None:
-    plan = Plan(7, "all", HOURS, workers, shards, ranks)
+    plan = Plan(7, FAULTS, HOURS, workers, shards, ranks)
     outcome = play(plan)
     assert not outcome.violations, f"{outcome.violations}; again: {plan.command}"

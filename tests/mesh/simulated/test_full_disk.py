@@ -25,7 +25,7 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
         mesh = world.around.meshes["rollout/0"]
         shard = mesh._actor
         assert isinstance(shard, RolloutShard) and shard.serving is not None
-        world.machine.disk.full = True
+        world.machine.disk.room = 0
         await clock.sleep(FULL_S / 2)
         halfway = {t.id: t.tokens.tolist() for t in shard.serving.active}
         await clock.sleep(FULL_S / 2)
@@ -46,7 +46,7 @@ def test_trajectories_wait_for_room_and_none_is_lost(tmp_path: Path) -> None:
             "written": {t.id: t.tokens.tolist() for t in restored.trajectories.values()},
             "waits": [wait["what"] for wait in entry.waits],
         }
-        world.machine.disk.full = False
+        world.machine.disk.well()
         await until_over(world)
         return seen | {
             "events": await events.read_all(mesh.state),

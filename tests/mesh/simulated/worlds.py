@@ -12,7 +12,7 @@ from common.runtime.actor import Actor
 from common.runtime.mesh import Mesh
 from common.state.client import State
 from sim.loop import VirtualLoop
-from sim.machine import Machine
+from sim.machine import Machine, MachineClock
 from sim.mesh.programs import Surroundings
 from sim.mesh.redis import VirtualRedis, state_of
 from sim.mesh.running import run_in
@@ -96,10 +96,10 @@ class BareWorld:
     def __init__(self, loop: VirtualLoop, root: Path, record: Record, seed: int = 3) -> None:
         random = Random(seed)
         self.root = root
-        self.machine = Machine(loop, random.child("machine"), record)
+        self.machine = Machine(loop, random.child("machine"), record, root)
         self.clock = self.machine.clock
         self.network = MemoryNetwork(self.clock, random.child("network"))
-        self.redis = VirtualRedis(self.clock, random.child("redis"))
+        self.redis = VirtualRedis(MachineClock(loop), random.child("redis"))
         self.around = Surroundings(self.machine, self.network, self.redis, root)
         self.machine.programs = {"bare": _bare}
         self.processes: list[Bare] = []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
 
 import pytest
 
+from common.records.sealed import read_sealed, sealed
 from tests.mesh.running import Run
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,10 +39,10 @@ def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -
     trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="0")
     name = mesh.redis.hget("{digits}:job", "checkpoint")
     checkpoint = mesh.directory / f"checkpoints/{name}.json"
-    held = json.loads(checkpoint.read_text())
+    held = read_sealed(checkpoint)
     assert (held["step"], held["account"]["ranks"]) == (EVERY, 1)
     held["account"]["ranks"] = 2
-    checkpoint.write_text(json.dumps(held))
+    checkpoint.write_bytes(sealed(held))
     os.kill(trainer, signal.SIGKILL)
 
     trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="1")  # one rank has made its step

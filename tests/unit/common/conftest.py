@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ async def join() -> AsyncIterator[Join]:
     state = simulated_state(clock)
     meshes: list[Mesh] = []
 
-    async def joined(name: str, actor: Talker | None = None, **options: float) -> Mesh:
+    async def joined(name: str, actor: Talker | None = None, **options: Any) -> Mesh:
         mesh = on_sockets(name, state, clock, **options)
         if actor is not None:
             actor.mesh = mesh

@@ -19,6 +19,7 @@ from common.state.client import State
 from common.state.embedded import command
 from common.state.gangs import Gang
 from common.state.keys import PLANNER
+from tests.meshes import SECRET
 
 LOOK_S = 0.01  # between two looks
 SOON_S = 60.0  # for whatever should happen, on a busy host
@@ -35,7 +36,7 @@ class SmallMesh:
         self.host = SystemHost()
         server = command(directory / "r")
         self.redis = self.host.spawn(server.argv, name="redis", log=directory / "redis.log")
-        self.settings = MeshSettings(server.url, str(directory), host="here")
+        self.settings = MeshSettings(server.url, str(directory), host="here", secret=SECRET)
         self.settings.to_file(directory / "settings.json")
         self.state: State
         self.leader_token = 0

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from common.api.callers import ROLES
 from common.api.role import Drain, Drainable, Drained
 from common.clock import SystemClock
 from common.process.host import SystemHost
@@ -15,6 +16,7 @@ from common.random import Random
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh, MeshSettings, run
 from common.state.client import State
+from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 
 
@@ -36,11 +38,12 @@ async def main(a: argparse.Namespace) -> None:
     name = f"trainer/{a.job}" if a.core else f"{a.kind}/{a.gang}"
     if a.rank:
         name = f"rank/{a.job}/{a.rank}"
+    keys = MeshKeys(settings.secret, a.kind, ROLES)
     mesh = Mesh(
         name=name,
         kind=a.kind,
         state=await State.open(settings.redis_url),
-        transport=ZmqTransport(settings.bind, settings.advertise),
+        transport=ZmqTransport(settings.bind, settings.advertise, keys=keys),
         clock=SystemClock(),
         random=Random.system(),
         host=SystemHost(),

@@ -9,6 +9,7 @@ import pytest
 from common.process.failure import Failure
 from common.process.host import SystemHost
 from common.settings import SETTINGS_ENV, MeshSettings
+from tests.meshes import SECRET
 from tests.unit.common.process.modules import python
 from tests.unit.node.smallmesh import SmallMesh
 
@@ -30,7 +31,11 @@ async def refused(mesh: SmallMesh, settings: MeshSettings, *words: str) -> Failu
 @pytest.mark.parametrize("module", ["services.planner", "services.weights"])
 async def test_an_address_that_is_not_of_this_host_is_named(mesh: SmallMesh, module: str) -> None:
     settings = MeshSettings(
-        mesh.settings.redis_url, str(mesh.directory), bind="tcp://192.0.2.1:*", host="here"
+        mesh.settings.redis_url,
+        str(mesh.directory),
+        bind="tcp://192.0.2.1:*",
+        host="here",
+        secret=SECRET,
     )
     failure = await refused(mesh, settings, module)
     assert "cannot listen on tcp://192.0.2.1:*" in failure.text

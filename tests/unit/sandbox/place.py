@@ -20,6 +20,7 @@ from common.settings import SETTINGS_ENV
 from common.state.client import State
 from common.state.embedded import command
 from common.transport.zmq import ZmqTransport
+from tests.meshes import SECRET, keys_of
 
 CALC = "def tool(x):\n    return str(eval(x))\ndef reward(row, turns):\n    return len(turns)\n"
 ROOT = Path(__file__).parents[3]
@@ -33,7 +34,7 @@ class Place:
         self.children: list[Child] = []
         server = command(directory / "r")
         self.redis = self.host.spawn(server.argv, name="redis", log=directory / "redis.log")
-        self.settings = MeshSettings(server.url, str(directory), host="here")
+        self.settings = MeshSettings(server.url, str(directory), host="here", secret=SECRET)
         self.settings.to_file(directory / "settings.json")
         (directory / "calc.py").write_text(CALC)
         self.start()
@@ -62,7 +63,7 @@ class Place:
             name="test",
             kind="test",
             state=state,
-            transport=ZmqTransport(self.settings.bind, ""),
+            transport=ZmqTransport(self.settings.bind, "", keys=keys_of("rollout")),
             clock=self.clock,
             random=Random.system(),
             host=self.host,

@@ -25,7 +25,7 @@ def on_machine(root: Path, story: Story) -> list[str]:
     said: list[str] = []
 
     async def told() -> list[str]:
-        machine = Machine(loop, Random(1), record)
+        machine = Machine(loop, Random(1), record, root)
         machine.programs = {"talker": talker(said), "parent": parent, "echo": echo}
         await story(machine)
         return list(said)

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.errors import BadMessage, DeadlineExceeded
-from common.state import jobs, steps
+from common.api.weights import Fetch, Load, Weights
+from common.errors import Damaged, DeadlineExceeded, NotFound
+from common.model.transfer import fetch
+from common.records.checkpoints import committed
+from common.state import events, jobs, steps
+from common.wire.weight_store import STORE
 from services.weights.records import JobRecords
 from sim.host import SimulatedHost
 from tests.unit.weights.store_bench import EVERY, JOB, STEPS, StoreBench, on_store
 
+Harm = Callable[[Path, bytes], None]
+
+
+def flip(path: Path, older: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path, older: bytes) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path, older: bytes) -> None:
+    path.write_bytes(b"")
+
+
+def delete(path: Path, older: bytes) -> None:
+    path.unlink()
+
+
+def older_copy(path: Path, older: bytes) -> None:
+    path.write_bytes(older)
+
+
+HARMS = [flip, truncate, empty, delete, older_copy]
 SOON_S = 15.0  # two sweeps and something
 LONG_S = 80.0  # longer than every grace but that of what nobody has named
 HOUR_S = 3600.0
@@ -296,13 +328,108 @@ def test_a_file_that_cannot_be_read_does_not_end_the_sweeps(tmp_path: Path) -> N
     on_store(tmp_path, story)
 
 
-def test_a_record_that_somebody_has_changed_is_not_guessed_at(tmp_path: Path) -> None:
+async def told(store: StoreBench) -> list[dict[str, Any]]:
+    """What events tell of damage."""
+    found = await events.read_all(store.state)
+    return [event.fields for event in found if event.kind == "damaged"]
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_a_record_that_is_damaged_is_made_again(tmp_path: Path, harm: Harm) -> None:
+    async def story(store: StoreBench) -> None:
+        path = store.chunks.directory / "jobs" / "job.json"
+        await store.submit()
+        await store.begin()
+        older = path.read_bytes()
+        for version in range(1, EVERY):
+            await store.step(version, "")
+        due = await store.step(EVERY, "")
+        passed = await store.step(EVERY + 1, "")
+        await store.step(EVERY + 2, "")
+        harm(path, older)
+        await store.restart_store()
+        store.age(24 * HOUR_S)
+        await store.clock.sleep(LONG_S)
+        assert not await store.stored(passed)
+        await store.step(EVERY + 3, await store.save(EVERY, due))
+        assert await store.stored(due), "its checkpoint was being written"
+        record = JobRecords(store.host, path.parent)
+        assert await record.open() == [] and record.of(JOB).versions
+        seen = [(one["what"], one["job"]) for one in await told(store)]
+        assert seen == ([] if harm in (delete, older_copy) else [("versions", JOB)])
+        aside = store.chunks.directory / "quarantine/jobs/job.json"
+        assert aside.is_file() == bool(seen)
+
+    on_store(tmp_path, story)
+
+
+def test_nothing_goes_while_a_damaged_records_job_is_unknown(tmp_path: Path) -> None:
     async def story(store: StoreBench) -> None:
         await store.submit()
         await store.begin()
-        path = store.chunks.directory / "jobs" / "job.json"
-        path.write_text(path.read_text()[:-10])
-        with pytest.raises(BadMessage, match="does not read"):
-            await JobRecords(store.host, path.parent).open()
+        weights = await store.step(1, "")
+        await store.lose_redis()
+        flip(store.chunks.directory / "jobs" / "job.json", b"")
+        for _ in range(2):
+            await store.restart_store()
+            store.age(24 * HOUR_S)
+            await store.clock.sleep(LONG_S)
+            assert await store.stored(weights), "also of a store that starts again"
+        await store.submit()
+        await store.clock.sleep(LONG_S)
+        assert not await store.stored(weights)
+
+    on_store(tmp_path, story)
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_a_damaged_chunk_is_set_aside_and_can_be_written_again(tmp_path: Path, harm: Harm) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        first = await store.step(1, "")
+        for digest in await parts(store, first):
+            path = store.chunks.path(digest)
+            harm(path, b"another chunk's")
+            await store.restart_store()
+            with pytest.raises((Damaged, NotFound)):
+                await fetch(store.trainer, store.bulk, first)
+            assert await store.stage(1) == first
+            assert await store.stored(first)
+            aside = store.chunks.directory / "quarantine" / digest[:2] / digest
+            assert aside.is_file() == (harm is not delete)
+            assert str(path) in [one["path"] for one in await told(store)] or harm is delete
+
+    on_store(tmp_path, story)
+
+
+async def parts(store: StoreBench, manifest: str) -> list[str]:
+    """A version's manifest, and its chunks."""
+    held = await store.trainer.ref(STORE).call(Weights.manifest, Fetch(manifest))
+    return [manifest, *(tensor.chunk for tensor in held.tensors)]
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_a_damaged_checkpoint_is_told_and_gives_its_place_to_the_one_before(
+    tmp_path: Path, harm: Harm
+) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit(keep_checkpoints=1)
+        await store.begin()
+        [(before, kept), (last, manifest)] = await checkpoints(store, 2)
+        directory = store.run_dir / "checkpoints"
+        older = (directory / f"{before}.json").read_bytes()
+        harm(directory / f"{last}.json", older)
+        with pytest.raises((Damaged, NotFound)):
+            await store.trainer.ref(STORE).call(Weights.load, Load(JOB, last))
+        await store.clock.sleep(LONG_S)
+        assert (directory / f"{before}.json").read_bytes() == older, "nothing takes its place"
+        assert await store.stored(kept) and await store.stored(manifest)
+        if harm is not delete:
+            [one] = await told(store)
+            assert (one["what"], Path(one["path"]).stem) == ("checkpoint", last)
+            assert (store.run_dir / "quarantine/checkpoints" / last / "config.json").is_file()
+        found = committed(store.run_dir)
+        assert found is not None and found.stem == before
 
     on_store(tmp_path, story)

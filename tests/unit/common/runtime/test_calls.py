@@ -45,15 +45,16 @@ async def test_errors_arrive_as_the_class_that_was_raised(join: Join) -> None:
         await ref.call(Talk.fail, Text("lie"))
 
 
-async def test_an_unknown_method_is_answered_with_those_there_are(join: Join) -> None:
+async def test_an_unknown_method_is_named_and_those_there_are_are_not(join: Join) -> None:
     class Other(Interface):
         nonsense = Call(Text, Text)
         numbers = Call(Text, Text)  # a stream there
 
     await join("a", Talker())
     ref = (await join("b")).ref("a")
-    with pytest.raises(UnknownMethod, match="echo"):
+    with pytest.raises(UnknownMethod, match="a has no 'nonsense'") as told:
         await ref.call(Other.nonsense, Text(""))
+    assert "echo" not in str(told.value)
     with pytest.raises(BadMessage):
         await ref.call(Other.numbers, Text(""))
 

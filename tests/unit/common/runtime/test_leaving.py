@@ -21,6 +21,7 @@ from common.state.client import State
 from common.state.embedded import command
 from common.transport.zmq import ZmqTransport
 from sim.state import simulated_state
+from tests.meshes import SECRET
 from tests.unit.common.runtime.talking import Number, Talk, Talker, Text, until
 
 STEPS = ["actor", "lease", "transport", "state"]
@@ -248,9 +249,9 @@ async def test_a_process_that_cannot_open_its_mesh_closes_its_connections(tmp_pa
     taken, kept = socket.create_server(("127.0.0.1", 0)), []
     where = f"127.0.0.1:{taken.getsockname()[1]}"
     for options in ({"metrics": where}, {"bind": f"tcp://{where}"}):
-        settings = MeshSettings(server.url, str(tmp_path), host="here", **options)
+        settings = MeshSettings(server.url, str(tmp_path), host="here", secret=SECRET, **options)
         with pytest.raises(ConfigError) as why:
-            await Mesh.open("a", "test", settings)
+            await Mesh.open("a", "engine", settings)
         kept.append(why)  # what the error's frames hold is not closed by being collected
     async with asyncio.timeout(20.0):
         while len((await watching.command("CLIENT", "LIST")).splitlines()) > 1:

@@ -18,13 +18,14 @@ from common.state import registry
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import Frame
 from loadtests.rpc import PING, Echo
+from tests.meshes import SECRET, begun
 from tests.unit.common.runtime.talking import Join, until
 
 
 @pytest.fixture
 def echo() -> Iterator[tuple[subprocess.Popen[str], registry.Entry]]:
     """A real process that answers Echo, and its registry entry."""
-    argv = [sys.executable, "-m", "loadtests.rpc", "--serve", "mesh"]
+    argv = [sys.executable, "-m", "loadtests.rpc", "--serve", "mesh", "--secret", SECRET]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address, incarnation = process.stdout.readline().split()
@@ -38,7 +39,7 @@ async def test_calls_to_a_killed_process_fail_at_once(
     join: Join, echo: tuple[subprocess.Popen[str], registry.Entry]
 ) -> None:
     process, entry = echo
-    mesh = await join("b")
+    mesh = await join("b", kind="loadtest")  # the role that the echo knows
     await registry.register(mesh.state, entry, 60_000)
     ref = mesh.ref("echo")
     assert await ref.call(Echo.inline, PING) == PING
@@ -58,7 +59,7 @@ async def test_a_call_to_a_process_that_has_ended_is_a_lost_peer(
     process, entry = echo
     process.kill()
     process.wait()
-    mesh = await join("b")
+    mesh = await join("b", kind="loadtest")  # the role that the echo knows
     await registry.register(mesh.state, entry, 60_000)
     with pytest.raises(PeerLost, match="echo has gone"):
         await mesh.ref("echo").call(Echo.inline, PING, deadline_s=2.0)
@@ -70,7 +71,7 @@ async def test_replies_beyond_the_high_water_mark_are_all_delivered() -> None:
     server = ZmqTransport(hwm=2)
     replies, size = 400, 60_000  # 24 MB: more than the kernel holds
 
-    def answer(peer: bytes, frames: list[Frame]) -> None:
+    def answer(peer: bytes, frames: list[Frame], role: str) -> None:
         for place in range(replies):
             server.reply(peer, (place.to_bytes(4, "little"), bytes(size)))
 
@@ -78,14 +79,14 @@ async def test_replies_beyond_the_high_water_mark_are_all_delivered() -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.set(zmq.RCVHWM, 2)
         client.connect(server.address)
-        client.send_multipart([b"", b"all"])
+        client.send(begun(b"", b"all"))
         await until(lambda: server.parked > 100)
         await asyncio.sleep(0.1)
         assert server.parked > 100
         got: list[int] = []
         while len(got) < replies:
             await until(lambda: client.poll(0))
-            got.append(int.from_bytes(client.recv_multipart()[0], "little"))
+            got.append(int.from_bytes(client.recv_multipart()[0][2:], "little"))
         assert got == list(range(replies))
         client.close(0)
     assert server.parked == 0
@@ -96,7 +97,7 @@ async def test_a_requester_that_has_gone_is_reported() -> None:
     server, client = ZmqTransport(), ZmqTransport()
     asked: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     gone: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-    server.start(lambda peer, _: asked.set_result(peer), lambda *_: None, gone.set_result)
+    server.start(lambda peer, *_: asked.set_result(peer), lambda *_: None, gone.set_result)
     client.start(lambda *_: None, lambda *_: None, lambda *_: None)
     client.send(server.address, (b"", b""))
     async with asyncio.timeout(10):

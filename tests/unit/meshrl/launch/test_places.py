@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import NotFound, Refused
 from common.job.config import JobConfig
+from common.settings import MESH_ENV, mark_of
 from meshrl.launch import leftovers, places
 from meshrl.launch.places import MeshPlace
 from meshrl.observe.usage import Tally
@@ -62,7 +63,7 @@ def lingering(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     program = "import time; print(flush=True); time.sleep(60)"
     with subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, "MESHRL_SETTINGS": str(tmp_path / "settings.json")},
+        env={**os.environ, MESH_ENV: mark_of(tmp_path / "settings.json")},
         start_new_session=True,
         stdout=subprocess.PIPE,
     ) as child:

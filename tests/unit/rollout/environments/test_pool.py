@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.clock import SystemClock
@@ -162,3 +163,15 @@ def test_an_environment_process_holds_the_jobs_own_chat_template(tmp_path: Path)
     assert status == "ok"
     assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
     assert served.perform(1, "step", tokenizer.encode("so</s>"))[1] == ["so</s>", "done", None]
+
+
+async def test_an_environment_process_is_not_told_where_the_settings_of_the_mesh_are(
+    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHRL_SETTINGS", "/run/mesh/settings.json")
+    monkeypatch.setenv("MESHRL_MESH", "5e1f")
+    await pool.begin(1, {})
+    (pid,) = pool.pids.values()
+    told = psutil.Process(pid).environ()
+    assert told["MESHRL_SETTINGS"] == ""
+    assert told["MESHRL_MESH"] == "5e1f", "its mesh finds it all the same"

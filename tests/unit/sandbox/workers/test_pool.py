@@ -39,6 +39,9 @@ BEHAVIOURS = """
     def good(row):
         return row.get("value", 0.5)
 
+    def is_told_where_the_settings_are(row):
+        return bool(os.environ.get("MESHRL_SETTINGS"))
+
     def raises(row):
         raise KeyError("answer")
 
@@ -231,6 +234,15 @@ async def test_a_tool_that_returns_what_no_wire_carries_is_a_bad_value(
     odd, good = await pool.run([use(5.0, "odd_value", what=what), use(5.0, "good", value="4")])
     assert odd.status == "bad_value" and odd.error.startswith("t returned ")
     assert good == Answer("ok", "4", "")
+
+
+async def test_a_worker_is_not_told_where_the_settings_of_the_mesh_are(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHRL_SETTINGS", "/run/mesh/settings.json")
+    pool = await make(warm=1, most=1)
+    (answer,) = await pool.run([score("is_told_where_the_settings_are")])
+    assert answer == Answer("ok", 0.0, "")
 
 
 async def test_an_integer_reward_and_a_bool_are_floats(make: Make) -> None:

@@ -1,0 +1,180 @@
+"""The disk of a virtual machine: it is full or slow, and it knows what a power cut leaves.
+
+Files are real; whatever syncs one tells the disk (`common.records.durable`). A file that was synced
+has its content and its name after a power cut, as on ext4 and XFS; what was appended since then is
+there in part; a rename or a removal counts once its directory was synced. A disk that lies counts
+no sync of what it lies about.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.random import Random
+from common.records.durable import heard_by
+
+LATENCY_S = 0.0005  # mean of what a piece of blocking work waits when the disk is well
+_UNLIMITED = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+
+@dataclass
+class _Durable:
+    """What is on the platter, by inode."""
+
+    lengths: dict[int, int] = field(default_factory=dict)  # of files: bytes that were synced
+    names: dict[int, dict[str, int]] = field(default_factory=dict)  # of directories
+
+
+class Disk:
+    """`root` is what it holds; beside it lies a directory of the disk's own."""
+
+    def __init__(self, root: Path) -> None:
+        self.room: int | None = None  # no file grows beyond it; None: the disk is not full
+        self.slow_s = LATENCY_S
+        self.lies: Callable[[str], bool] | None = None  # about which paths, relative to the root
+        self._root = root.resolve()
+        self._kept = root.with_name(f"{root.name}.disk")  # a link to each file, named by inode
+        self._durable = _Durable()
+
+    @property
+    def full(self) -> bool:
+        return self.room is not None
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whoever writes here meets the disk's bound: EFBIG, by the kernel, from any library."""
+        if self.room is None:
+            yield
+            return
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.room, _UNLIMITED[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, _UNLIMITED)
+
+    def bound(self) -> int:
+        """The longest that a file may be, in bytes; -1: any length."""
+        return -1 if self.room is None else self.room
+
+    def check(self) -> None:
+        """ENOSPC where not a byte has room."""
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def well(self) -> None:
+        """There is room, and it is fast."""
+        self.room, self.slow_s = None, LATENCY_S
+
+    # -- what is durable -------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """From here on it is known what a power cut leaves; what is there now is durable."""
+        heard_by(self._synced)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.lies = None
+        shutil.rmtree(self._kept, ignore_errors=True)
+        self._kept.mkdir()
+        self._durable = _Durable()
+        for directory, _, files in os.walk(self._root):
+            self._note_directory(directory)
+            for name in files:
+                path = os.path.join(directory, name)
+                self._durable.lengths[os.lstat(path).st_ino] = os.lstat(path).st_size
+
+    def _synced(self, descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if not path.startswith(f"{self._root}/") and path != str(self._root):
+            return
+        if self.lies is not None and self.lies(path[len(str(self._root)) + 1 :]):
+            return
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            self._note_directory(path)
+        else:
+            self._durable.lengths[status.st_ino] = status.st_size
+            self._keep(path, status.st_ino)
+        self._note_name(path, status.st_ino)
+
+    def _note_directory(self, path: str) -> None:
+        found = {}
+        with os.scandir(path) as entries:
+            for entry in entries:
+                found[entry.name] = entry.inode()
+                if not entry.is_dir(follow_symlinks=False):
+                    self._keep(entry.path, entry.inode())
+        self._durable.names[os.stat(path).st_ino] = found
+
+    def _note_name(self, path: str, inode: int) -> None:
+        """Its own name is durable, and those of the directories that it is in."""
+        while path != str(self._root):
+            parent, name = os.path.split(path)
+            above = os.stat(parent).st_ino
+            known = self._durable.names.setdefault(above, {})
+            if known.get(name) == inode:
+                return
+            known[name] = inode
+            path, inode = parent, above
+
+    def _keep(self, path: str, inode: int) -> None:
+        kept = self._kept / str(inode)
+        if not kept.exists():
+            os.link(path, kept, follow_symlinks=False)
+
+    # -- a power cut -----------------------------------------------------------------------------
+
+    def cut(self, random: Random) -> set[str]:
+        """Puts the root as it is after a power cut; what is missing or shorter now. Of what was
+        appended to a file and not synced a part is there, from none to all of it. Nobody may have
+        a file open.
+        """
+        before = self._sizes()
+        after = self._root.with_name(f"{self._root.name}.after")
+        after.mkdir()
+        self._rebuild(os.stat(self._root).st_ino, after, random)
+        for path in self._root.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in after.iterdir():
+            path.rename(self._root / path.name)
+        after.rmdir()
+        self._settle()
+        now = self._sizes()
+        return {name for name, size in before.items() if now.get(name, -1) < size}
+
+    def _sizes(self) -> dict[str, int]:
+        return {
+            str(path.relative_to(self._root)): path.lstat().st_size
+            for path in self._root.rglob("*")
+            if not path.is_dir()
+        }
+
+    def _rebuild(self, inode: int, at: Path, random: Random) -> None:
+        for name, child in sorted(self._durable.names.get(inode, {}).items()):
+            kept = self._kept / str(child)
+            if kept.exists():
+                os.link(kept, at / name, follow_symlinks=False)
+                self._tear(at / name, self._durable.lengths.get(child, 0), random)
+            else:
+                (at / name).mkdir()
+                self._rebuild(child, at / name, random)
+
+    def _tear(self, path: Path, durable: int, random: Random) -> None:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_size > durable:
+            drawn = random.child(f"{durable} of {status.st_size}")  # names have pids in them
+            os.truncate(path, drawn.randint(durable, status.st_size))
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def close(self) -> None:
+        """Removes what the disk keeps for itself."""
+        heard_by(None)
+        shutil.rmtree(self._kept, ignore_errors=True)
