@@ -57,6 +57,7 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "Trainer.leave": ("hybrid",),
     "Trainer.lease_round": ("hybrid",),
     "Trainer.round_done": ("hybrid",),
+    "Trainer.restage": ("engine", "hybrid"),  # who cannot load the current version
     "Weights.stage": ("trainer",),
     "Weights.manifest": ("engine", "hybrid", "scoring", "trainer"),  # who loads a version
     "Weights.save": ("trainer",),
