@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[3]
 CALL_SITE = re.compile(
     r"\b(Drainable|Engine|Ranks|Sandbox|Scoring|Trainer|Weights|Worker)\.([a-z_]+)\b"
 )
+LOADERS = {"engine", "hybrid", "scoring", "trainer"}  # of weights
 # What runs in processes of several roles, or is not in the package of its role.
 ALSO = {
-    "common/model/transfer.py": {"engine", "hybrid", "scoring", "trainer"},
+    "common/model/transfer.py": LOADERS,
+    "common/wire/weight_store.py": LOADERS,
     "services/node": {"worker"},
     "services/trainer/helpers/hybrid.py": {"hybrid"},
 }
@@ -50,7 +52,9 @@ def test_every_role_is_a_kind_of_process_that_there_is() -> None:
 def call_sites() -> list[tuple[str, str]]:
     """(file, method) wherever a service names a method that it does not itself answer."""
     found = []
-    for source in [*(ROOT / "services").rglob("*.py"), ROOT / "common/model/transfer.py"]:
+    for source in [*(ROOT / "services").rglob("*.py"), *(ROOT / "common").rglob("*.py")]:
+        if source.parent.name in ("api", "runtime"):  # they declare, and explain
+            continue
         for line in source.read_text().splitlines():
             if line.lstrip().startswith("@") or '"' in line:  # answered, or spoken of
                 continue
@@ -66,6 +70,11 @@ def test_who_calls_may_call(file: str, method: str) -> None:
     roles = max(also, key=len) if also else {file.split("/")[1]}
     allowed = CALLERS[method]
     assert allowed & roles, f"{file} calls {method}, which only {sorted(allowed)} may call"
+
+
+@pytest.mark.parametrize("method", ["Weights.manifest", "Weights.examine"])
+def test_whoever_loads_weights_may_ask_for_them(method: str) -> None:
+    assert CALLERS[method] == LOADERS
 
 
 def test_code_is_brought_to_a_sandbox_by_shards_alone() -> None:
