@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from common.process.failure import told as failure_text
+from common.records import damage
 from common.state.events import Event
 from common.state.gangs import Gang, Role
 from common.state.jobs import ENDED, JobRow, Phase
@@ -25,6 +26,7 @@ ALERTS = {
     "unrecorded",
     "storage_full",
     "history_lost",
+    damage.EVENT,
 }  # worth a line anywhere
 ETA_STEPS = 8  # the last steps that the time to go is judged by
 
@@ -241,6 +243,8 @@ def told(event: Event) -> str:
     if event.kind == "changed":
         changes = [f"{key} {was} -> {now}" for key, (was, now) in f["changes"].items()]
         return f"from step {int(f['version']) + 1} on: {', '.join(changes)}"
+    if event.kind == damage.EVENT:
+        return damage.sentence(f)
     if event.kind == "unrecorded":
         return f"the run is not recorded: {f['why']}"
     if event.kind == "storage_full":
