@@ -60,6 +60,15 @@ def read(run_dir: Path) -> list[Sample]:
     return sorted(found, key=lambda sample: float(sample["at"]))
 
 
+def evaluated(run_dir: Path) -> Iterator[Sample]:
+    """Those of evaluations, file by file, without holding the others."""
+    for path in files(run_dir):
+        with path.open("rb") as file:
+            for line in file:
+                if b'"evaluation": ""' not in line:
+                    yield from (sample for sample in parsed(line) if sample.get("evaluation"))
+
+
 def parsed(content: bytes) -> Iterator[Sample]:
     """The whole lines of a file; one that a crash has cut short is left out."""
     for line in content[: content.rfind(b"\n") + 1].splitlines():
