@@ -5,6 +5,8 @@ commits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from common.api.engine import Engine
@@ -28,16 +30,17 @@ from common.errors import MeshError, NotFound, RankLost
 from common.job.changing import in_force
 from common.job.config import JobConfig
 from common.job.job_data import JobData
+from common.records import damage
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
-from common.state import jobs, registry, steps
+from common.state import events, jobs, registry, steps
 from common.wire.bulk import BulkClient
 from kernels.cost import Calibration, expected
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.stats import update_metrics
 from services.trainer.core.batch import Batch, Refill, staleness
-from services.trainer.core.beginning import adapt, first_weights, outline, start
+from services.trainer.core.beginning import Tell, adapt, first_weights, outline, start
 from services.trainer.core.checkpointing import Checkpoints
 from services.trainer.core.evaluation_gate import evaluated
 from services.trainer.core.intake import POLL_S, Intake
@@ -216,10 +219,18 @@ class TrainerCore(Actor):
         def progress(step: int, loss: float) -> None:
             self.warm_fraction = step / total
 
+        damaged: list[dict[str, Any]] = []
+        cached = await self._made(progress, damaged.append)
+        for told in damaged:
+            state = self.mesh.state
+            await patiently(self.mesh.clock, partial(events.append, state, damage.EVENT, told))
+        return cached
+
+    async def _made(self, progress: Callable[[int, float], None], tell: Tell) -> bool:
         run = self.mesh.host.run_blocking
         if self.learner is not None:
-            return await run(start, self.data, self.learner, progress, deadline_s=COMPUTE_S)
-        weights, cached = await run(first_weights, self.data, progress, deadline_s=COMPUTE_S)
+            return await run(start, self.data, self.learner, progress, tell, deadline_s=COMPUTE_S)
+        weights, cached = await run(first_weights, self.data, progress, tell, deadline_s=COMPUTE_S)
         await self.compute.form()  # now, because ranks hold memory from here on
         if weights is not None:
             await self.compute.load_weights(weights)
