@@ -76,6 +76,7 @@ class TrainerCore(Actor):
         self.busy_s, self.wait_s = 0.0, 0.0
         self.warm_fraction = 0.0
         self._restaging = asyncio.Lock()
+        self._born = 0  # the lineage that the current version was made in
         self.compute: Compute = (
             LocalCompute(mesh, arithmetic) if isinstance(arithmetic, Learner) else arithmetic
         )
@@ -139,7 +140,7 @@ class TrainerCore(Actor):
         async with self._restaging:  # who asks meanwhile finds it done
             if not self.ready or request.manifest != self.manifest:
                 return Restaged(False)
-            about = self.lineage, self.steps_done
+            about = self._born, self.steps_done
             weights = await self.compute.weights()
             done = await self.publisher.stage_again(*about, weights, request.manifest)
         self.mesh.telemetry.log.warning("restage", manifest=request.manifest, done=done)
@@ -159,7 +160,7 @@ class TrainerCore(Actor):
         if row.version < 0:
             if row.phase == jobs.Phase.QUEUED:
                 await self._phase(jobs.Phase.WARM_START)
-            self.lineage = row.lineage  # above 0 where Redis has lost what there was
+            self.lineage = self._born = row.lineage  # above 0 where Redis has lost what there was
             with self.mesh.loading():
                 cached = await self._first_weights()
             await self._commit_initial(cached)
@@ -192,6 +193,7 @@ class TrainerCore(Actor):
             stands.lineage,
             stands.manifest,
         )
+        self._born = stands.born
         self.checkpoints.name, self.checkpoints.step = stands.checkpoint, stands.checkpoint_step
         self.gradients.announce(self.manifest)
 
@@ -359,7 +361,7 @@ class TrainerCore(Actor):
                 covered=self.checkpoints.step,
             ),
         )
-        self.steps_done, self.manifest = committed.version, manifest
+        self.steps_done, self.manifest, self._born = committed.version, manifest, self.lineage
         self.gradients.announce(manifest)
         self.enter("telling", step)
         await self._tell_engines()
