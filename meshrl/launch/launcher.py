@@ -16,23 +16,25 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from common.clock import SystemClock
-from common.errors import DeadlineExceeded, MeshError, Refused
+from common.errors import ConfigError, Damaged, DeadlineExceeded, MeshError, Refused
 from common.process.child import PRIVATE
 from common.process.failure import end_of
 from common.process.handle import Child
 from common.process.host import SystemHost, own_start_time
 from common.process.lease_watch import LeaseWatch
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.records import damage
 from common.secret import SECRET_BYTES
 from common.settings import MESH_ENV, SETTINGS_ENV, MeshSettings, mark_of
-from common.state import embedded, registry
+from common.state import embedded, events, registry
 from common.state.client import State
 from common.state.ended import Report, Reports, ended, forget_all
 from common.state.rollback import JobMark
 from meshrl.launch import absolving, leftovers, plan, trimming
+from meshrl.launch.kept import KeptDocument, keep
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.ownership import made_private
 from meshrl.launch.places import MeshPlace, read_json, write_json
@@ -40,6 +42,9 @@ from meshrl.launch.redis.server import MeshRedis
 from meshrl.launch.restoring import put_all_back
 from meshrl.observe import storage
 
+T = TypeVar("T")
+
+SHAPE = "shape.json"
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
 START_TRIES = 3  # times that an error may end a process while the mesh starts
@@ -132,6 +137,14 @@ class Launcher(Hooks):
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    async def ask_redis(self, question: Callable[[State], Awaitable[T]]) -> T:
+        """The answer of the mesh's Redis, which runs for as long as that takes and no longer."""
+        self._take_lock()
+        try:
+            return await question(await self._redis.connect())
+        finally:
+            await self.stop()
 
     async def stop_services(self) -> None:
         """Ends everything but Redis, in reverse order of the start: the books are final then."""
@@ -278,7 +291,25 @@ class Launcher(Hooks):
             secret=self._secret,
         )
         self.settings.to_file(self.place.settings)
-        write_json(self.place.directory / "shape.json", asdict(shape))
+        write_json(self.place.directory / SHAPE, asdict(shape))
+        self._tasks.append(asyncio.create_task(self._keep_files(), name="keep files"))
+
+    async def _keep_files(self) -> None:
+        """Puts the mesh's own files back when they are damaged: what starts again reads them."""
+        place, root = self.place, self.place.root
+
+        def write(path: Path, content: dict[str, Any]) -> None:
+            self.settings.to_file(path)
+
+        async def tell(told: dict[str, Any]) -> None:
+            await events.append(self.state, damage.EVENT, told)
+
+        documents = [
+            KeptDocument("mesh", place.settings, root, write=write),
+            KeptDocument("mesh", place.directory / SHAPE, root),
+            KeptDocument("mesh", place.launcher, root),
+        ]
+        await keep(documents, self.clock, tell)
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -356,7 +387,14 @@ class Launcher(Hooks):
 
 def shape_of(place: MeshPlace) -> Shape:
     """The shape of a mesh that was started before."""
-    return Shape(**read_json(place.directory / "shape.json"))
+    path = place.directory / SHAPE
+    try:
+        return Shape(**read_json(path))
+    except (Damaged, FileNotFoundError, TypeError) as error:
+        raise ConfigError(
+            f"{path}, which says what the mesh is made of, is gone or damaged: {error}",
+            fix=f"meshrl up --root {place.root}, with the options that it had, writes it anew",
+        ) from error
 
 
 def interruptible(stop: asyncio.Event, launcher: Launcher) -> None:

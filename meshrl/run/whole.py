@@ -4,44 +4,32 @@ checkpoint that its last commit names.
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common.api.weights import Manifest
-from common.errors import BadMessage, ConfigError, NotFound
+from common.errors import BadMessage, Damaged, NotFound
+from common.job import bundle_files
 from common.records.checkpoints import STATE, all_checkpoints, committed, is_first, last_named
 from common.wire.blob import unpack
 from common.wire.chunks import ChunkStore
 from meshrl.launch.places import MeshPlace, read_json
 
-RECORDS = ("events.jsonl", "metrics.jsonl")
 NAMED = 3  # missing files that an error names
 
 
-def record_of(run_dir: Path) -> dict[str, Any]:
-    """What `job.json` holds; ConfigError unless it is a run's."""
-    path = run_dir / "job.json"
-    held = read_json(path)
-    document = held.get("document")
-    bundle = document.get("bundle") if isinstance(document, dict) else None
-    if not isinstance(held.get("job"), str) or not isinstance(bundle, dict):
-        raise ConfigError(f"{path} is not that of a run, or damaged", fix=_START_OVER)
-    return held
-
-
 def check(run_dir: Path, held: Mapping[str, Any], place: MeshPlace) -> None:
-    """Returns if the run is whole; NotFound names what is missing."""
+    """Returns if the run is whole; NotFound or Damaged names what is not. Files of its record are
+    mended when it goes on.
+    """
     if place.root != run_dir and not place.directory.is_dir():
         raise NotFound(
             f"the mesh that the run in {run_dir} was submitted to is gone: {place.root}",
             fix="Its Redis data and weights were there. " + _START_OVER,
         )
     _bundle(run_dir, held)
-    for name in RECORDS:
-        _lines(run_dir / name)
     _checkpoint(run_dir, place)
 
 
@@ -54,44 +42,12 @@ def _bundle(run_dir: Path, held: Mapping[str, Any]) -> None:
             f"the run in {run_dir} was made in {made}, and its records name that place",
             fix=f"Move it back: mv {run_dir} {made}",
         )
-    missing = [path for path in _files(bundle, held) if not path.exists()]
-    if missing:
-        raise NotFound(
-            f"the run is not whole: {_named(missing)}",
-            fix="Put it back from a copy of the run. " + _START_OVER,
-        )
-    for name, size in held.get("files", {}).items():
-        if (found := (bundle / name).stat().st_size) != size:
-            raise ConfigError(
-                f"the run is not whole: {bundle / name} has {found} bytes instead of {size}",
-                fix="Put it back from a copy of the run. " + _START_OVER,
-            )
-
-
-def _files(bundle: Path, held: Mapping[str, Any]) -> Iterator[Path]:
-    """What must be there: the files that were packed, or what the document names."""
-    yield bundle
-    if "files" in held:
-        yield from (bundle / name for name in held["files"])
-        return
-    document = held["document"]
-    model, dataset = document["model"], document["dataset"]
-    names = [model["tokenizer"], model["path"], dataset["train"], dataset["held_out"]]
-    names += [one["path"] for one in document["evaluation"]["datasets"]]
-    yield from (bundle / name for name in names if name)
-
-
-def _lines(path: Path) -> None:
-    """ConfigError for a line that is no JSON; the last one may have been cut off by a crash."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            json.loads(line)
-        except ValueError as error:
-            raise ConfigError(
-                f"the run is not whole: {path}, line {number} is damaged: {error}",
-                fix="Put it back from a copy of the run. " + _START_OVER,
-            ) from error
+    if not bundle.is_dir():
+        raise NotFound(f"the run is not whole: {bundle} is missing", fix=bundle_files.START_OVER)
+    try:
+        bundle_files.check(bundle, bundle_files.of(held["document"]), large=True)
+    except Damaged as error:
+        raise Damaged(f"the run is not whole: {error.message}", fix=error.fix) from error
 
 
 def _checkpoint(run_dir: Path, place: MeshPlace) -> None:
@@ -128,7 +84,7 @@ def _missing_of(checkpoint: Path, chunks: ChunkStore) -> str | None:
     try:
         weights = str(read_json(checkpoint)["weights"])
         manifest = chunks.path(weights)
-    except (ConfigError, KeyError, BadMessage):
+    except (Damaged, KeyError, BadMessage):
         return f"{checkpoint} is damaged"
     if not any(state.glob("*.safetensors")):
         return f"{state} is missing or empty"
