@@ -84,7 +84,7 @@ class Launcher(Hooks):
             self.host, self.clock, place, self._secret, BUDGET, self, self._redis_went_back
         )
         environment = self._environment
-        self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET)
+        self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET, self.ended)
         self._watch: LeaseWatch | None = None
         self._watching: asyncio.Task[None]
         self._reports: Reports | None = None
