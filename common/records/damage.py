@@ -31,19 +31,26 @@ class Fate:
 FATES: dict[str, Fate] = {
     "checkpoint": Fate(
         "digests of its files in its manifest, and a digest of the manifest itself",
-        "set aside; the older kept checkpoint is used, under a new lineage",
+        "set aside; the newest kept one before it is used, under a new lineage: what steps in "
+        "between trained counts as host_lost, its prompts come again; without one the job fails",
     ),
     "weights": Fate(
         "a chunk and a manifest of a version are named by their digest",
-        "set aside; written again from the trainer or the checkpoint, else as for a checkpoint",
+        "set aside; written again by the trainer that has them, or from the checkpoint's own "
+        "model; else as for a checkpoint",
     ),
     "group": Fate(
         "a finished group is named by its digest",
-        "set aside; its prompt goes back, counted as host_lost",
+        "set aside; its prompt goes back, counted as host_lost; of a step that is repeated: a new "
+        "lineage at the checkpoint",
     ),
     "versions": Fate(
         "a digest in the store's record of a job",
-        "set aside; made again from Redis and the checkpoints",
+        "set aside; made again from Redis and the checkpoints, and nothing is swept until then",
+    ),
+    "warm start": Fate(
+        "a digest of the tensors in the cache's file",
+        "set aside beside the cache; the warm start is made again",
     ),
     "ledger": Fate(
         "a CRC of the header and of each record; where Redis says that a segment was sealed",

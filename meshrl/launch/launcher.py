@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -84,7 +85,7 @@ class Launcher(Hooks):
             self.host, self.clock, place, self._secret, BUDGET, self, self._redis_went_back
         )
         environment = self._environment
-        self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET)
+        self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET, self.ended)
         self._watch: LeaseWatch | None = None
         self._watching: asyncio.Task[None]
         self._reports: Reports | None = None
@@ -223,21 +224,22 @@ class Launcher(Hooks):
         """Redis is not what it was: nobody is let in, and what has acted on it starts anew."""
         if self._going_back is None and self._supervisor is not None:
             self._going_back = asyncio.create_task(self._go_back(why), name="go back")
+            self._going_back.add_done_callback(partial(self._gone_back, why))
 
     async def _go_back(self, why: str) -> None:
-        try:
-            await self._kill_services()
-            await self._redis.begin_anew(why)
-            await self._redis.readmit()
-            await put_all_back(self.state, self._redis.known)
-            await self._nursery.start()
-            await self._nursery.listens()
-            await self._start_services()
-        except (MeshError, OSError) as error:
+        await self._kill_services()
+        await self._redis.begin_anew(why)
+        await self._redis.readmit()
+        await put_all_back(self.state, self._redis.known)
+        await self._nursery.start()
+        await self._nursery.listens()
+        await self._start_services()
+
+    def _gone_back(self, why: str, task: asyncio.Task[None]) -> None:
+        self._going_back = None
+        if not task.cancelled() and (error := task.exception()) is not None:
             self.why = f"redis is not as it was ({why}), and the mesh cannot go on: {error}"
             self.failed.set()
-        finally:
-            self._going_back = None
 
     async def _kill_services(self) -> None:
         """At once: Redis, which they would say goodbye to, lets nobody in."""

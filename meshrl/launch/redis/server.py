@@ -24,7 +24,7 @@ from common.process.handle import Child
 from common.process.host import Host
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.records import damage
-from common.state import embedded, rollback
+from common.state import embedded, events, rollback
 from common.state.client import State
 from common.state.events import order
 from common.state.keys import EVENTS, MESH, job_prefix
@@ -229,8 +229,10 @@ class MeshRedis(Hooks):
                 else:
                     await self._let_in()
                 return
-            except StateUnavailable:
-                continue  # it loads for long, or does not answer: the watch kills it for that
+            except (StateUnavailable, OSError):
+                # It loads for long, or does not answer: the watch kills it for that; or the disk is
+                # full, so that there is no room for the note.
+                await self._clock.sleep(guard.INTERVAL_S)
 
     def _log_length(self) -> int:
         return self._log.stat().st_size if self._log.is_file() else 0
@@ -323,12 +325,12 @@ class MeshRedis(Hooks):
             found = await rollback.held(self._owned, self.known)
             if why := rollback.older(found, self.known):
                 return why
-            newest = await rollback.held(self._owned, Mark())
+            newest = await events.last_id(self._owned)
             if not self._admitted:
                 return ""
             if self._own:
                 self._files = await asyncio.to_thread(self._aof.look)
-            self.known = rollback.joined([self.known, newest])
+            self.known = rollback.joined([self.known, found, Mark(newest)])
             note = Note(self.known, self._files, self._floor)
             notes.write(self._place.redis_note, note, durable)
         return ""
