@@ -109,7 +109,7 @@ class Launcher(Hooks):
             self._reports = Reports(self.state, self.clock)
             await forget_all(self.state)
             if self._redis.why:
-                await put_all_back(self.state, self._redis.known)
+                await put_all_back(self.state, self._redis.known, needed=False)
             if begin is not None:
                 await begin()
             await self._nursery.listens()
@@ -230,7 +230,7 @@ class Launcher(Hooks):
         await self._kill_services()
         await self._redis.begin_anew(why)
         await self._redis.readmit()
-        await put_all_back(self.state, self._redis.known)
+        await put_all_back(self.state, self._redis.known, needed=True)
         await self._nursery.start()
         await self._nursery.listens()
         await self._start_services()

@@ -8,6 +8,7 @@ from typing import Any
 
 from common.records import lines
 from common.records.damage import EVENT, sentence
+from common.state.accounting import wrong
 from common.state.events import Event
 from common.state.jobs import ENDED, Phase
 from meshrl.launch.places import read_json
@@ -116,6 +117,8 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
         state = RUNNING
     else:
         state, error = ("failed", gave_up) if gave_up and phase != Phase.STOPPED else (STILL, "")
+    if state == Phase.FINISHED and (bad := _wrong(run)):
+        state, error = "failed", f"its account is wrong: {bad}"
     return Outcome(
         run=run.shown,
         job=run.job,
@@ -128,6 +131,12 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
         error=error,
         damaged=(*harm[-NAMED:], *damaged(run.directory)),
     )
+
+
+def _wrong(run: Run) -> str:
+    """What its summary says that must not be; empty while there is none."""
+    summary = run.directory / "summary.json"
+    return wrong(read_json(summary)) if summary.is_file() else ""
 
 
 def over(phase: str) -> bool:
