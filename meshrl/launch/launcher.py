@@ -26,6 +26,7 @@ from common.process.failure import end_of
 from common.process.handle import Child
 from common.process.host import SystemHost, own_start_time
 from common.process.lease_watch import LeaseWatch
+from common.process.streams import outlive_a_full_disk
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.records import damage
 from common.secret import SECRET_BYTES
@@ -421,6 +422,7 @@ async def serve(root: Path, shape: Shape) -> int:
     """`meshrl up`: a mesh that runs until SIGTERM, recording each job that is submitted to it."""
     from meshrl.observe.records import record_all
 
+    outlive_a_full_disk()
     stop = asyncio.Event()
     launcher = Launcher(MeshPlace(root), shape)
     interruptible(stop, launcher)
