@@ -31,19 +31,26 @@ class Fate:
 FATES: dict[str, Fate] = {
     "checkpoint": Fate(
         "digests of its files in its manifest, and a digest of the manifest itself",
-        "set aside; the older kept checkpoint is used, under a new lineage",
+        "set aside; the newest kept one before it is used, under a new lineage: what steps in "
+        "between trained counts as host_lost, its prompts come again; without one the job fails",
     ),
     "weights": Fate(
         "a chunk and a manifest of a version are named by their digest",
-        "set aside; written again from the trainer or the checkpoint, else as for a checkpoint",
+        "set aside; written again by the trainer that has them, or from the checkpoint's own "
+        "model; else as for a checkpoint",
     ),
     "group": Fate(
         "a finished group is named by its digest",
-        "set aside; its prompt goes back, counted as host_lost",
+        "set aside; its prompt goes back, counted as host_lost; of a step that is repeated: a new "
+        "lineage at the checkpoint",
     ),
     "versions": Fate(
         "a digest in the store's record of a job",
-        "set aside; made again from Redis and the checkpoints",
+        "set aside; made again from Redis and the checkpoints, and nothing is swept until then",
+    ),
+    "warm start": Fate(
+        "a digest of the tensors in the cache's file",
+        "set aside beside the cache; the warm start is made again",
     ),
     "ledger": Fate(
         "a CRC of the header and of each record; where Redis says that a segment was sealed",
@@ -55,7 +62,10 @@ FATES: dict[str, Fate] = {
         "no older than what that note, the recorded events and the checkpoints tell",
         "set aside; jobs go on from their newest checkpoints, each under a new lineage",
     ),
-    "bundle": Fate("sizes and digests in job.json", "a named failure before the start"),
+    "bundle": Fate(
+        "bytes and digest of each file in the job's document; after a start, of weights the bytes",
+        "a named failure: of resume before it starts anything, of the process that reads it after",
+    ),
     "job": Fate(
         "a digest of job.json in itself",
         "set aside; written again from memory, or from the copy in Redis, else a named failure",
@@ -104,8 +114,9 @@ def set_aside(path: Path, root: Path) -> Path:
 
 def sentence(told: Mapping[str, Any]) -> str:
     """An event `damaged` as a person reads it."""
+    then = str(told["then"])
     aside = f" It lies in {told['aside']}." if told.get("aside") else ""
-    return f"{told['path']} is damaged: {told['why']}. {told['then'].capitalize()}.{aside}"
+    return f"{told['path']} is damaged: {told['why']}. {then[:1].upper()}{then[1:]}.{aside}"
 
 
 def fields(

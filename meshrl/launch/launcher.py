@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -25,6 +26,7 @@ from common.process.failure import end_of
 from common.process.handle import Child
 from common.process.host import SystemHost, own_start_time
 from common.process.lease_watch import LeaseWatch
+from common.process.streams import outlive_a_full_disk
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.records import damage
 from common.secret import SECRET_BYTES
@@ -83,7 +85,7 @@ class Launcher(Hooks):
             self.host, self.clock, place, self._secret, BUDGET, self, self._redis_went_back
         )
         environment = self._environment
-        self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET)
+        self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET, self.ended)
         self._watch: LeaseWatch | None = None
         self._watching: asyncio.Task[None]
         self._reports: Reports | None = None
@@ -107,7 +109,7 @@ class Launcher(Hooks):
             self._reports = Reports(self.state, self.clock)
             await forget_all(self.state)
             if self._redis.why:
-                await put_all_back(self.state, self._redis.known)
+                await put_all_back(self.state, self._redis.known, needed=False)
             if begin is not None:
                 await begin()
             await self._nursery.listens()
@@ -222,21 +224,22 @@ class Launcher(Hooks):
         """Redis is not what it was: nobody is let in, and what has acted on it starts anew."""
         if self._going_back is None and self._supervisor is not None:
             self._going_back = asyncio.create_task(self._go_back(why), name="go back")
+            self._going_back.add_done_callback(partial(self._gone_back, why))
 
     async def _go_back(self, why: str) -> None:
-        try:
-            await self._kill_services()
-            await self._redis.begin_anew(why)
-            await self._redis.readmit()
-            await put_all_back(self.state, self._redis.known)
-            await self._nursery.start()
-            await self._nursery.listens()
-            await self._start_services()
-        except (MeshError, OSError) as error:
+        await self._kill_services()
+        await self._redis.begin_anew(why)
+        await self._redis.readmit()
+        await put_all_back(self.state, self._redis.known, needed=True)
+        await self._nursery.start()
+        await self._nursery.listens()
+        await self._start_services()
+
+    def _gone_back(self, why: str, task: asyncio.Task[None]) -> None:
+        self._going_back = None
+        if not task.cancelled() and (error := task.exception()) is not None:
             self.why = f"redis is not as it was ({why}), and the mesh cannot go on: {error}"
             self.failed.set()
-        finally:
-            self._going_back = None
 
     async def _kill_services(self) -> None:
         """At once: Redis, which they would say goodbye to, lets nobody in."""
@@ -419,6 +422,7 @@ async def serve(root: Path, shape: Shape) -> int:
     """`meshrl up`: a mesh that runs until SIGTERM, recording each job that is submitted to it."""
     from meshrl.observe.records import record_all
 
+    outlive_a_full_disk()
     stop = asyncio.Event()
     launcher = Launcher(MeshPlace(root), shape)
     interruptible(stop, launcher)

@@ -160,7 +160,7 @@ class LivePage:
             account=dict.fromkeys(WRONG, 0) | shot.counts | {"in_flight": shot.in_flight},
         )
         found["lost"] = None  # known when nothing is in flight any more
-        kept = list(samples.evaluated(run_dir))
+        kept = samples.evaluated(run_dir)
         rows = thinned(recorded.every_row())
         page = html(found, rows, shot.evaluations, events, document, PAGE_S, kept)
         with self._placing:

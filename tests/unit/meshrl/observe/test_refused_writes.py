@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -12,9 +15,8 @@ import redis
 from common.state import embedded
 from meshrl.commands import diagnosis
 from meshrl.launch.places import MeshPlace
+from meshrl.launch.redis import guard
 from tests.contract.state.state_bench import Server, running_server
-
-FULL_BYTES = 1  # of memory: no command that needs some is taken
 
 
 @pytest.fixture
@@ -23,24 +25,41 @@ def server() -> Iterator[Server]:
         yield found
 
 
+def no_memory(client: Any, server: Server) -> None:
+    client.config_set("maxmemory", 1)
+
+
+def no_replica(client: Any, server: Server) -> None:
+    client.config_set("min-replicas-to-write", 1)
+
+
+def no_snapshot(client: Any, server: Server) -> None:
+    """It cannot write what it has to disk, as when that is full: a directory is in the way."""
+    client.config_set("save", "900 1")
+    (server.directory / "dump.rdb" / "in the way").mkdir(parents=True)
+    client.bgsave()
+    while client.info("persistence")["rdb_last_bgsave_status"] == "ok":
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
-    ("option", "value", "words"),
+    ("spoil", "words"),
     [
-        ("maxmemory", FULL_BYTES, "Redis refuses writes: command not allowed when used memory"),
-        ("min-replicas-to-write", 1, "Redis refuses writes: NOREPLICAS"),
+        (no_memory, "Redis refuses writes: command not allowed when used memory"),
+        (no_replica, "Redis refuses writes: NOREPLICAS"),
+        (no_snapshot, "Redis refuses writes: MISCONF"),
     ],
 )
 def test_a_redis_that_takes_no_writes_is_named_in_its_own_words(
-    server: Server, tmp_path: Path, option: str, value: int, words: str
+    server: Server, tmp_path: Path, spoil: Callable[[Any, Server], None], words: str
 ) -> None:
     place = MeshPlace(tmp_path)
-    place.directory.mkdir(parents=True)
-    place.redis.mkdir()
+    place.redis.mkdir(parents=True)
     place.settings.write_text(json.dumps({"redis_url": server.url}))
     assert diagnosis(place) == ([], {})
-    client = redis.Redis.from_url(server.url)
-    client.config_set(option, value)
+    with redis.Redis.from_url(server.url) as client:
+        spoil(client, server)
     ((stall,), _) = diagnosis(place)
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
     assert words in stall.reason
-    client.close()
+    assert asyncio.run(guard.answers(server.url)), "it is not killed for what its disk does"

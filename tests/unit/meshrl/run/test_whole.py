@@ -11,7 +11,7 @@ import pytest
 from common.api.weights import Manifest, Tensor
 from common.errors import MeshError, NotFound
 from common.job import bundle_files
-from common.records.checkpoints import checkpoint_name
+from common.records.checkpoints import checkpoint_name, digests_below
 from common.records.sealed import sealed
 from common.wire.blob import pack
 from common.wire.chunks import ChunkStore, digest_of
@@ -59,14 +59,22 @@ class Made:
         name = checkpoint_name(0, step, manifest)
         state = self.directory / "checkpoints" / name / "state"
         state.mkdir(parents=True)
-        (state / "part.safetensors").write_bytes(b"0")
-        held = {"lineage": 0, "step": step, "weights": manifest, "account": {}}
+        self.state_of(name).write_bytes(b"0")
+        self.model_of(name).write_bytes(b"1")
+        files = digests_below(state.parent)
+        held = {"lineage": 0, "step": step, "weights": manifest, "account": {}, "files": files}
         self.json_of(name).write_bytes(sealed(held))
         self.tensor, self.manifest = self.chunks.path(chunk), self.chunks.path(manifest)
         return name
 
     def json_of(self, name: str) -> Path:
         return self.directory / "checkpoints" / f"{name}.json"
+
+    def state_of(self, name: str) -> Path:
+        return self.directory / "checkpoints" / name / "state/part.safetensors"
+
+    def model_of(self, name: str) -> Path:
+        return self.directory / "checkpoints" / name / "model.safetensors"
 
     def check(self) -> None:
         whole.check(self.directory, self.held, MeshPlace(self.directory))
@@ -101,32 +109,28 @@ def test_a_file_of_the_bundle_that_is_not_what_was_packed_is_named(run: Made, na
     assert f"{run.bundle / name} is missing" in refused(run)
 
 
-def test_what_a_checkpoint_lacks_is_named_with_the_one_before(run: Made) -> None:
-    last, before = run.names[1], run.names[0]
-    (run.directory / f"checkpoints/{last}/state/part.safetensors").unlink()
-    assert f"checkpoints/{last}/state is missing" in (told := refused(run))
-    assert (
-        f"To go on from {before} instead: mv {run.json_of(last)} {run.json_of(last)}.aside; mv "
-        in told
-    )
+def test_a_checkpoint_that_is_not_whole_gives_its_place_to_the_one_before(run: Made) -> None:
+    (state := run.state_of(run.names[1])).unlink()
+    run.check()
+    (first := run.json_of(run.names[0])).write_text("{")
+    told = refused(run)
+    assert "no checkpoint of the run is whole" in told and f"{state} is missing" in told
+    first.unlink()
+    assert f"{state} is missing" in refused(run)
+    run.json_of(run.names[1]).unlink()
+    assert f"{run.json_of(run.names[1])}: it is missing" in refused(run)
 
 
 @pytest.mark.parametrize("which", ["tensor", "manifest"])
-def test_chunks_that_are_gone_are_named(run: Made, which: str) -> None:
-    path = getattr(run, which)
-    path.unlink()
-    assert f"{path} is missing" in refused(run)
-
-
-def test_a_checkpoints_file_that_is_gone_or_damaged_is_named(run: Made) -> None:
-    path = run.json_of(run.names[1])
-    path.write_text("{")
-    assert f"{path} is missing or damaged" in refused(run)
-    path.unlink()
+def test_weights_may_lie_in_the_store_or_beside_the_state(run: Made, which: str) -> None:
+    run.json_of(run.names[0]).unlink()
+    (model := run.model_of(run.names[1])).rename(model.with_name("elsewhere"))
+    run.check()
+    (chunk := getattr(run, which)).unlink()
     told = refused(run)
-    assert f"{path} is missing" in told and f"To go on from {run.names[0]}" in told
-    (run.directory / "mesh/redis/appendonly").unlink()
-    run.check()  # nothing names it any more: the run goes on from the one before
+    assert str(model) in told and str(chunk) in told
+    model.with_name("elsewhere").rename(model)
+    run.check()
 
 
 def test_a_run_that_was_moved_says_where_it_belongs(run: Made, tmp_path: Path) -> None:
