@@ -24,7 +24,7 @@ from common.process.handle import Child
 from common.process.host import Host
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.records import damage
-from common.state import embedded, rollback
+from common.state import embedded, events, rollback
 from common.state.client import State
 from common.state.events import order
 from common.state.keys import EVENTS, MESH, job_prefix
@@ -33,11 +33,10 @@ from meshrl.launch.places import MeshPlace
 from meshrl.launch.redis import aof, guard
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.note import Note
-from meshrl.launch.redis.recorded import recorded
+from meshrl.launch.redis.recorded import RunRecord
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 NOTE_S = 4.0  # for one look at how far it has come
-FROM_CHECKPOINTS = "jobs go on from their newest checkpoints, each in a new lineage"
 # A line in which a server says that its file is no good, and one that blames the host for it.
 UNLOADABLE = re.compile(r"append.?only|\bAOF\b|\bRDB\b|loading DB|manifest", re.IGNORECASE)
 OF_THE_HOST = re.compile(
@@ -71,6 +70,7 @@ class MeshRedis(Hooks):
         self._owner_url = self.url
         self._state: State | None = None  # as its owner
         self._children: list[Child] = []
+        self._records: dict[str, RunRecord] = {}  # of the mesh's runs
         self._aof = aof.Follower(place.redis)
         self._files: dict[str, aof.Extent] = {}
         self._log = place.log("redis")
@@ -269,7 +269,9 @@ class MeshRedis(Hooks):
         if about.is_file():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # told when it is read
                 runs[str(json.loads(about.read_bytes())["job"])] = self._place.root
-        return [recorded(directory, job) for job, directory in runs.items()]
+        for job, directory in runs.items():
+            self._records.setdefault(job, RunRecord(directory, job))
+        return [record.look() for record in self._records.values()]
 
     def _differs(self) -> str:
         try:
@@ -279,7 +281,8 @@ class MeshRedis(Hooks):
 
     async def _held(self) -> Mark:
         """What it holds now, to be compared with `known`, which is brought up to date."""
-        self.known = rollback.joined([self.known, *self._recorded(self.known)])
+        told = await asyncio.to_thread(self._recorded, self.known)
+        self.known = rollback.joined([self.known, *told])
         return await rollback.held(self._owned, self.known)
 
     @property
@@ -303,7 +306,8 @@ class MeshRedis(Hooks):
 
     async def _tell(self, why: str) -> None:
         """An event whose id is above all that were seen, whatever the clock says."""
-        told = damage.fields("redis", self._place.redis, why, FROM_CHECKPOINTS, aside=self._aside)
+        then = damage.FATES["redis"].then
+        told = damage.fields("redis", self._place.redis, why, then, aside=self._aside)
         ms = max(int(self._clock.wall() * 1000), order(self.known.event)[0] + 1)
         fields = ("kind", damage.EVENT, "fields", json.dumps(told), "extra", "{}")
         await self._owned.command("XADD", EVENTS, f"{ms}-0", *fields)
@@ -325,12 +329,12 @@ class MeshRedis(Hooks):
             found = await rollback.held(self._owned, self.known)
             if why := rollback.older(found, self.known):
                 return why
-            newest = await rollback.held(self._owned, Mark())
+            newest = await events.last_id(self._owned)
             if not self._admitted:
                 return ""
             if self._own:
                 self._files = await asyncio.to_thread(self._aof.look)
-            self.known = rollback.joined([self.known, newest])
+            self.known = rollback.joined([self.known, found, Mark(newest)])
             note = Note(self.known, self._files, self._floor)
             notes.write(self._place.redis_note, note, durable)
         return ""
@@ -348,7 +352,7 @@ class MeshRedis(Hooks):
         self.why = why
         where = f"; its file lies in {self._aside}" if self._aside else ""
         print(f"redis is not as it was: {why}{where}", file=sys.stderr, flush=True)
-        print(f"redis begins empty; {FROM_CHECKPOINTS}", file=sys.stderr, flush=True)
+        print(f"what follows: {damage.FATES['redis'].then}", file=sys.stderr, flush=True)
 
     async def _rename(self) -> None:
         """The keys of the mesh in a server that is the user's."""

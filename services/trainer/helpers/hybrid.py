@@ -121,6 +121,7 @@ class Hybrid(Actor):
         except (Damaged, NotFound) as error:
             self.mesh.telemetry.log.error("weights are damaged", error=str(error))
             await self._core.call(Trainer.restage, Restage(manifest))
+            await self.mesh.clock.sleep(RETRY_S)
             return  # it asks for a round again, and learns which weights it needs by then
         load = self.learner.load_weights
         await self.mesh.host.run_blocking(load, weights, deadline_s=COMPUTE_S)
