@@ -153,8 +153,8 @@ class Recorder:
         """A last look, when the services have ended: what is in flight now stays so. Waits for room
         on a full disk, until it is `given_up`: the next session records what is left.
         """
-        self._count_cpu(force=True)
         room = Room(self._clock, given_up)
+        await room.write(lambda: self._count_cpu(force=True))
         await self.look()
         while self._refused and not room.over(self._refused):
             await room.wait()
