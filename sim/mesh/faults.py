@@ -99,7 +99,6 @@ class Schedule:
         world.machine.disk.well()
         world.machine.disk.lies = None
         world.switch_on()
-        await world.resume()  # if Redis was emptied last
 
     async def _keep(self, kind: str, random: Random) -> None:
         pace = PACES[kind]
@@ -176,8 +175,6 @@ class Schedule:
                 redis.lost = random.uniform(0.02, 0.4)
         await self._clock.sleep(for_s)
         redis.well()
-        if what == "emptied":
-            await self._world.resume()
 
     async def _disk(self, random: Random, for_s: float) -> None:
         disk = self._world.machine.disk
@@ -216,16 +213,24 @@ class Schedule:
         await world.power_cut(random, world.redis.server.copy())
 
     async def _roll_back(self, random: Random, for_s: float) -> None:
-        """The power goes, and Redis comes back as it was a while ago, perhaps with all files as
-        they were, or cannot load what it has.
+        """Redis comes back as it was a while ago, alone or with the whole machine, perhaps with all
+        files as they were then, or it cannot load what it has.
         """
         world, held = self._world, self._world.redis.server.copy()
-        what = random.choice(["older", "older", "all older", "unloadable"])
+        what = random.choice(["older", "alone", "all older", "unloadable"])
         world.record.say(f"redis will be {what} in {for_s:.3f}")
         if what == "all older":
             world.machine.disk.lies = lambda path: True
         await self._clock.sleep(for_s)
-        await world.power_cut(random, None if what == "unloadable" else held)
+        match what:
+            case "older":
+                await world.redis_lost(held)
+            case "alone":
+                world.redis.restart(held)
+            case "all older":
+                await world.power_cut(random, held)
+            case "unloadable":
+                await world.redis_lost(None)
 
     async def _damage(self, random: Random, for_s: float) -> None:
         """A file is damaged, and perhaps read soon after."""

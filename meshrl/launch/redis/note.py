@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from common.errors import Damaged
-from common.records.durable import sync
+from common.records.durable import flush, sync
 from common.state.rollback import JobMark, Mark
 from meshrl.launch.redis.aof import Extent
 
@@ -59,7 +59,7 @@ def write(path: Path, note: Note, durable: bool = False) -> None:
         json.dump({"note": told, "digest": _digest(told)}, file)
         file.flush()
         if durable:
-            os.fsync(file.fileno())
+            flush(file.fileno())
     fresh.replace(path)
     if durable:
         sync(path.parent)
