@@ -111,6 +111,12 @@ class Refused(MeshError):
     code = "refused"
 
 
+class AlreadyCommitted(Refused):
+    """A version of a lineage has other weights on record than those that are offered for it."""
+
+    code = "already_committed"
+
+
 class ConfigError(MeshError):
     """A job file or an option holds something that cannot be run."""
 

@@ -80,7 +80,7 @@ def _refuse_shared(path: str) -> None:
 class MeshSettings:
     """The settings of one mesh."""
 
-    redis_url: str
+    redis_url: str = field(repr=False)  # may hold a password
     run_root: str
     bind: str = "tcp://127.0.0.1:*"
     advertise: str = ""
@@ -88,7 +88,9 @@ class MeshSettings:
     host: str = field(default_factory=this_host)
     metrics: str = "127.0.0.1:*"  # see `metrics_ports`; off: nowhere
     nice: int = 0  # for the role processes that this process starts
-    secret: str = ""  # of this start of the mesh, in hexadecimal digits; see common.secret
+    secret: str = field(
+        default="", repr=False
+    )  # of this start of the mesh, in hexadecimal digits; see common.secret
 
     @classmethod
     def from_env(cls) -> MeshSettings:

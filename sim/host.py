@@ -192,8 +192,8 @@ class SimulatedHost:
     ) -> NoReturn:
         raise SimulatedExit(code, why)
 
-    def failure_of(self, pid: int, log: Path | None) -> Failure | None:
-        return self.children[pid].failure
+    def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
+        return self.children[pid].failure if code > 0 else None
 
     @property
     def identity(self) -> tuple[int, int]:

@@ -250,9 +250,9 @@ class ProcessHost:
         with self._machine.disk.writing():
             replace_file(path, content)
 
-    def failure_of(self, pid: int, log: Path | None) -> Failure | None:
+    def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
         process = self._machine.processes.get(pid)
-        return None if process is None else process.failure
+        return None if process is None or code < 0 else process.failure
 
     def exit(
         self, code: int, why: str, error: BaseException | None = None, job: str = ""

@@ -33,6 +33,11 @@ def curve(socket: zmq.Socket[bytes], keys: MeshKeys) -> None:
     socket.set(zmq.CURVE_SECRETKEY, keys.asking.secret)
 
 
+def begun(header: bytes, body: bytes = b"") -> bytes:
+    """The first frame of a message as it crosses the wire."""
+    return len(header).to_bytes(2, "little") + header + body
+
+
 def alone(name: str, clock: Clock, random: Random, host: Host, **options: Any) -> Mesh:
     """With a Redis and a network of its own, which nobody else is in."""
     network = MemoryNetwork(clock, random.child("network"))

@@ -57,10 +57,12 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "Trainer.leave": ("hybrid",),
     "Trainer.lease_round": ("hybrid",),
     "Trainer.round_done": ("hybrid",),
+    "Trainer.restage": ("engine", "hybrid"),  # who cannot load the current version
     "Weights.stage": ("trainer",),
     "Weights.manifest": ("engine", "hybrid", "scoring", "trainer"),  # who loads a version
     "Weights.save": ("trainer",),
     "Weights.load": ("trainer",),
+    "Weights.examine": ("engine", "hybrid", "scoring", "trainer"),  # who was given damaged bytes
     "Worker.look": ("planner",),  # its gang has another record
 }
 CALLERS: Callers = {method: frozenset(roles) for method, roles in _TABLE.items()}

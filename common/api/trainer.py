@@ -79,6 +79,22 @@ class RoundTaken:
     """The answer to RoundResult."""
 
 
+@message
+class Restage:
+    """The store does not hold this version as it was written: the core is to write it again."""
+
+    manifest: str
+
+
+@message
+class Restaged:
+    """The answer to Restage: False, the core has other weights by now, and another version comes
+    or is there.
+    """
+
+    done: bool
+
+
 class Trainer(Drainable):
     """The methods of the core of a training gang."""
 
@@ -86,3 +102,4 @@ class Trainer(Drainable):
     leave = Call(LeaveHybrids, Left, deadline_s=2.0, idempotent=True)
     lease_round = Call(RoundRequest, RoundLease, deadline_s=15.0)
     round_done = Call(RoundResult, RoundTaken, deadline_s=30.0)
+    restage = Call(Restage, Restaged, deadline_s=300.0, idempotent=True)

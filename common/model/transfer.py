@@ -19,7 +19,9 @@ from common.errors import BadMessage, Damaged, MeshError, NotFound
 from common.model.lora import is_adapter
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
+from common.wire.blob import pack
 from common.wire.bulk import BulkClient
+from common.wire.chunks import digest_of
 from common.wire.weight_store import STORE, get, put
 
 CHUNK_BYTES = 64 << 20  # far below what the bulk port takes, and can move within its deadline
@@ -56,15 +58,35 @@ async def stage(
     for chunk in _chunks(tensors, chunk_bytes):
         content = await mesh.host.run_blocking(_content, chunk, deadline_s=COPY_S)
         digest = await put(mesh, bulk, content, f"storing weights of version {version}")
-        offset = 0
-        for piece in chunk:
-            kind, shape = NAMES[piece.tensor.dtype], list(piece.tensor.shape)
-            described.append(Tensor(piece.name, kind, shape, digest, offset, piece.size))
-            offset += piece.size
+        described += _described(chunk, digest)
     request = Stage(Manifest(job, lineage, version, described))
     ref = mesh.ref(STORE)
     staged: Staged = await patiently(mesh.clock, lambda: ref.call(Weights.stage, request))
     return staged.digest
+
+
+async def stage_again(
+    mesh: Mesh,
+    bulk: BulkClient,
+    job: str,
+    lineage: int,
+    version: int,
+    tensors: Mapping[str, torch.Tensor],
+    manifest: str,
+) -> bool:
+    """Writes again what the store does not hold of a version as it was written, which `stage`
+    gave this manifest; False, and nothing is written, when these are not its tensors.
+    """
+
+    def found() -> str:
+        described: list[Tensor] = []
+        for chunk in _chunks(tensors, CHUNK_BYTES):
+            described += _described(chunk, digest_of(_content(chunk)))
+        return digest_of(pack(Manifest(job, lineage, version, described)))
+
+    if await mesh.host.run_blocking(found, deadline_s=COPY_S) != manifest:
+        return False
+    return await stage(mesh, bulk, job, lineage, version, tensors) == manifest
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,16 @@ def _chunks(tensors: Mapping[str, torch.Tensor], chunk_bytes: int) -> list[list[
             chunks[-1].append(piece)
             filled += piece.size
     return chunks
+
+
+def _described(chunk: list[_Piece], digest: str) -> list[Tensor]:
+    """What a manifest tells of the pieces in a chunk."""
+    described, offset = [], 0
+    for piece in chunk:
+        kind, shape = NAMES[piece.tensor.dtype], list(piece.tensor.shape)
+        described.append(Tensor(piece.name, kind, shape, digest, offset, piece.size))
+        offset += piece.size
+    return described
 
 
 def _content(chunk: list[_Piece]) -> memoryview:

@@ -15,11 +15,13 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 CHANNEL_FD = "MESHRL_CHANNEL_FD"
 FRAME_LIMIT = 64 << 20  # bytes; a longer length prefix means that the stream is garbage
 PR_SET_PDEATHSIG = 1
 PRIVATE = 0o077  # umask of every process of a mesh: what it writes is for its user's eyes only
+RESERVE_BYTES = 64 << 20  # of address space: for the modules that tell of an error
 ORPHANED = 71  # exit status of a child whose parent was gone before it could be tied to it
 
 
@@ -70,6 +72,27 @@ def limit(spec: str) -> None:
     _, hard = resource.getrlimit(which)
     ceiling = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
     resource.setrlimit(which, (ceiling, ceiling))
+
+
+def reserved() -> Callable[[], None]:
+    """What gives a process that hits a limit of the host the room to write that down: a descriptor,
+    and, where its address space is limited, some of that.
+    """
+    import mmap
+    import resource
+
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    space = mmap.mmap(-1, RESERVE_BYTES, prot=mmap.PROT_READ) if limited else None
+
+    def give() -> None:
+        if space is not None:
+            space.close()
+        try:
+            os.close(0)  # nothing is read from it any more
+        except OSError:
+            return
+
+    return give
 
 
 class Channel:
@@ -149,9 +172,11 @@ def main(argv: list[str]) -> None:
     import runpy
 
     sys.argv = [name, *arguments]
+    reserve = reserved()
     try:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     except BaseException as error:
+        reserve()
         from common.process import failure
 
         failure.leave(error)

@@ -26,6 +26,7 @@ from common.errors import (
     StorageFull,
     ToolFailed,
 )
+from common.process import limits
 
 FAILURE_ENV = "MESHRL_FAILURE"  # path of the file
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
@@ -59,14 +60,15 @@ class Failure:
         name = type(error).__name__
         if isinstance(error, MeshError):
             where = error.where or place_of(error)
-            return cls(name, error.message, where, error.fix, restart_after(error), job)
+            fix = error.fix or limits.hit(error.__cause__ or error)
+            return cls(name, error.message, where, fix, restart_after(error), job)
         if isinstance(error, SystemExit):
             return cls(name, str(error.code), job=job)
         try:
             text = str(error)
         except Exception:  # the exception is of a job's author
             text = ""
-        return cls(name, text, place_of(error), "", restart_after(error), job)
+        return cls(name, text, place_of(error), limits.hit(error), restart_after(error), job)
 
     @property
     def fatal(self) -> bool:
@@ -131,6 +133,9 @@ def leave(error: BaseException, job: str = "") -> None:
     path = os.environ.get(FAILURE_ENV)
     if path:
         content = {"pid": os.getpid()} | asdict(Failure.of(error, job))
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            with contextlib.suppress(OSError):
+                os.close(0)  # nothing is read from it any more, and the file takes a descriptor
         with contextlib.suppress(OSError):  # a full disk: then the exit status is all there is
             Path(path).write_text(json.dumps(content), encoding="utf-8")
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import queue
+import signal
 import sys
 import threading
 import traceback
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from common.errors import DeadlineExceeded
-from common.process import failure
+from common.process import failure, limits
 from common.process.child import CHANNEL_FD
 from common.process.failure import FAILURE_ENV, Failure, path_beside
 from common.process.handle import Child, SystemChild, start_time
@@ -95,9 +96,9 @@ class Host(Protocol):
         and the job that it is of.
         """
 
-    def failure_of(self, pid: int, log: Path | None) -> Failure | None:
-        """The error that ended a process which was spawned with `log`; None for one that was
-        killed, or has left no word.
+    def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
+        """The error that ended a process which was spawned with `log`, by its exit status; None for
+        one that somebody killed, or that has left no word.
         """
 
     @property
@@ -201,6 +202,7 @@ class SystemHost:
     def __init__(self) -> None:
         self._blocking = _DaemonThreads(BLOCKING_THREADS)
         self._starter = Starter()
+        self._oom_kills = limits.oom_kills()  # before ours
 
     def spawn(
         self,
@@ -278,9 +280,15 @@ class SystemHost:
             print(f"exit {code}: {why}", file=sys.stderr, flush=True)
         os._exit(code)
 
-    def failure_of(self, pid: int, log: Path | None) -> Failure | None:
-        """The error that a process has left beside its log."""
-        return failure.found(log, pid)
+    def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
+        """The error that a process has left beside its log; that the kernel has killed it for want
+        of memory, where it says so.
+        """
+        if code != -signal.SIGKILL:
+            return failure.found(log, pid) if code > 0 else None
+        before, self._oom_kills = self._oom_kills, limits.oom_kills()
+        text = limits.killed_for_memory(before)
+        return Failure("OutOfMemory", text.rstrip(".")) if text else None
 
     @property
     def identity(self) -> tuple[int, int]:

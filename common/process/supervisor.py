@@ -253,7 +253,9 @@ class Supervisor:
                 killed = "its lease had expired while it ran"
                 child.kill()
         why = killed or (f"signal {-code}" if code < 0 else f"exit status {code}")
-        failure = self._host.failure_of(child.pid, running.spec.log) if code > 0 else None
+        failure = None
+        if code and not killed:
+            failure = self._host.failure_of(child.pid, running.spec.log, code)
         final = failure is not None and failure.fatal
         return End(code, why, failure, running.restarts.total, final)
 

@@ -49,8 +49,9 @@ FATES: dict[str, Fate] = {
         "set aside; what it told before the damage counts, the rest of its prompts go back",
     ),
     "redis": Fate(
-        "the server loads it, and it is no older than what the recorder has seen",
-        "a copy is set aside; the run goes on from its checkpoint, under a new lineage",
+        "the server loads it; it begins with what the launcher has noted of it each second, and is "
+        "no older than what that note, the recorded events and the checkpoints tell",
+        "set aside; jobs go on from their newest checkpoints, each under a new lineage",
     ),
     "bundle": Fate("sizes and digests in job.json", "a named failure before the start"),
     "job": Fate("a digest in job.json", "the copy in Redis, else a named failure"),

@@ -9,16 +9,23 @@ lineage that stands count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from common.state.events import Event
 
+# What is 0 in a run that is right, and what it is when it is not.
+WRONG = {
+    "lost": "trajectories that were opened and are accounted for nowhere",
+    "trained_twice": "trajectories in more than one step",
+    "opened_twice": "groups whose number was given twice",
+    "committed_twice": "versions of a lineage that were committed with other weights too",
+}
 COUNTED = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
 
 
 def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str, int]:
-    """The terms, `lost` and `trained_twice`.
+    """The terms, and what is `WRONG`.
 
     `events` are all of the mesh in order, of which those of `job` count (all, when empty);
     `in_flight` is the number of trajectories in groups that are open, ready or leased
@@ -26,6 +33,9 @@ def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str,
     """
     terms = dict.fromkeys(COUNTED, 0)
     steps: dict[int, list[dict[str, Any]]] = {}
+    opened: set[int] = set()  # in all lineages: numbers of groups are never given again
+    committed: dict[tuple[int, int], set[str]] = {}
+    repeated = 0
     for event in events:
         fields = event.fields
         if job and fields.get("job") != job:
@@ -33,6 +43,8 @@ def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str,
         match event.kind:
             case "opened":
                 terms["opened"] += fields["samples"] * len(fields["groups"])
+                repeated += len(opened.intersection(fields["groups"]))
+                opened.update(fields["groups"])
             case "stale":
                 terms["stale_requeued"] += sum(row["samples"] for row in fields["groups"])
             case "requeued":
@@ -44,6 +56,8 @@ def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str,
                 terms["typed_drops"] += fields["failed"]
             case "step":
                 steps[fields["step"]] = fields["groups"]
+                version = fields.get("lineage", 0), fields["step"]
+                committed.setdefault(version, set()).add(fields.get("manifest", ""))
             case "lineage":
                 steps = {step: rows for step, rows in steps.items() if step <= fields["version"]}
                 if "lost_through" in fields:  # it went back behind what covered steps
@@ -56,7 +70,15 @@ def account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str,
             case "history_lost":  # what the rows in Redis said then, in place of what is gone
                 terms = {term: fields["counts"][term] for term in COUNTED}
                 steps = {row["step"]: row["groups"] for row in fields["steps"]}
-    return _with_steps(terms, steps, in_flight)
+    others = sum(len(manifests) - 1 for manifests in committed.values())
+    found = _with_steps(terms, steps, in_flight)
+    return found | {"opened_twice": repeated, "committed_twice": others}
+
+
+def wrong(counted: Mapping[str, int | None]) -> str:
+    """What an account says that must not be, in words; empty when all is right."""
+    bad = {key: counted.get(key) for key in WRONG if counted.get(key)}
+    return ", ".join(f"{key} = {number} ({WRONG[key]})" for key, number in bad.items())
 
 
 def _with_steps(

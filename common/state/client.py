@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +45,7 @@ RENEWAL_RETRIES = 1  # the renewal thread tries again by itself
 # outage, would not know yet that Redis was away.
 RENEWAL_TIMEOUT_S = 2.0
 DEADLINE_S = 20.0  # for one script, all its retries included
+ANSWERED = 32  # operations that the next one tells of, so that it stays small after an outage
 CONNECTIONS = 16  # most in one process; further coroutines queue for one
 UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OSError)
 REFUSING = (AuthenticationError, AuthorizationError)
@@ -101,6 +105,8 @@ class State:
         self._monotonic = monotonic
         self._answered = monotonic()  # when Redis last answered the renewal thread
         self._away = False
+        # Keys of operations whose answers have come: they are let go of with the next operation.
+        self._settled: deque[str] = deque()
         # Renews the lease of this process, and says whether it is held; set by who holds one.
         self.renewed: Callable[[], Awaitable[bool]] | None = None
 
@@ -163,13 +169,26 @@ class State:
         return await self._run(script, keys, *args)
 
     async def _run(self, script: str, keys: list[str], *args: Any) -> Any:
+        operation = args[0].get("op") if args and isinstance(args[0], dict) else None
+        told = list(islice(self._settled, ANSWERED)) if operation else []
+        if told:
+            args = ({**args[0], "answered": told}, *args[1:])
         source, sha = script_source(script)
         words = [len(keys), *keys, *map(_argument, args)]
         try:
             reply = await self.command("EVALSHA", sha, *words)
         except NoScriptError:  # a new or flushed server: EVAL registers the script as well
             reply = await self.command("EVAL", source, *words)
-        return _answer(script, reply)
+        answer = _answer(script, reply)
+        if operation:
+            for key in told:
+                self._let_go(key)
+            self._settled.append(f"{keys[0]}:op:{script}:{operation}")
+        return answer
+
+    def _let_go(self, key: str) -> None:
+        with contextlib.suppress(ValueError):  # another operation has told of it meanwhile
+            self._settled.remove(key)
 
     def run_sync(self, script: str, keys: list[str], *args: Any) -> Any:
         """What `run` does, for threads, with a client of its own."""

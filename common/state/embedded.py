@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 from common.errors import ConfigError, StateUnavailable
 from common.secret import derived
 
+REWRITE_AT = "16mb"  # of its file, from where on it is rewritten each time that it has doubled
 # The users of a server that has a secret. Every process of the mesh is USER, which is off whenever
 # the server starts: OWNER, the launcher, looks first whether what was loaded is what was written.
 USER, OWNER = "meshrl", "launcher"
@@ -105,6 +106,9 @@ def command(
         "appendonly": "yes",
         "appendfsync": "always",
         "save": '""',
+        # What it holds is a few MB, so that a rewrite takes a fraction of a second, in a child.
+        "auto-aof-rewrite-percentage": "100",
+        "auto-aof-rewrite-min-size": REWRITE_AT,
         "dbfilename": "dump.rdb",
         "daemonize": "no",
         "loglevel": "notice",

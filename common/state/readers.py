@@ -47,11 +47,13 @@ async def join(state: State, name: str, at: str, where: str) -> str:
     return str((await state.run("join_reader", [MESH], args))["from"])
 
 
-async def note(state: State, name: str, at: str, where: str, *, left: bool = False) -> None:
-    """Says that the reader has everything up to `at` where no crash takes it back, and with `left`
-    that it reads no more.
+async def note(
+    state: State, name: str, at: str, where: str, *, step: int = 0, left: bool = False
+) -> None:
+    """Says that the reader has everything up to `at` where no crash takes it back (and the rows of
+    its job's steps up to `step`), and with `left` that it reads no more.
     """
-    args = {"name": name, "at": at, "where": where, "left": left}
+    args = {"name": name, "at": at, "where": where, "step": step, "left": left}
     await state.run("note_reader", [MESH], args)
 
 
@@ -89,7 +91,8 @@ async def trim(
     gone_ms: int = GONE_MS,
     most: int = MOST,
 ) -> int:
-    """Frees the events that every reader has read, but for those of the last `keep_ms`; how many.
+    """Frees the events that every reader has read, and rows of steps that are recorded and that no
+    replay needs, but for those of the last `keep_ms`; how many events.
 
     `up_since_ms` is when the mesh began: readers could not say anything before. The event at a
     cursor stays, so that its reader sees at once that nothing is missing.

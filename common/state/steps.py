@@ -101,9 +101,10 @@ async def commit_step(
 
 
 async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, Any]]:
-    """A row for each step after `since`, in order: its metrics, and step, lineage, manifest,
-    checkpoint, committed_ms, the trajectories trained and filtered, and `failed_share`: of those
-    that have ended since the step before, the share without a reward.
+    """A row for each step after `since` that is still there (see `readers.trim`), in order: its
+    metrics, and step, lineage, manifest, checkpoint, committed_ms, the trajectories trained and
+    filtered, and `failed_share`: of those that have ended since the step before, the share without
+    a reward.
     """
     rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
     return [

@@ -4,7 +4,10 @@ peer, both pumped by hand on the event loop.
 ZeroMQ's file descriptor is edge triggered: after every send a drain is scheduled, or calls stall. A
 mandatory ROUTER says EAGAIN for a peer at its high-water mark; what it refuses is parked per peer,
 in order, and retried on every drain and on a timer. A DEALER's monitor tells within milliseconds
-that its peer's process has ended. With keys every connection is CURVE: both ends prove that they
+that its peer's process has ended.
+
+On the wire a header has its length before it, and a small body behind it in the same frame: every
+frame is a box of its own to CURVE. With keys every connection is CURVE: both ends prove that they
 belong to the mesh, and a request comes with the role that its sender has proved.
 """
 
@@ -30,6 +33,10 @@ DRAIN_MESSAGES = 256  # a turn of the loop stays under ~5 ms
 BURST = 16  # messages written in one go: enough to share a wake-up, few enough to overlap with work
 RETRY_S = 0.005
 COPY_BYTES = 65_536  # below this a copy is cheaper than a reference counted across threads
+JOIN_BYTES = (
+    4096  # a body up to this travels in the header's frame; copying it costs less than a frame
+)
+LENGTH_BYTES = 2  # of the header, little endian, where a message begins
 LINGER_MS = 300  # last replies on the way out
 MAX_SOCKETS = 16_384  # libzmq's own limit is 1,023
 _NOW = int(zmq.NOBLOCK)
@@ -105,14 +112,17 @@ class _Pump:
         try:
             for _ in range(DRAIN_MESSAGES):
                 peer = recv(_NOW) if routes else b""
-                frames: list[Frame] = []
-                while True:
+                frame = recv(_NOW, False)
+                if guarded:
+                    role = self._role(peer, frame)
+                first = frame.bytes
+                ends = LENGTH_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little")
+                frames: list[Frame] = [first[LENGTH_BYTES:ends]]
+                if len(first) > ends:
+                    frames.append(first[ends:])
+                while frame.more:
                     frame = recv(_NOW, False)
-                    if guarded and not frames:
-                        role = self._role(peer, frame)
                     frames.append(frame.bytes if len(frame) < COPY_BYTES else frame.buffer)
-                    if not frame.more:
-                        break
                 deliver(peer, frames, role)
                 if self.socket.closed:
                     return False
@@ -179,8 +189,14 @@ class _Pump:
         send = self._send
         if self._routes:
             send(peer, _MORE)
-        last = len(frames) - 1
-        for place, frame in enumerate(frames):
+        first = len(frames[0]).to_bytes(LENGTH_BYTES, "little") + frames[0]
+        rest = frames[1:]
+        if rest and 0 < len(rest[0]) <= JOIN_BYTES:
+            first += rest[0]
+            rest = rest[1:]
+        send(first, _MORE if rest else _NOW)
+        last = len(rest) - 1
+        for place, frame in enumerate(rest):
             send(frame, _MORE if place < last else _NOW, len(frame) < COPY_BYTES)
 
     def _unreachable(self, peer: Peer, error: zmq.ZMQError) -> None:

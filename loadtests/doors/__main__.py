@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MeshError
+from common.process.child import PRIVATE
 from common.settings import MeshSettings
 from common.state import jobs
 from common.state.client import State
@@ -116,16 +117,22 @@ def spilled(plan: Plan, tried: list[Tried], secrets: list[str], root: Path) -> l
     return found
 
 
-def open_folder() -> Path:
-    """A new directory that anybody can look into: the run's own has to keep them out."""
+def open_folder(deep: bool) -> Path:
+    """A new directory that anybody can look into: the run's own has to keep them out. `deep`: with
+    a path that is too long for a socket.
+    """
     folder = Path(tempfile.mkdtemp(prefix="meshrl-doors-"))
     folder.chmod(0o755)
+    if deep:
+        folder /= "deep" * 25
+        folder.mkdir(mode=0o755)
+        folder.chmod(0o755)
     return folder
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The verdict on a run whose doors were tried."""
-    folder = open_folder()
+    folder = open_folder(arguments.deep)
     place = MeshPlace(folder / "run")
     words = ["run", str(arguments.job), "--set", f"out={place.root}"]
     for change in arguments.set or []:
@@ -199,9 +206,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", type=Path)
     parser.add_argument("--set", action="append", help="KEY=VALUE of the job")
+    parser.add_argument("--deep", action="store_true", help="with Redis at a port")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("loadtests.doors needs root: only root can act as another user")
+    os.umask(PRIVATE)
     answer = asyncio.run(run(arguments))
     print(json.dumps(answer))
     sys.exit(0 if answer["ok"] else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from meshrl.launch.leftovers import belonging_to
 from meshrl.launch.places import MeshPlace
 
 SHARED = ("/dev/shm/", "/tmp/", "/var/tmp/")  # where everybody may make files
+CODE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))  # open, wherever it lies
 
 
 async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
@@ -29,7 +31,7 @@ async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
     finally:
         await state.close()
     pids = processes_of(place)
-    plan = Plan(pids=sorted(pids))
+    plan = Plan(pids={pid: named(pid) for pid in sorted(pids)})
     served = {}
     for entry in entries:
         plan.processes.append(Process(entry.name, entry.address, entry.incarnation))
@@ -99,5 +101,6 @@ def shared_files(pid: int) -> Iterator[Path]:
             for name in os.listdir(f"/proc/{pid}/{folder}"):
                 with contextlib.suppress(FileNotFoundError):
                     target = os.readlink(f"/proc/{pid}/{folder}/{name}")
-                    if target.startswith(SHARED) and os.path.exists(target):
+                    code = target.startswith(CODE)
+                    if target.startswith(SHARED) and not code and os.path.exists(target):
                         yield Path(target)

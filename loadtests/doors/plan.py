@@ -44,7 +44,7 @@ class Plan:
     processes: list[Process] = field(default_factory=list)
     sockets: list[str] = field(default_factory=list)  # unix sockets; abstract ones begin with @
     files: list[str] = field(default_factory=list)  # directories too
-    pids: list[int] = field(default_factory=list)
+    pids: dict[int, str] = field(default_factory=dict)
     server_key: str = ""  # the key that calls are answered with, as if it had leaked
 
     @classmethod
@@ -52,7 +52,8 @@ class Plan:
         """The plan in a JSON document that `encode` made."""
         ports = [Port(**port) for port in document.pop("ports")]
         processes = [Process(**process) for process in document.pop("processes")]
-        return cls(ports, processes, **document)
+        pids = {int(pid): name for pid, name in document.pop("pids").items()}
+        return cls(ports, processes, pids=pids, **document)
 
     def encode(self) -> dict[str, Any]:
         """As JSON holds it."""

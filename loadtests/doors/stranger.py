@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 
 from loadtests.doors.calls import call_all, methods
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, NOBODY, REFUSED, Plan, Port, Tried
@@ -53,7 +54,10 @@ LINKS = ("cwd", "root", "exe")
 
 
 def become_nobody() -> None:
-    """Drops everything; nothing brings it back."""
+    """Drops everything; nothing brings it back. Its session is its own: who shares one may say
+    SIGCONT.
+    """
+    os.setsid()
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -144,14 +148,16 @@ def at_file(path: str) -> Iterator[Tried]:
     yield done(f"replace {path}", lambda: os.rename(path, f"{path}.stranger"))
 
 
-def at_process(pid: int) -> Iterator[Tried]:
+def at_process(pid: int, name: str) -> Iterator[Tried]:
     """Looks into a process, and signals it."""
-    for name in PRIVATE:
-        yield done(f"/proc/{pid}/{name}", lambda name=name: _bytes_of(f"/proc/{pid}/{name}"))
-    for name in LINKS:
-        yield done(f"/proc/{pid}/{name}", lambda name=name: os.readlink(f"/proc/{pid}/{name}"))
-    yield done(f"/proc/{pid}/fd", lambda: os.listdir(f"/proc/{pid}/fd"))
-    yield done(f"signal {pid}", lambda: os.kill(pid, signal.SIGCONT))
+    for file in PRIVATE:
+        place = f"/proc/{pid}/{file}"
+        yield done(f"{place} ({name})", partial(_bytes_of, place))
+    for link in LINKS:
+        place = f"/proc/{pid}/{link}"
+        yield done(f"{place} ({name})", partial(os.readlink, place))
+    yield done(f"/proc/{pid}/fd ({name})", lambda: os.listdir(f"/proc/{pid}/fd"))
+    yield done(f"signal {pid} ({name})", lambda: os.kill(pid, signal.SIGCONT))
 
 
 def _bytes_of(path: str) -> bytes:
@@ -165,7 +171,7 @@ def _bytes_of(path: str) -> bytes:
 def try_all(plan: Plan) -> list[Tried]:
     """Everything in the plan, by whoever this process is."""
     tried = [tried for path in plan.files for tried in at_file(path)]
-    tried += [tried for pid in plan.pids for tried in at_process(pid)]
+    tried += [tried for one in plan.pids.items() for tried in at_process(*one)]
     tried += [at_socket(path) for path in plan.sockets]
     with ThreadPoolExecutor(THREADS) as threads:
         pairs = [(port, what) for port in plan.ports for what in SAID]

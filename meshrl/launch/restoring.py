@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import NotFound
-from common.records.checkpoints import best, committed, is_first, last_lineage
+from common.records.checkpoints import best, committed, is_first, last_lineage, manifest_of
 from common.state import jobs, steps
 from common.state.client import State
 from common.state.rollback import Mark
@@ -27,7 +27,7 @@ async def put_back(
     """
     checkpoint, seen = newest_checkpoint(run_dir), max(seen, last_lineage(run_dir))
     if checkpoint is not None:
-        held = read_json(checkpoint)
+        held = manifest_of(checkpoint)
         account = held["account"] | {"manifest": held["weights"], "checkpoint": checkpoint.stem}
         if (found := best(run_dir)) is not None:  # perhaps after the checkpoint
             kept = {

@@ -16,15 +16,17 @@ from typing import Any
 from common.errors import Refused
 from common.job.config import JobConfig
 from common.state import embedded, jobs
+from common.state.accounting import wrong
 from meshrl.job import bundle, edited
 from meshrl.launch import places
 from meshrl.launch.claims import claimed, writing
 from meshrl.launch.launcher import Launcher, Shape, interruptible
 from meshrl.launch.places import write_json
 from meshrl.observe import report
+from meshrl.observe.audit import accused
 from meshrl.observe.recorder import LOOK_S, Recorder
 from meshrl.observe.view import view_for
-from meshrl.run.outcome import INTERRUPTED
+from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED
 from meshrl.run.target import run_in
 
 
@@ -136,14 +138,23 @@ async def _conclude(recorder: Recorder | None, launcher: Launcher) -> int:
         return 1
     summary = await report.write(recorder)
     report.show(summary, recorder.run_dir)
+    phase = recorder.shot.phase if recorder.shot else None
     if launcher.failed.is_set():
         print(f"error: {launcher.why}", file=sys.stderr)
-    phase = recorder.shot.phase if recorder.shot else None
-    if phase == jobs.Phase.FINISHED:
-        return 0
-    if phase == jobs.Phase.FAILED:
+    if bad := wrong(summary):
+        print(f"error: {accused(recorder.run_dir, bad)}", file=sys.stderr)
+    elif phase == jobs.Phase.FAILED:
         error = recorder.shot.error if recorder.shot else ""
         print(f"error: the job failed: {error}", file=sys.stderr)
-        return 1
-    print(f"To go on: meshrl resume {places.shown(recorder.run_dir)}", flush=True)
-    return 1 if launcher.failed.is_set() else INTERRUPTED
+    elif phase != jobs.Phase.FINISHED:
+        print(f"To go on: meshrl resume {places.shown(recorder.run_dir)}", flush=True)
+    return status(summary, phase, launcher.failed.is_set())
+
+
+def status(summary: dict[str, Any], phase: jobs.Phase | None, gave_up: bool) -> int:
+    """The exit status of a run: 0 only for one that has finished with an account that is right."""
+    if wrong(summary) or phase == jobs.Phase.FAILED:
+        return FAILED
+    if phase == jobs.Phase.FINISHED:
+        return FINISHED
+    return FAILED if gave_up else INTERRUPTED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.records import ledger
-from common.state.accounting import account
+from common.state.accounting import WRONG, account, wrong
 from common.state.events import Event
 from meshrl.launch.places import existing_run, read_json
 from meshrl.observe.recorder import job_of, read_events
@@ -25,17 +26,25 @@ EXPLAINED = {
     "host_lost": "their host or environment was lost; their prompts went back",
     "typed_drops": "a tool, reward or rollout failed for good",
     "in_flight": "without a fate yet",
-    "lost": "opened and accounted for nowhere",
-    "trained_twice": "in more than one step",
+    **WRONG,
 }
 
 
 def audit(run_dir: Path) -> dict[str, Any]:
-    """The account of a run; `lost` and `trained_twice` are 0 in a run that is right."""
+    """The account of a run, from its record alone; what is `WRONG` is 0 in a run that is right."""
     events = read_events(run_dir)
     job, _ = job_of(run_dir)
     counted: dict[str, Any] = account(events, in_flight(run_dir, events), job)
     return counted
+
+
+def accused(run_dir: Path, bad: str) -> str:
+    """What a person is told of a run whose account is wrong."""
+    return (
+        f"the account of {run_dir.name} is wrong: {bad}. Do not rely on what was trained since. "
+        f"Keep {run_dir} as it is, see its events.jsonl for `damaged` and `restored`, and start "
+        "over with `meshrl run JOB`, or go on from a copy that was made before"
+    )
 
 
 def in_flight(run_dir: Path, events: list[Event]) -> int:
@@ -114,15 +123,17 @@ def without_fate(events: list[Event], job: str, in_ledger: set[int]) -> dict[int
 
 
 def show(run_dir: Path, as_json: bool) -> int:
-    """Prints the account; 1 when a trajectory was lost or trained twice."""
+    """Prints the account; 1 when something was lost or done twice."""
     counted = audit(existing_run(run_dir))
     if as_json:
         print(json.dumps(counted))
     else:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
         for key, meaning in EXPLAINED.items():
-            bad = key in ("lost", "trained_twice") and counted[key]
+            bad = key in WRONG and counted[key]
             color = "red" if bad else "bold"
             table.add_row(key, f"[{color}]{counted[key]}[/]", meaning)
         Console().print(table)
-    return int(bool(counted["lost"] or counted["trained_twice"]))
+    if bad := wrong(counted):
+        print(f"error: {accused(run_dir, bad)}", file=sys.stderr)
+    return int(bool(bad))

@@ -185,7 +185,14 @@ class Recorder:
     async def _note(self, *, left: bool = False) -> None:
         """Says up to where events are recorded, so that no more of them need be kept in Redis."""
         where = str(self.run_dir)
-        await readers.note(self.launcher.state, self._reader, self._last_event, where, left=left)
+        await readers.note(
+            self.launcher.state,
+            self._reader,
+            self._last_event,
+            where,
+            step=last_step(self.rows),
+            left=left,
+        )
         self._noted = self._clock.monotonic()
 
     def _note_warm_start(self) -> None:

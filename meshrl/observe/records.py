@@ -10,8 +10,10 @@ from pathlib import Path
 
 from common.errors import DeadlineExceeded, MeshError, StateUnavailable
 from common.state import events, jobs
+from common.state.accounting import wrong
 from meshrl.launch.launcher import Launcher
 from meshrl.observe import report
+from meshrl.observe.audit import accused
 from meshrl.observe.recorder import ANSWER_S, LOOK_S, Recorder
 
 RETRY_S = 5.0  # a run directory that cannot be read or written is tried again: disks get emptied
@@ -58,7 +60,9 @@ async def record(launcher: Launcher, job: str, run_dir: Path, stop: asyncio.Even
                     page.look()
                     await launcher.clock.sleep(LOOK_S)
             await recorder.close()
-            await report.write(recorder)
+            summary = await report.write(recorder)
+            if bad := wrong(summary):
+                _say_of(job)(accused(run_dir, bad))
             return
         except (OSError, MeshError) as error:
             if str(error) != said:

@@ -57,6 +57,8 @@ def summarize(
         "in_flight": account["in_flight"],
         "lost": account["lost"],
         "trained_twice": account["trained_twice"],
+        "opened_twice": account["opened_twice"],
+        "committed_twice": account["committed_twice"],
         "typed_drops": account["typed_drops"],
         "failed_share": _share(account),
         "failures": listed(events),

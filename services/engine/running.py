@@ -19,12 +19,11 @@ from common.generation.contract import TokenEngine
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.lora import merged
-from common.model.transfer import Fetcher
 from common.runtime.mesh import Mesh, MeshSettings
 from common.runtime.patience import patiently
 from common.state import jobs
-from common.wire.bulk import BulkClient
 from services.engine.build import opened
+from services.engine.lacking import Versions
 from services.engine.service import EngineService
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
@@ -149,19 +148,24 @@ async def follow(
     look_s: float = LOOK_S,
     plain: Callable[[Tensors], Tensors] = dict,
 ) -> None:
-    """Keeps the engine at the job's committed version: looks at each hint, and each `look_s`."""
-    fetcher = Fetcher(mesh, BulkClient(mesh))
+    """Keeps the engine at the job's committed version: looks at each hint, and each `look_s`.
+    ConfigError when a version's weights are damaged, and nobody can write them again.
+    """
+    versions = Versions(mesh, job)
     while True:
         service.changed.clear()
         try:
             row = await jobs.job(mesh.state, job)
             stale = row is not None and row.version >= 0 and row.manifest != service.manifest
             if row is not None and stale and not service.asleep:
-                _, tensors = await fetcher.fetch(row.manifest)
-                tensors = await mesh.host.run_blocking(plain, tensors, deadline_s=MERGE_S)
-                await service.swap(tensors, row.version, row.manifest, row.lineage)
+                tensors = await versions.fetched(row.manifest)
+                if tensors is not None:
+                    tensors = await mesh.host.run_blocking(plain, tensors, deadline_s=MERGE_S)
+                    await service.swap(tensors, row.version, row.manifest, row.lineage)
             elif row is not None and not stale and row.lineage != service.lineage:
                 service.enter(row.lineage)  # it begins with these weights
+        except ConfigError:  # the weights cannot be had
+            raise
         except MeshError as error:
             mesh.telemetry.log.warning("weights", error=str(error))
         try:

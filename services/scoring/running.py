@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from common.api.scoring import scoring_name
-from common.errors import ConfigError
+from common.errors import ConfigError, Damaged, NotFound
 from common.generation.builtin.build import BUILD_S, TorchEngine, build
 from common.job.config import INITIAL, FrozenModelConfig
 from common.job.job_data import JobData
@@ -87,7 +87,14 @@ async def _initial(mesh: Mesh, data: JobData, config: FrozenModelConfig) -> Froz
             manifest = row.initial_manifest
             if not manifest:
                 await mesh.clock.sleep(LOOK_S)
-    _, tensors = await fetch(mesh, BulkClient(mesh), manifest)
+    try:
+        _, tensors = await fetch(mesh, BulkClient(mesh), manifest)
+    except (Damaged, NotFound) as error:
+        raise ConfigError(
+            f"the weights of version 0, which are the reference, are damaged: {error.message}",
+            where=error.where,
+            fix="Put the file back from a copy of the run, and resume; or start over",
+        ) from error
     model = model_config(data)
 
     def started() -> FrozenModel:

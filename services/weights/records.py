@@ -21,13 +21,35 @@ from services.weights.retention import Number
 IO_S = 30.0  # deadline of one file operation
 
 
+NO_COMMIT = Number(-1, -1)
+
+
 @dataclass
 class JobVersions:
     job: str
     run_dir: str = ""  # empty before the first checkpoint
     versions: dict[str, Number] = field(default_factory=dict)  # by manifest, of all that are kept
+    # The newest commit that the store has seen, which outlives a Redis that goes back.
+    newest: Number = NO_COMMIT
+    newest_manifest: str = ""
     # False: what was on record is damaged, and Redis has not told of the job yet.
     known: bool = True
+
+    def saw_commit(self, number: Number, manifest: str) -> None:
+        """A job's row in Redis says so; an older one than before says nothing."""
+        if number > self.newest and manifest:
+            self.newest, self.newest_manifest = number, manifest
+
+    def conflict(self, number: Number, manifest: str) -> str:
+        """The other manifest that is on record for a version that has been committed; empty when
+        there is none. What was only staged may be staged anew: its trainer has started again.
+        """
+        if number == self.newest:
+            return "" if manifest == self.newest_manifest else self.newest_manifest
+        if number.lineage != self.newest.lineage or number > self.newest:
+            return ""
+        others = [digest for digest, one in self.versions.items() if one == number]
+        return "" if manifest in others else next(iter(others), "")
 
 
 @dataclass(frozen=True)
@@ -110,15 +132,18 @@ class JobRecords:
 def _content(record: JobVersions) -> bytes:
     versions = {m: [number.lineage, number.version] for m, number in record.versions.items()}
     written = {"job": record.job, "run_dir": record.run_dir, "versions": versions}
-    return sealed(written | {"known": record.known})
+    newest = [record.newest.lineage, record.newest.version, record.newest_manifest]
+    return sealed(written | {"newest": newest, "known": record.known})
 
 
 def _parsed(path: Path) -> JobVersions:
     found = read_sealed(path)
     try:
         versions = {digest: Number(*number) for digest, number in found["versions"].items()}
-        record = JobVersions(found["job"], found["run_dir"], versions, found["known"])
-    except (TypeError, KeyError, AttributeError) as error:
+        lineage, version, manifest = found["newest"]
+        newest = Number(lineage, version), manifest
+        record = JobVersions(found["job"], found["run_dir"], versions, *newest, found["known"])
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise Damaged(f"it is no record of a job: {error!r}", where=str(path)) from error
     if record.job != unquote(path.stem):
         raise Damaged(f"it is that of {record.job}", where=str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from common.api.weights import (
     Staged,
     Weights,
 )
-from common.errors import Damaged, Refused
+from common.errors import AlreadyCommitted, Damaged, NotFound, Refused
 from common.records import damage
 from common.records.checkpoints import checkpoint_name, manifest_of
 from common.records.damage import FATES
@@ -64,11 +65,13 @@ class WeightStore(Actor):
     @call(Weights.stage)
     async def stage(self, request: Stage) -> Staged:
         """Makes a version's manifest durable, and keeps it until the job's commits have passed it;
-        Refused when a chunk that it names is not there.
+        Refused when a chunk that it names is not there, AlreadyCommitted when the lineage has
+        other weights of that version.
         """
         manifest = request.manifest
         content = pack(manifest)
         digest = digest_of(content)
+        await self._refuse_a_second(manifest, digest)
         versions = self._records.of(manifest.job).versions
         # A sweep that runs meanwhile knows the version from here on.
         self._manifests[digest] = manifest
@@ -82,6 +85,21 @@ class WeightStore(Actor):
         await self.mesh.host.run_blocking(self.chunks.write, content, deadline_s=IO_S)
         await self._records.save(manifest.job)
         return Staged(digest)
+
+    async def _refuse_a_second(self, manifest: Manifest, digest: str) -> None:
+        """A version is committed once in its lineage, also when Redis has forgotten that it was."""
+        record = self._records.of(manifest.job)
+        with suppress(NotFound):  # a job that Redis has lost tells nothing
+            row = await jobs.job(self.mesh.state, manifest.job)
+            record.saw_commit(Number(row.lineage, row.version), row.manifest)
+        number = Number(manifest.lineage, manifest.version)
+        if other := record.conflict(number, digest):
+            raise AlreadyCommitted(
+                f"version {number.version} of lineage {number.lineage} of {manifest.job} is "
+                f"committed as {other}, and {digest} is offered for it",
+                where=self.mesh.name,
+                fix="Redis may be older than it was: `meshrl resume RUN` opens a new lineage",
+            )
 
     def _touch(self, manifest: Manifest) -> None:
         """Refused when one of the chunks is not there; the others count as written now."""

@@ -252,7 +252,12 @@ class MeshRedis(Hooks):
             return notes.read(self._place.redis_note)
         except Damaged as error:
             aside = damage.set_aside(self._place.redis_note, self._place.root)
-            print(f"{error} It lies in {aside}", file=sys.stderr, flush=True)
+            print(
+                f"the note of how far redis had come is damaged: {error}; it lies in {aside}, and "
+                "the records of the runs tell the rest",
+                file=sys.stderr,
+                flush=True,
+            )
             return Note()
 
     def _recorded(self, mark: Mark) -> list[Mark]:

@@ -41,7 +41,7 @@ class EnvironmentEnds:
             why = f"it was killed: {error}"
             await self._tell(Report(child.name, KILLED, why, log=str(log), charged=False))
             return EnvironmentLost(f"environment process {child.name}: {error}")
-        failure = self._mesh.host.failure_of(child.pid, log) if code > 0 else None
+        failure = self._mesh.host.failure_of(child.pid, log, code) if code else None
         why = f"signal {-code}" if code < 0 else f"exit status {code}"
         final = failure is not None and failure.fatal
         # A crash fails the trajectories that were in it, whose number is bounded (`Failures`).

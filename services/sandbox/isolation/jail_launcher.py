@@ -20,6 +20,7 @@ import psutil
 
 from common.clock import Clock
 from common.errors import MeshError, PeerLost
+from common.process import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import KILLED, Ends
@@ -190,7 +191,8 @@ class JailLauncher:
                 if attempt == TRIES:
                     raise JailFailed(f"no jail: {error}", where="sandbox") from error
             except OSError as error:
-                raise JailFailed(f"no jail: {error}", where="sandbox") from error
+                fix = host_limits.hit(error)
+                raise JailFailed(f"no jail: {error}", where="sandbox", fix=fix) from error
 
     async def _begun(
         self, program: dict[str, Any], limits: JailLimits, stdin: bytes, cells: bool, peer: int

@@ -10,9 +10,11 @@ but modules.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -56,8 +58,12 @@ def serve(control: socket.socket, tier: str) -> None:
 
 def refuse(fd: int, error: OSError) -> None:
     """The sandbox is told why there is no jail, and takes it for its own failure."""
+    text = f"no jail: {error}"
+    if error.errno == errno.EAGAIN:
+        most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        text += f"; all jails together may have {most} processes and threads (RLIMIT_NPROC)"
     try:
-        frames.send(fd, {"failed": f"no jail: {error}"})
+        frames.send(fd, {"failed": text})
     except frames.Closed:
         return
 

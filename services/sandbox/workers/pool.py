@@ -16,8 +16,17 @@ import msgpack
 
 from common.api.sandbox import CRASHED, POSTPONED, RAISED, TIMEOUT
 from common.clock import Clock
-from common.errors import BadMessage, DeadlineExceeded, MeshError, Overloaded, PeerLost, ToolFailed
+from common.errors import (
+    BadMessage,
+    DeadlineExceeded,
+    MeshError,
+    Overloaded,
+    PeerLost,
+    Refused,
+    ToolFailed,
+)
 from common.job.authored import placed
+from common.process import limits as host_limits
 from common.process.handle import Child, Usage
 from common.process.host import Host
 from common.runtime.waits import WaitTable
@@ -239,7 +248,8 @@ class Pool:
             except (MeshError, OSError) as error:
                 tries += 1
                 if tries % START_TRIES == 0:
-                    self._fail_waiting(ToolFailed(f"job {self._job}: {error}"))
+                    fix = host_limits.hit(error)
+                    self._fail_waiting(ToolFailed(f"job {self._job}: {error}", fix=fix))
             await self._clock.sleep(min(RETRY_S * tries, LOAD_S))
 
     async def _begun(self) -> Child:
@@ -253,6 +263,10 @@ class Pool:
             except ToolFailed as error:
                 if error.__cause__ is None or tries == START_TRIES:  # none: the import raised
                     raise
+            except OSError as error:  # no process or descriptor is to be had on this host
+                if tries == START_TRIES:
+                    fix = host_limits.hit(error)
+                    raise Refused(f"no process for job {self._job}: {error}", fix=fix) from error
             await self._clock.sleep(RETRY_S * tries)
             tries += 1
 
@@ -363,7 +377,7 @@ class Pool:
             try:
                 return await self._answered(child, call_id, call)
             except PeerLost as error:
-                raise PeerLost(await _end_of(child) or error.message) from error
+                raise PeerLost(await self._end_of(child) or error.message) from error
 
     async def _answered(self, child: Child, call_id: int, call: _Waiting) -> Answer:
         begun = self._clock.monotonic()
@@ -391,6 +405,22 @@ class Pool:
                 raise BadMessage(f"an answer to call {got} in place of {call_id}")
             return Answer(status, value, error)
 
+    async def _end_of(self, child: Child) -> str:
+        """How a worker ended whose channel is closed; empty while it still runs."""
+        code = await child.wait(ENDING_S)
+        if code is None:
+            return ""
+        if code == OUT_OF_MEMORY:
+            most = f"{self._limits.rlimits['AS'] >> 20} MiB" if "AS" in self._limits.rlimits else ""
+            limit = f"; its limit of address space (RLIMIT_AS) is {most}" if most else ""
+            return f"there was no memory left for it (MemoryError){limit}"
+        if code == FORKED:
+            return "a child process that it started came back from the function"
+        failure = self._host.failure_of(child.pid, None, code)
+        if failure is not None:
+            return failure.text
+        return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
     def _settle(self, call: _Waiting, answer: Answer) -> None:
         if not call.answer.done():
             call.answer.set_result(answer)
@@ -410,18 +440,6 @@ class Pool:
 
     def _placed(self, call: _Waiting, error: str) -> str:
         return placed(error, self._places.get(call.name, ""))
-
-
-async def _end_of(child: Child) -> str:
-    """How a worker ended whose channel is closed; empty while it still runs."""
-    code = await child.wait(ENDING_S)
-    if code is None:
-        return ""
-    if code == OUT_OF_MEMORY:
-        return "there was no memory left for it (MemoryError)"
-    if code == FORKED:
-        return "a child process that it started came back from the function"
-    return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
 def _unpacked(frame: bytes) -> tuple[int, str, Any, str]:

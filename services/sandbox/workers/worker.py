@@ -153,6 +153,11 @@ def described(error: BaseException, directory: str) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = type(error).__name__
+    if isinstance(error, OSError | MemoryError | RuntimeError):
+        from common.process import limits  # hardly ever needed
+
+        if limit := limits.hit(error):
+            text = f"{text}. {limit}"
     return placed(text, place_of(error, directory))
 
 

@@ -4,6 +4,7 @@ commits.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from common.api.engine import Engine
@@ -14,6 +15,8 @@ from common.api.trainer import (
     JoinHybrids,
     LeaveHybrids,
     Left,
+    Restage,
+    Restaged,
     RoundLease,
     RoundRequest,
     RoundResult,
@@ -69,6 +72,7 @@ class TrainerCore(Actor):
         self.tokens = 0
         self.busy_s, self.wait_s = 0.0, 0.0
         self.warm_fraction = 0.0
+        self._restaging = asyncio.Lock()
         self.compute: Compute = (
             LocalCompute(mesh, arithmetic) if isinstance(arithmetic, Learner) else arithmetic
         )
@@ -125,6 +129,18 @@ class TrainerCore(Actor):
     async def round_done(self, result: RoundResult) -> RoundTaken:
         await self.gradients.done(result)
         return RoundTaken()
+
+    @call(Trainer.restage)
+    async def restage(self, request: Restage) -> Restaged:
+        """Writes the current version again, as long as no update has changed the weights."""
+        async with self._restaging:  # who asks meanwhile finds it done
+            if not self.ready or request.manifest != self.manifest:
+                return Restaged(False)
+            about = self.lineage, self.steps_done
+            weights = await self.compute.weights()
+            done = await self.publisher.stage_again(*about, weights, request.manifest)
+        self.mesh.telemetry.log.warning("restage", manifest=request.manifest, done=done)
+        return Restaged(done)
 
     @call(Trainer.drain)
     def drain(self, request: Drain) -> Drained:

@@ -7,7 +7,7 @@ from torch import Tensor
 from common.api.weights import Fetch, Weights
 from common.job.job_data import JobData
 from common.model.lora import is_adapter
-from common.model.transfer import stage
+from common.model.transfer import stage, stage_again
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.wire.bulk import BulkClient
@@ -36,3 +36,12 @@ class Publisher:
             )
             weights = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
         return await stage(self._mesh, self._bulk, self._data.id, lineage, version, weights, base)
+
+    async def stage_again(
+        self, lineage: int, version: int, weights: dict[str, Tensor], manifest: str
+    ) -> bool:
+        """Writes a version that the store has not whole any more; False when these are not its
+        weights.
+        """
+        about = self._data.id, lineage, version, weights, manifest
+        return await stage_again(self._mesh, self._bulk, *about)

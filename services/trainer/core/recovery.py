@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from common.api.weights import Checkpoint
-from common.errors import ConfigError
+from common.errors import AlreadyCommitted, ConfigError
 from common.job.changing import as_it_was
 from common.job.config import JobConfig
 from common.job.job_data import JobData
@@ -118,9 +118,12 @@ class Recovery:
             return again
         self._enter("staging", row.version)
         weights = await self._compute.weights()
-        manifest = await self._publisher.stage(
-            row.lineage, row.version, weights, checkpoint.weights
-        )
+        try:
+            manifest = await self._publisher.stage(
+                row.lineage, row.version, weights, checkpoint.weights
+            )
+        except AlreadyCommitted:
+            return False
         return manifest == row.manifest
 
     async def _repeated(self, records: list[steps.StepRecord]) -> bool:

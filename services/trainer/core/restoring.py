@@ -11,7 +11,7 @@ from common.errors import ConfigError, Damaged, MeshError, NotFound
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.output import read_version
-from common.model.transfer import fetch, stage
+from common.model.transfer import fetch, stage_again
 from common.records import damage
 from common.records.checkpoints import STATE, check_files, older, set_aside
 from common.runtime.mesh import Mesh
@@ -85,8 +85,8 @@ class Restoring:
         like, config = await self._compute.weights(), model_config(self._data)
         weights = await run(read_version, config, like, directory, deadline_s=SAVE_S)
         lineage, step = checkpoint.lineage, checkpoint.step
-        digest = await stage(self._mesh, self._bulk, self._data.id, lineage, step, weights)
-        if digest != checkpoint.weights:
+        version = self._data.id, lineage, step, weights, checkpoint.weights
+        if not await stage_again(self._mesh, self._bulk, *version):
             raise error
         await self._tell("weights", Path(error.where), error, f"written again from {directory}")
 

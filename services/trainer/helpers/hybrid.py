@@ -15,12 +15,13 @@ from common.api.role import Drain, Drainable, Drained
 from common.api.trainer import (
     JoinHybrids,
     LeaveHybrids,
+    Restage,
     RoundLease,
     RoundRequest,
     RoundResult,
     Trainer,
 )
-from common.errors import Fenced, MeshError
+from common.errors import Damaged, Fenced, MeshError, NotFound
 from common.job.job_data import JobData
 from common.model.transfer import Fetcher
 from common.runtime.actor import Actor, call
@@ -111,7 +112,12 @@ class Hybrid(Actor):
     async def _fetch(self, manifest: str) -> None:
         """The weights that rounds will need, before a round is asked for."""
         self._manifest = ""  # whatever happens meanwhile, the learner has no version
-        _, weights = await self._fetcher.fetch(manifest)
+        try:
+            _, weights = await self._fetcher.fetch(manifest)
+        except (Damaged, NotFound) as error:
+            self.mesh.telemetry.log.error("weights are damaged", error=str(error))
+            await self._core.call(Trainer.restage, Restage(manifest))
+            return  # it asks for a round again, and learns which weights it needs by then
         load = self.learner.load_weights
         await self.mesh.host.run_blocking(load, weights, deadline_s=COMPUTE_S)
         self._manifest = manifest

@@ -34,6 +34,14 @@ command('DEL', -2, 'w', function(space, args, n)
   return found
 end)
 
+command('PEXPIRE', 3, 'w', function(space, args)
+  local ttl_ms = whole(args[3])
+  if not exists(space, args[2]) then return 0 end
+  if ttl_ms <= 0 then missing('PEXPIRE that ends a key') end
+  expire(space, args[2], space.keys[args[2]], space.now_ms + ttl_ms)
+  return 1
+end)
+
 command('GET', 2, '', function(space, args)
   local found = value(space, args[2], 'string')
   return found and found.text or false

@@ -40,6 +40,7 @@ COMMANDS = st.one_of(
     words("SET", KEYS, TEXTS, st.just("NX")),
     words("SET", KEYS, TEXTS, st.just("PX"), st.sampled_from(["600000", "0", "x"])),
     words("INCR", KEYS),
+    words("PEXPIRE", KEYS, st.sampled_from(["600000", "x"])),
     words("EXISTS", KEYS, KEYS),
     words("DEL", KEYS, KEYS),
     many("HSET", FIELDS, TEXTS),

@@ -174,3 +174,26 @@ async def test_a_job_that_is_resumed_on_its_mesh_misses_nothing_of_its_own(bench
     told = [e.kind for e in await events.read_all(state, on)]
     assert "phase" in told
     assert "opened" in told
+
+
+async def test_rows_of_steps_go_when_they_are_recorded_and_covered(bench: Bench) -> None:
+    seats, state = await bench.training_job(max_staleness=3), bench.state
+    for step in range(1, 7):
+        for group in await seats.admit():
+            await seats.finish(group)
+        await seats.commit(step, await seats.leased(step), covered=max(-1, step - 2))
+
+    async def left(recorded: int) -> list[int]:
+        await readers.note(state, RECORDER, await events.last_id(state), "", step=recorded)
+        await trimmed(bench)
+        return [row["step"] for row in await steps.step_rows(state, JOB)]
+
+    assert await left(0) == [1, 2, 3, 4, 5, 6]
+    assert await left(3) == [4, 5, 6]
+    assert await left(6) == [5, 6]  # no checkpoint covers them yet
+    assert [r.step for r in await steps.step_records(state, JOB, 4)] == [5, 6]
+    await steps.open_lineage(state, JOB, TRAINER, seats.trainer, 4, "m0.4", "c4", "op")
+    for step in (5, 6):  # made again, and not recorded yet
+        await seats.commit(step, await seats.leased(step), lineage=1, covered=step)
+    await trimmed(bench)
+    assert [row["step"] for row in await steps.step_rows(state, JOB)] == [5, 6]

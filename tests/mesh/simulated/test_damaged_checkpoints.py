@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from common.api.weights import Manifest
 from common.records.checkpoints import STATE, manifest_of
+from common.records.sealed import digest_of_file
 from common.state import events, groups, jobs
 from common.state.accounting import account
+from common.wire.blob import unpack
 from common.wire.chunks import ChunkStore
 from sim.mesh.job import JOB
 from sim.mesh.world import Size, World
@@ -33,9 +36,12 @@ def state_of(checkpoint: Path) -> Path:
     return max((checkpoint.with_suffix("") / STATE).iterdir(), key=lambda file: file.stat().st_size)
 
 
-def one_chunk(checkpoint: Path) -> Path:
-    """The manifest of its weights, in the store."""
-    return ChunkStore(checkpoint.parents[1] / "store").path(manifest_of(checkpoint)["weights"])
+def chunks_of(checkpoint: Path) -> list[Path]:
+    """The manifest of its weights in the store, and their chunks."""
+    store = ChunkStore(checkpoint.parents[1] / "store")
+    manifest = manifest_of(checkpoint)["weights"]
+    described = unpack(Manifest, store.read(manifest)).tensors
+    return [store.path(digest) for digest in {manifest, *(t.chunk for t in described)}]
 
 
 def told_of(tmp_path: Path, break_it: Callable[[Path], None]) -> dict[str, Any]:
@@ -49,7 +55,8 @@ def told_of(tmp_path: Path, break_it: Callable[[Path], None]) -> dict[str, Any]:
             await world.clock.sleep(0.5)
             row = await jobs.job(world.state, JOB)
         break_it(tmp_path / f"checkpoints/{row.checkpoint}.json")
-        next(p for p in world.machine.alive if p.name == f"trainer/{JOB}").kill()
+        for name in ("weights", f"trainer/{JOB}"):  # the store remembers manifests
+            next(p for p in world.machine.alive if p.name == name).kill()
         await until_over(world)
         mesh = world.around.meshes["weights"]
         told = await events.read_all(mesh.state)
@@ -89,8 +96,36 @@ def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
 
 def test_weights_that_the_store_lacks_are_made_again_from_the_checkpoint(tmp_path: Path) -> None:
     def break_it(checkpoint: Path) -> None:
-        flip(one_chunk(checkpoint))
+        for path in chunks_of(checkpoint):
+            flip(path)
 
     seen = told_of(tmp_path, break_it)
-    assert seen["lineages"] == []
+    assert seen["lineages"] == [], "the steps since were replayed"
+    assert any("written again from" in one["then"] for one in seen["damaged"])
+    assert len(list((tmp_path / "store/quarantine").glob("??/*"))) >= 2
     assert (seen["account"]["lost"], seen["account"]["trained_twice"]) == (0, 0)
+
+
+def test_weights_that_an_engine_cannot_load_are_written_again_by_the_trainer(
+    tmp_path: Path,
+) -> None:
+    async def story(world: World) -> list[dict[str, Any]]:
+        row = await jobs.job(world.state, JOB)
+        while row.version < 4:
+            await world.clock.sleep(0.5)
+            row = await jobs.job(world.state, JOB)
+        path = ChunkStore(tmp_path / "store").path(row.manifest)
+        flip(path)
+        for name in ("weights", "engine/g0", "engine/g1"):  # who has read it already
+            for process in world.machine.alive:
+                if process.name == name:
+                    process.kill()
+        while not path.exists() or digest_of_file(path) != path.name:
+            await world.clock.sleep(0.1)
+        await until_over(world)
+        told = await events.read_all(world.around.meshes["weights"].state)
+        return [event.fields for event in told if event.kind == "damaged"]
+
+    seen = on_world(tmp_path, Size(steps=7), story, limit_s=1800.0)
+    assert {one["what"] for one in seen} == {"weights"}
+    assert (tmp_path / "store/quarantine").is_dir()

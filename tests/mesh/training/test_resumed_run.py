@@ -47,6 +47,8 @@ def test_a_run_that_is_cut_off_accounts_for_all_and_keeps_its_staleness(
     summary, found = mesh.summary(), mesh.audit()
     assert (summary["phase"], summary["steps"]) == ("finished", STEPS)
     assert (found["lost"], found["trained_twice"]) == (0, 0)
+    written = [mesh.directory, *mesh.directory.rglob("*")]
+    assert [p for p in written if not p.is_symlink() and p.stat().st_mode & 0o077] == []
     lines = (mesh.directory / "metrics.jsonl").read_text().splitlines()
     staleness = [
         step["staleness_max"] for step in map(json.loads, lines) if "staleness_max" in step

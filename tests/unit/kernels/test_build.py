@@ -29,6 +29,7 @@ def build(tmp_path: Path, source: str = SOURCE, path: str | None = None, *more: 
     """[answer or reason, path] of a library that a process of its own asks for."""
     (tmp_path / "half.cpp").write_text(source)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment["TMPDIR"] = str(tmp_path)
     if path is not None:
         environment["PATH"] = path
     asked = subprocess.run(
@@ -74,6 +75,7 @@ def test_without_a_compiler_there_is_a_reason(tmp_path: Path) -> None:
 def test_processes_that_want_a_library_at_once_build_it_once(tmp_path: Path) -> None:
     (tmp_path / "half.cpp").write_text(SOURCE)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment["TMPDIR"] = str(tmp_path)
     asked = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(tmp_path)],

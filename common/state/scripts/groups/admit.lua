@@ -8,7 +8,7 @@ if not holds(a.shard, a.token) then return fenced(a.shard) end
 local job = hash(JOB .. ':job')
 if not job.phase then return refuse('not_found', 'there is no job ' .. a.job) end
 local version, size = tonumber(job.version), tonumber(job.group_size)
-if job.phase ~= 'training' or version < 0 then return cjson.encode({groups = {}}) end
+if job.phase ~= 'training' or version < 0 then return unchanged({groups = {}}) end
 
 local steps = math.min(tonumber(job.max_staleness) + version + 1, tonumber(job.budget_steps))
 local capacity = steps * tonumber(job.groups_per_step) - tonumber(job.admitted)
@@ -30,7 +30,7 @@ for n = 1, math.min(a.want, capacity) do
     lineage = tonumber(job.lineage)}
   ids[n], prompts[n] = group, prompt
 end
-if #opened == 0 then return cjson.encode({groups = opened}) end
+if #opened == 0 then return unchanged({groups = opened}) end
 redis.call('HSET', JOB .. ':job', 'cursor', cursor, 'next_group', first + #opened)
 count('admitted', #opened)
 count('opened', #opened * size)

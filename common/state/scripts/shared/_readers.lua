@@ -26,6 +26,15 @@ local function await_recorder(job, id)
   local name = 'recorder/' .. job
   local row = reader(name) or {done = '0-0', where = '', since_ms = NOW}
   local ms = parts_of(id)
-  row.at, row.seen_ms, row.left = string.format('%.0f-0', ms - 1), NOW, nil
+  row.at, row.seen_ms, row.left, row.step = string.format('%.0f-0', ms - 1), NOW, nil, 0
+  keep_reader(name, row)
+end
+
+-- Steps after `version` are made again, in another lineage: their rows are not recorded yet.
+local function unrecord(job, version)
+  local name = 'recorder/' .. job
+  local row = reader(name)
+  if not row or (row.step or 0) <= version then return end
+  row.step = version
   keep_reader(name, row)
 end

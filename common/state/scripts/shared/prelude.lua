@@ -2,7 +2,6 @@
 -- mesh's and the job's prefix and not declared one by one: there is one primary and never a
 -- cluster.
 local MESH = '{mesh}'
-local OPERATION_TTL_MS = 600000 -- a resend comes within seconds of the first; this is ample
 local a = cjson.decode(ARGV[1])
 
 local time = redis.call('TIME')
@@ -19,17 +18,34 @@ local function refuse(code, text)
   return cjson.encode({refusal = code, text = text})
 end
 
--- redis-py sends a command again when the reply was lost: the second run of the same script under
--- the same operation returns the first one's result.
+-- An operation is sent again when its reply was lost: the second run of the same script under the
+-- same operation returns the first one's result. Callers try for an hour at most (`patiently`).
+-- Once one has its answer, which it says with its next operation, only a copy may come that was on
+-- its way over a connection that is gone; TCP gives such a one up in less than two minutes.
+local UNANSWERED_MS, ANSWERED_MS = 7200000, 120000
 local OPERATION = a.op and KEYS[1] .. ':op:' .. SCRIPT .. ':' .. a.op
 
+-- Not before anything else is written: a server without memory refuses a script's first write only.
+local function let_go()
+  for _, key in ipairs(a.answered or {}) do redis.call('PEXPIRE', key, ANSWERED_MS) end
+end
+
 local function replayed()
-  return OPERATION and redis.call('GET', OPERATION)
+  local seen = OPERATION and redis.call('GET', OPERATION)
+  if seen then let_go() end
+  return seen
+end
+
+-- The answer of an operation that has changed nothing: tried again, it may.
+local function unchanged(result)
+  let_go()
+  return cjson.encode(result)
 end
 
 local function done(result)
   local text = cjson.encode(result)
-  if OPERATION then redis.call('SET', OPERATION, text, 'PX', OPERATION_TTL_MS) end
+  if OPERATION then redis.call('SET', OPERATION, text, 'PX', UNANSWERED_MS) end
+  let_go()
   return text
 end
 

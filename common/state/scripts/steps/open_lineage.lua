@@ -1,4 +1,4 @@
--- uses: groups phase
+-- uses: groups phase readers
 -- A replay that did not give the committed digests: the steps after the checkpoint are abandoned,
 -- their groups are ready once more, and numbering goes on from the checkpoint in a new lineage.
 -- Versions above the checkpoint's are numbered again, so whatever a group has of those was sampled
@@ -80,6 +80,7 @@ if tonumber(job.best_version or -1) > a.version then
   redis.call('HDEL', JOB .. ':job', 'best_version', 'best_manifest', 'best_value')
 end
 redis.call('ZREMRANGEBYSCORE', JOB .. ':steps', '(' .. a.version, '+inf')
+unrecord(a.job, a.version)
 local lineage = tonumber(job.lineage) + 1
 redis.call('HSET', JOB .. ':job', 'lineage', lineage, 'version', a.version,
   'steps_done', a.version, 'manifest', a.manifest, 'checkpoint', a.checkpoint)

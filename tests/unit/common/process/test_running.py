@@ -44,11 +44,14 @@ def test_settings_come_from_the_file_that_the_environment_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "settings.json"
-    settings = MeshSettings(redis_url="redis://localhost", run_root="/runs", stall_s=5.0)
+    settings = MeshSettings(
+        redis_url="redis://localhost", run_root="/runs", stall_s=5.0, secret="5e1f"
+    )
     path.write_text("{}")
     path.chmod(0o644)
     settings.to_file(path)
     assert path.stat().st_mode & 0o777 == 0o600, "the URL may hold a password"
+    assert "localhost" not in repr(settings) and "5e1f" not in repr(settings)
     monkeypatch.setenv(SETTINGS_ENV, str(path))
     assert MeshSettings.from_env() == settings
     path.write_text(json.dumps({**dataclasses.asdict(settings), "colour": "blue"}))

@@ -23,7 +23,7 @@ from common.wire.frames import (
     unpack_error,
     unpack_header,
 )
-from tests.meshes import curve, keys_of
+from tests.meshes import begun, curve, keys_of
 from tests.unit.common.runtime.talking import Join, Number, Talk, Talker, Text, until
 
 MALFORMED = 1000
@@ -86,11 +86,16 @@ class RawPeer:
         self._socket.connect(mesh.transport.address)
 
     def send(self, frames: list[bytes]) -> None:
+        self._socket.send_multipart([begun(frames[0]), *frames[1:]])
+
+    def send_raw(self, frames: list[bytes]) -> None:
         self._socket.send_multipart(frames)
 
     async def answer(self, within_s: float = 20.0) -> list[bytes]:
         await until(lambda: self._socket.poll(0), within_s)
-        return list(self._socket.recv_multipart())
+        first, *rest = self._socket.recv_multipart()
+        ends = 2 + int.from_bytes(first[:2], "little")
+        return [first[2:ends], first[ends:], *rest]
 
     async def reason(self) -> str:
         header, body = await self.answer()
@@ -126,6 +131,17 @@ async def test_a_thousand_malformed_messages_harm_nobody(join: Join) -> None:
     peer.close()
     assert await friend.call(Talk.echo, Text("after")) == Text("after")
     assert mesh.telemetry.counters["bad_frames"] > MALFORMED / 10
+
+
+async def test_what_does_not_even_begin_as_a_message_is_counted(join: Join) -> None:
+    mesh = await join("a", Talker())
+    peer = RawPeer(mesh)
+    for frames in ([b""], [b"x"], [b"\xff\xff"], [b"\xff\xffabc", b"d"], [b"\0\0"], [b"", b""]):
+        peer.send_raw(frames)
+    peer.send([_echo(mesh, 2), encode(Text("x"))[0]])
+    assert unpack_header((await peer.answer())[0])[2] == 2
+    assert mesh.telemetry.counters["bad_frames"] == 6
+    peer.close()
 
 
 async def test_a_wrong_incarnation_is_told_at_once(join: Join) -> None:

@@ -18,7 +18,7 @@ from common.state import registry
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import Frame
 from loadtests.rpc import PING, Echo
-from tests.meshes import SECRET
+from tests.meshes import SECRET, begun
 from tests.unit.common.runtime.talking import Join, until
 
 
@@ -79,14 +79,14 @@ async def test_replies_beyond_the_high_water_mark_are_all_delivered() -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.set(zmq.RCVHWM, 2)
         client.connect(server.address)
-        client.send_multipart([b"", b"all"])
+        client.send(begun(b"", b"all"))
         await until(lambda: server.parked > 100)
         await asyncio.sleep(0.1)
         assert server.parked > 100
         got: list[int] = []
         while len(got) < replies:
             await until(lambda: client.poll(0))
-            got.append(int.from_bytes(client.recv_multipart()[0], "little"))
+            got.append(int.from_bytes(client.recv_multipart()[0][2:], "little"))
         assert got == list(range(replies))
         client.close(0)
     assert server.parked == 0

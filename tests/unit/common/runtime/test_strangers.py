@@ -22,7 +22,7 @@ from common.transport.keys import MeshKeys
 from common.transport.zmq import ZmqTransport
 from common.wire.frames import CALL, encode, pack_header, unpack_error
 from sim.state import simulated_state
-from tests.meshes import curve, keys_of
+from tests.meshes import begun, curve, keys_of
 from tests.unit.common.runtime.talking import Join, Talk, Talker, Text, until
 
 OTHER = "c4" * SECRET_BYTES  # the secret of another mesh
@@ -80,7 +80,7 @@ class Caller:
 
     def send(self, actor: str, method: str, target: str, call_id: int = 1) -> None:
         header = pack_header(CALL, call_id, actor, method, "someone", target, 1000)
-        self._socket.send_multipart([header, HELLO])
+        self._socket.send(begun(header, HELLO))
 
     @property
     def answered(self) -> bool:
@@ -89,8 +89,8 @@ class Caller:
     async def answer(self, within_s: float = SOON_S) -> tuple[str, str]:
         """(code, text) of the error that comes."""
         await until(lambda: self.answered, within_s)
-        _, body = self._socket.recv_multipart()
-        return unpack_error(body)
+        answer = self._socket.recv()
+        return unpack_error(answer[2 + int.from_bytes(answer[:2], "little") :])
 
 
 def own_pair(role: str) -> MeshKeys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.state.accounting import account
+from common.state.accounting import WRONG, account, wrong
 from common.state.events import Event
 
 
@@ -51,6 +51,8 @@ def test_each_end_of_a_group_is_a_term_of_its_own() -> None:
         "in_flight": 4,
         "lost": 0,
         "trained_twice": 0,
+        "opened_twice": 0,
+        "committed_twice": 0,
     }
 
 
@@ -93,3 +95,23 @@ def test_other_jobs_are_left_out_when_one_is_asked_for() -> None:
     told = story(opened(0), ("opened", {"job": "other", "groups": [0], "samples": 2}))
     assert account(told, in_flight=4, job="j")["opened"] == 4
     assert account(told, in_flight=6)["opened"] == 6
+
+
+def test_a_version_has_one_manifest_in_a_lineage_and_a_group_number_is_given_once() -> None:
+    def commit(lineage: int, manifest: str, group: int) -> Any:
+        kind, fields = step(1, group)
+        return kind, fields | {"lineage": lineage, "manifest": manifest}
+
+    good = story(opened(0, 1, 2), commit(0, "a", 0), ("lineage", {"version": 0}), commit(1, "b", 1))
+    assert wrong(account(good, in_flight=8)) == ""
+    counts = {"opened": 0, "trained": 0, "filtered": 0, "stale_requeued": 0, "host_lost": 0}
+    restored = ("restored", {"version": 0, "counts": counts | {"typed_drops": 0}})
+    told = story(opened(0, 1), commit(0, "a", 0), restored, opened(1, 2), commit(0, "b", 1))
+    terms = account(told, in_flight=4)
+    assert {key: terms[key] for key in WRONG} == {
+        "lost": 0,
+        "trained_twice": 0,
+        "opened_twice": 1,
+        "committed_twice": 1,
+    }
+    assert "opened_twice = 1" in wrong(terms) and "lost" not in wrong(terms)

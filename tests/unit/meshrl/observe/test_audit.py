@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from common.state.events import Event
-from meshrl.observe.audit import without_fate
+from common.state.jobs import Phase
+from meshrl.launch.session import status
+from meshrl.observe.audit import audit, show, without_fate
+from meshrl.observe.recorder import append_lines
 
 LATE_MS = 60_000
 
@@ -59,3 +67,30 @@ def test_groups_of_an_abandoned_step_are_in_flight_again() -> None:
 def test_a_restored_job_begins_without_groups() -> None:
     told = story(opened(LATE_MS, 1), (LATE_MS, "restored", {"counts": {}}))
     assert without_fate(told, "j", {1}) == {}
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("", [opened(0, 1), step(1, 1)]),
+        ("lost", [opened(0, 1, 2), step(1, 1)]),
+        ("trained_twice", [opened(0, 1), step(1, 1), step(2, 1)]),
+        ("opened_twice", [opened(0, 1), step(1, 1), opened(LATE_MS, 1)]),
+    ],
+)
+def test_an_account_that_is_wrong_fails_the_run_and_says_by_how_much(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, told: list[Any]
+) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"job": "j", "document": {}}))
+    rows = [asdict(event) for event in story(*told)]
+    for row in rows:
+        for group in row["fields"]["groups"] if row["kind"] == "step" else []:
+            group.update(samples=4, scored=4, filtered=False)
+    append_lines(tmp_path / "events.jsonl", rows)
+    assert show(tmp_path, as_json=True) == (1 if what else 0)
+    said = capsys.readouterr().err
+    found = audit(tmp_path)
+    assert status(found, Phase.FINISHED, gave_up=False) == (1 if what else 0)
+    assert status(found, Phase.STOPPED, gave_up=False) == (1 if what else 130)
+    if what:
+        assert found[what] and f"{what} = {found[what]}" in said and "start over" in said

@@ -26,6 +26,8 @@ ACCOUNT = {
     "in_flight": 0,
     "lost": 0,
     "trained_twice": 0,
+    "opened_twice": 0,
+    "committed_twice": 0,
 }
 EVALUATIONS = [
     Evaluation("before", 0, 0.3, 0.02),

@@ -1,0 +1,76 @@
+"""A committed version of a lineage has one manifest, whatever Redis says later."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.api.weights import Manifest, Stage, Staged, Tensor, Weights
+from common.errors import AlreadyCommitted
+from common.process.host import SystemHost
+from common.state import jobs, steps
+from common.state.client import State
+from common.wire.weight_store import STORE
+from services.weights.records import JobRecords
+from services.weights.retention import Number
+from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
+from tests.unit.weights.storing import Store
+
+
+def version(store: Store, number: int, fill: int, lineage: int = 0) -> Stage:
+    """Other weights for another `fill`."""
+    content = np.full(8, fill, np.uint8).tobytes()
+    chunk = store.chunks.write(content)
+    return Stage(Manifest(JOB, lineage, number, [Tensor("w", "U8", [8], chunk, 0, 8)]))
+
+
+async def stage(store: Store, request: Stage) -> str:
+    staged: Staged = await store.mesh.ref(STORE).call(Weights.stage, request)
+    return staged.digest
+
+
+async def committed(state: State, manifest: str) -> None:
+    """Redis has a job whose version 0 is this."""
+    token = await Bench(state, None).seat(TRAINER)
+    await jobs.submit(state, JOB, document(), "/runs/job", uuid.uuid4().hex)
+    await steps.commit_initial(state, JOB, TRAINER, token, 0, manifest, "c0")
+
+
+async def test_a_second_manifest_for_a_committed_version_is_refused(store: Store) -> None:
+    state = store.mesh.state
+    first = await stage(store, version(store, 0, 1))
+    await committed(state, first)
+    assert await stage(store, version(store, 0, 1)) == first
+    with pytest.raises(AlreadyCommitted, match=first):
+        await stage(store, version(store, 0, 2))
+    await stage(store, version(store, 0, 2, lineage=1))
+
+
+async def test_a_version_that_was_only_staged_may_be_staged_anew(store: Store) -> None:
+    await committed(store.mesh.state, await stage(store, version(store, 0, 1)))
+    assert await stage(store, version(store, 1, 2)) != await stage(store, version(store, 1, 3))
+
+
+async def test_it_is_refused_when_redis_has_gone_back_too(store: Store) -> None:
+    first = await stage(store, version(store, 0, 1))
+    await committed(store.mesh.state, first)
+    await stage(store, version(store, 1, 2))
+    await store.mesh.state.command("DEL", f"{{{JOB}}}:job")
+    with pytest.raises(AlreadyCommitted, match=first):
+        await stage(store, version(store, 0, 3))
+
+
+async def test_what_was_committed_is_on_record_for_the_next_start(
+    store: Store, tmp_path: Path
+) -> None:
+    first = await stage(store, version(store, 0, 1))
+    await committed(store.mesh.state, first)
+    await stage(store, version(store, 1, 2))
+    shutil.copytree(store.chunks.directory / "jobs", tmp_path / "copy")
+    again = JobRecords(SystemHost(), tmp_path / "copy")
+    assert await again.open() == []
+    assert again.of(JOB).conflict(Number(0, 0), "other") == first
