@@ -11,8 +11,8 @@ from common.random import Random
 from common.records.durable import sync
 
 UNREAD_NS = 1  # access time of a damaged file until somebody reads it
-# Kinds of durable files (`common.records.damage.FATES`) that the virtual mesh has, by where they lie.
-# Its recorder, its launcher and its Redis are not the product's own: their files are spared.
+# Kinds of durable files (`common.records.damage.FATES`) of a virtual mesh, by where they lie. Its
+# recorder, launcher and Redis are not the product's own: what those write is spared.
 PLACES: dict[str, str] = {
     "checkpoint": "checkpoints/*.json",
     "state": "checkpoints/*/state/*",

@@ -70,8 +70,11 @@ def kinds_of(text: str) -> tuple[str, ...]:
 class Schedule:
     """Faults of the given kinds until `settle`, after which all is well again."""
 
-    def __init__(self, world: World, random: Random, kinds: tuple[str, ...]) -> None:
-        self._world, self._random = world, random
+    def __init__(
+        self, world: World, random: Random, kinds: tuple[str, ...], pace: float = 1.0
+    ) -> None:
+        """`pace`: times as long between two faults as PACES says."""
+        self._world, self._random, self._pace = world, random, pace
         self._clock = world.clock
         self.spoiler = Spoiler(world.root, world.beside("damaged"), random.child("damaged files"))
         if {"power", "lies", "rollback", "damage"} & set(kinds):
@@ -115,7 +118,7 @@ class Schedule:
             "damage": self._damage,
         }
         while True:
-            await self._clock.sleep(random.expovariate(1 / pace.every_s))
+            await self._clock.sleep(random.expovariate(1 / (pace.every_s * self._pace)))
             self.count[kind] += 1
             await faults[kind](random, random.uniform(pace.least_s, pace.most_s))
 
