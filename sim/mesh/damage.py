@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.random import Random
+from common.records.damage import QUARANTINE
 from common.records.durable import sync
 
 UNREAD_NS = 1  # access time of a damaged file until somebody reads it
@@ -36,6 +37,12 @@ class Damage:
     def read(self) -> bool:
         """Whether anybody has read the file since."""
         return self.how != "delete" and self.link.stat().st_atime_ns != UNREAD_NS
+
+    def replaced(self, root: Path) -> bool:
+        """Whether it lies in quarantine, and another one where it was."""
+        inode = self.link.stat().st_ino
+        aside = (path.stat().st_ino for path in (root / QUARANTINE).rglob("*"))
+        return (root / self.path).is_file() and inode in aside
 
 
 def named_in(path: str, text: str) -> bool:

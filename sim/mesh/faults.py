@@ -216,22 +216,18 @@ class Schedule:
         await world.power_cut(random, world.redis.server.copy())
 
     async def _roll_back(self, random: Random, for_s: float) -> None:
-        """Redis comes back as it was a while ago, alone or with the whole machine, perhaps with all
-        files as they were then, or it cannot load what it has.
+        """Redis comes back as it was a while ago, alone or with all processes, or it cannot load
+        what it has. (With all files as they were then nobody could tell.)
         """
         world, held = self._world, self._world.redis.server.copy()
-        what = random.choice(["older", "alone", "all older", "unloadable"])
+        what = random.choice(["older", "alone", "unloadable"])
         world.record.say(f"redis will be {what} in {for_s:.3f}")
-        if what == "all older":
-            world.machine.disk.lies = lambda path: True
         await self._clock.sleep(for_s)
         match what:
             case "older":
                 await world.redis_lost(held)
             case "alone":
                 world.redis.restart(held)
-            case "all older":
-                await world.power_cut(random, held)
             case "unloadable":
                 await world.redis_lost(None)
 

@@ -103,6 +103,8 @@ def silence(facts: Facts, terms: Terms) -> Violations:
     for damage in facts.damages:
         if damage.kind in APPENDED and damage.how in ("truncate", "empty"):
             continue  # as after a power cut
+        if damage.path in facts.replaced:
+            continue  # it was set aside when it was written again
         if damage.read and not any(named_in(damage.path, text) for text in told):
             yield f"{damage.path} ({damage.how}) was read, and nobody said so"
 

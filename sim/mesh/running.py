@@ -180,6 +180,7 @@ async def _story(
     facts.left, facts.finished_late_s, facts.errors = left, late_s, world.machine.failures
     facts.damages, facts.lost = faults.spoiler.done, world.lost
     facts.refused = world.refused
+    facts.replaced = {d.path for d in facts.damages if d.replaced(root)}
     config = config_of(plan.workers, plan.shards, plan.ranks, plan.steps)
     terms = invariants.Terms(
         plan.steps, config.algorithm.max_staleness, config.training.keep_checkpoints
