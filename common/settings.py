@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import socket
@@ -13,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.records import documents
 
 SETTINGS_ENV = "MESHRL_SETTINGS"
+REDIS_ENV = "MESHRL_REDIS_URL"  # of a Redis to use in place of one of ours
 MESH_ENV = "MESHRL_MESH"  # by which a process is known to be a mesh's, wherever its settings are
 # Processes that run a job author's code have no part in the mesh beside the channel to who started
-# them, and are not told where its settings are.
-WITHOUT_SETTINGS = {SETTINGS_ENV: ""}
+# them, and are not told where its settings are, nor the URL of a Redis, which may hold a password.
+WITHOUT_SETTINGS = {SETTINGS_ENV: "", REDIS_ENV: ""}
 OFF = "off"  # value of `metrics` that serves none
 
 
@@ -88,9 +89,8 @@ class MeshSettings:
     host: str = field(default_factory=this_host)
     metrics: str = "127.0.0.1:*"  # see `metrics_ports`; off: nowhere
     nice: int = 0  # for the role processes that this process starts
-    secret: str = field(
-        default="", repr=False
-    )  # of this start of the mesh, in hexadecimal digits; see common.secret
+    # Of this start of the mesh, in hexadecimal digits; see common.secret.
+    secret: str = field(default="", repr=False)
 
     @classmethod
     def from_env(cls) -> MeshSettings:
@@ -105,8 +105,7 @@ class MeshSettings:
             )
         try:
             _refuse_shared(path)
-            fields = json.loads(Path(path).read_text())
-            return cls(**fields)
+            return cls(**documents.decode(Path(path).read_bytes(), path))
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"unusable settings: {error}", where=path) from None
 
@@ -117,6 +116,6 @@ class MeshSettings:
         place = Path(path)
         fresh = place.with_name(place.name + ".new")
         fresh.unlink(missing_ok=True)
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(json.dumps(dataclasses.asdict(self), indent=1))
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(documents.encode(dataclasses.asdict(self)))
         fresh.replace(place)

@@ -14,21 +14,25 @@ from rich.table import Table
 
 from common.errors import NotFound, Refused, StateUnavailable
 from common.job.config import JobConfig
+from common.process.failure import end_of
 from common.process.handle import usage_of
 from common.state import ended, events, gangs, jobs, leader, registry
 from common.state.client import State, server_ms
 from common.state.embedded import without_password
-from common.state.keys import PLANNER
+from common.state.keys import MESH, PLANNER
 from meshrl.asking import ANSWER_S, ask
 from meshrl.launch.claims import claimed, writing
 from meshrl.launch.places import MeshPlace, find_mesh
 from meshrl.launch.session import pack_run
-from meshrl.observe.stalled import Stall, diagnose, redis_silent
+from meshrl.observe import storage
+from meshrl.observe.quiet import doing, working
+from meshrl.observe.stalled import JOB_WORD, Stall, diagnose, redis_silent
 from meshrl.run.outcome import outcome_of
 from meshrl.run.target import may_live, place_of, run_in
 
 QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
 VERDICT_S = 6.0
+ASKED = f"{MESH}:asked"  # a key of a second, which shows whether Redis takes writes
 POLL_S = 0.2
 ROLES = (gangs.Role.ROLLOUT, gangs.Role.TRAINING, gangs.Role.IDLE)
 
@@ -220,32 +224,48 @@ async def _verdict(state: State, gang: gangs.Gang, op_id: str, since: str) -> st
 def stalled(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
     """Prints who waits for whom; also when it is Redis itself that does not answer."""
     place = place_of(chosen, mesh)
-    found, pids = diagnosis(place)
+    found, entries = diagnosed(place)
     if as_json:
         print(json.dumps([asdict(stall) for stall in found]))
         return
+    pids = {entry.name: entry.pid for entry in entries}
     if not found:
         print("nothing is stalled")
     for stall in found:
         who = f"{stall.waiter} waits for {stall.culprit}" if stall.waiter else stall.culprit
         print(f"{who}: {stall.what}, since {stall.since_s:.1f} s. {stall.reason}", end="")
         print(_seen_from_here(pids.get(stall.culprit, 0)))
+    if any(stall.culprit.startswith(JOB_WORD) for stall in found):
+        now_ms = max((entry.renewed_ms for entry in entries), default=0)
+        for entry in working(entries):
+            last = end_of(place.log(entry.name), 1)
+            print(f"  {doing(entry, now_ms)}" + (f"; its log ends: {last}" if last else ""))
 
 
 def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
     """The stalls of a mesh, and the pids of its processes; it takes a few seconds at most."""
+    found, entries = diagnosed(place)
+    return found, {entry.name: entry.pid for entry in entries}
 
-    async def look(state: State) -> tuple[list[Stall], dict[str, int]]:
+
+def diagnosed(place: MeshPlace) -> tuple[list[Stall], list[registry.Entry]]:
+    """The same with all that its processes say."""
+    full = storage.full([place.root, place.redis])
+
+    async def look(state: State) -> tuple[list[Stall], list[registry.Entry]]:
+        # Reading says nothing of writes: without any, everybody seems to be late.
+        await state.command("SET", ASKED, 1, "PX", 1000)
         entries = await registry.entries(state)
         known = await gangs.gangs(state)
         now_ms = await server_ms(state)
         gone = await ended.ended(state)
-        return diagnose(entries, known, now_ms, gone), {e.name: e.pid for e in entries}
+        rows = await jobs.jobs(state)
+        return diagnose(entries, known, now_ms, gone, rows, full), entries
 
     try:
         return ask(place, look, QUICK_S)
-    except StateUnavailable:
-        return redis_silent(QUICK_S), {}
+    except StateUnavailable as error:
+        return redis_silent(QUICK_S, f"{error.message}. {full}".strip()), []
 
 
 def _seen_from_here(pid: int) -> str:

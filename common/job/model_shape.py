@@ -12,8 +12,8 @@ from common.model.formats.checkpoint import load_config
 
 def model_config(data: JobData) -> ModelConfig:
     """The shape of the model that the job trains, from its bundle or from its job file."""
-    if data.config.model.path:
-        return _of_bundle(data.bundle / data.config.model.path)
+    if (origin := data.origin) is not None:
+        return _of_bundle(origin)
     return ModelConfig.from_hf(data.config.model.config)
 
 

@@ -90,6 +90,18 @@ def connect(connection: socket.socket, nursery: Path) -> None:
         raise PermissionError("it belongs to another user")
 
 
+def answers(nursery: Path) -> bool:
+    """Whether a nursery refuses what is no order, as it does while it serves; within ANSWER_S."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(ANSWER_S)
+        try:
+            connect(connection, nursery)
+            connection.send(b"{}")
+            return bool(connection.recv(ORDER_LIMIT))
+        except OSError:
+            return False
+
+
 class Birth:
     """The owner's end of a forked process's connection."""
 

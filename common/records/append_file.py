@@ -16,10 +16,13 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class AppendFile:
     """Appends records with write(2): each is in the kernel when `write` returns, or not at all.
 
-    `room` tells a bound in bytes on the file's length, -1 for none (a simulated disk has one).
+    `room` tells a bound in bytes on the file's length, -1 for none (a simulated disk has one). What
+    lies behind `keep` bytes, if that is told, is a torn tail and cut off.
     """
 
-    def __init__(self, path: Path, room: Callable[[], int] = lambda: -1) -> None:
+    def __init__(
+        self, path: Path, room: Callable[[], int] = lambda: -1, keep: int | None = None
+    ) -> None:
         self.path = path
         self._room = room
         try:
@@ -27,6 +30,9 @@ class AppendFile:
         except OSError as error:
             raise self._full(error, "no room for a new file") from error
         self._length = os.lseek(self._fd, 0, os.SEEK_END)
+        if keep is not None and keep < self._length:
+            os.ftruncate(self._fd, keep)
+            self._length = keep
 
     def write(self, record: bytes) -> None:
         """Appends one record whole or not at all. StorageFull: the disk is full, and the file is as

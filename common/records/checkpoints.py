@@ -4,7 +4,6 @@ checks that it is what was written.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 from common.errors import Damaged, MeshError
 from common.records import damage
 from common.records.durable import sync, sync_tree
+from common.records.lines import row_of
 from common.records.sealed import digest_of_file, read_sealed
 
 STATE = "state"  # below a checkpoint's directory: all that training depends on beside the weights
@@ -149,8 +149,8 @@ def steps_done(run_dir: Path) -> int:
     """The version of the last step commit or lineage on record; 0 without one."""
     for line in reversed(_recorded(run_dir)):
         if b'"step"' in line or b'"lineage"' in line:
-            event = json.loads(line)
-            if event["kind"] in ("step", "lineage", "restored"):
+            event = row_of(line)
+            if event is not None and event["kind"] in ("step", "lineage", "restored"):
                 return int(event["fields"]["version"])
     return 0
 
@@ -160,8 +160,10 @@ def _named(run_dir: Path) -> Iterator[str]:
     for line in reversed(_recorded(run_dir)):
         if b'"step"' not in line:
             continue
-        event = json.loads(line)
-        if event["kind"] == "step" and (name := event["fields"].get("checkpoint", "")):
+        event = row_of(line)
+        if event is None or event["kind"] != "step":
+            continue
+        if name := event["fields"].get("checkpoint", ""):
             yield name
 
 
@@ -169,16 +171,17 @@ def last_lineage(run_dir: Path) -> int:
     """The highest lineage that a run's record or its checkpoints mention; 0 when none does."""
     found = [int(path.name.split("-")[1]) for path in all_checkpoints(run_dir)]
     for line in _recorded(run_dir):
-        if b'"lineage"' in line:
-            found.append(json.loads(line)["fields"].get("lineage", 0))
+        if b'"lineage"' in line and (event := row_of(line)) is not None:
+            found.append(event["fields"].get("lineage", 0))
     return max(found, default=0)
 
 
 def _recorded(run_dir: Path) -> list[bytes]:
-    """The events of a run, one a line; the last may have been cut off while it was written."""
+    """The events of a run, one a line; the last may have been cut off while it was written, and
+    some may be damaged, which `row_of` tells.
+    """
     path = run_dir / "events.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    return [line for line in lines if line.endswith(b"\n")]
+    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,8 @@ def best(run_dir: Path) -> Best | None:
     for line in _recorded(run_dir):
         if b'"evaluation"' not in line and b'"lineage"' not in line:
             continue
-        event = json.loads(line)
+        if (event := row_of(line)) is None:
+            continue
         kind, told = event["kind"], event["fields"]
         if kind == "evaluation" and told.get("best"):
             found = Best(int(told["step"]), str(told["manifest"]), float(told["value"]))

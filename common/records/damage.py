@@ -8,6 +8,7 @@ the next best thing is used, or the job fails by name.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,34 +31,66 @@ class Fate:
 FATES: dict[str, Fate] = {
     "checkpoint": Fate(
         "digests of its files in its manifest, and a digest of the manifest itself",
-        "set aside; the older kept checkpoint is used, under a new lineage",
+        "set aside; the newest kept one before it is used, under a new lineage: what steps in "
+        "between trained counts as host_lost, its prompts come again; without one the job fails",
     ),
     "weights": Fate(
         "a chunk and a manifest of a version are named by their digest",
-        "set aside; written again from the trainer or the checkpoint, else as for a checkpoint",
+        "set aside; written again by the trainer that has them, or from the checkpoint's own "
+        "model; else as for a checkpoint",
     ),
     "group": Fate(
         "a finished group is named by its digest",
-        "set aside; its prompt goes back, counted as host_lost",
+        "set aside; its prompt goes back, counted as host_lost; of a step that is repeated: a new "
+        "lineage at the checkpoint",
     ),
     "versions": Fate(
         "a digest in the store's record of a job",
-        "set aside; made again from Redis and the checkpoints",
+        "set aside; made again from Redis and the checkpoints, and nothing is swept until then",
+    ),
+    "warm start": Fate(
+        "a digest of the tensors in the cache's file",
+        "set aside beside the cache; the warm start is made again",
     ),
     "ledger": Fate(
-        "a CRC of the header and of each record",
-        "set aside; what it told before the damage counts, the rest of its prompts go back",
+        "a CRC of the header and of each record; where Redis says that a segment was sealed",
+        "set aside; what it told before the damage counts, other groups start from their prompts",
     ),
+    "lengths": Fate("a CRC of each line", "set aside; the lines that are whole are kept"),
     "redis": Fate(
         "the server loads it; it begins with what the launcher has noted of it each second, and is "
         "no older than what that note, the recorded events and the checkpoints tell",
         "set aside; jobs go on from their newest checkpoints, each under a new lineage",
     ),
     "bundle": Fate("sizes and digests in job.json", "a named failure before the start"),
-    "job": Fate("a digest in job.json", "the copy in Redis, else a named failure"),
-    "events": Fate("a digest of each line", "set aside; made again from the stream in Redis"),
-    "metrics": Fate("each line is JSON", "set aside; made again from the steps in Redis"),
-    "usage": Fate("it is JSON of the known shape", "set aside; counted anew"),
+    "job": Fate(
+        "a digest of job.json in itself",
+        "set aside; written again from memory, or from the copy in Redis, else a named failure",
+    ),
+    "events": Fate(
+        "a number and a CRC of each line of events.jsonl, and the last event in in_flight.json",
+        "set aside; made again from the stream in Redis and the lines that are whole",
+    ),
+    "metrics": Fate(
+        "a number and a CRC of each line of metrics.jsonl",
+        "set aside; made again from the steps in Redis and the lines that are whole",
+    ),
+    "usage": Fate("a digest of usage.json in itself", "set aside; counted anew"),
+    "mark": Fate(
+        "a digest of in_flight.json in itself", "set aside; counted from ledgers and events"
+    ),
+    "tracking": Fate(
+        "a digest of tracking.json in itself", "set aside; trackers are shown the run anew"
+    ),
+    "summary": Fate("a digest of summary.json in itself", "the events tell how the run stands"),
+    "samples": Fate("a CRC of each line of samples.jsonl", "the lines that are whole are shown"),
+    "mesh": Fate(
+        "a digest of settings.json, shape.json and launcher.json in themselves",
+        "set aside and written again while the mesh runs, or by its next start",
+    ),
+    "pointer": Fate(
+        "a digest of .meshrl/current.json in itself", "a named failure; the next start writes it"
+    ),
 }
 
 
@@ -74,6 +107,12 @@ def set_aside(path: Path, root: Path) -> Path:
     sync(free.parent)
     sync(path.parent)
     return free
+
+
+def sentence(told: Mapping[str, Any]) -> str:
+    """An event `damaged` as a person reads it."""
+    aside = f" It lies in {told['aside']}." if told.get("aside") else ""
+    return f"{told['path']} is damaged: {told['why']}. {told['then'].capitalize()}.{aside}"
 
 
 def fields(

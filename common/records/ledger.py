@@ -2,9 +2,10 @@
 back.
 
 A record counts once `write(2)` has returned: a SIGKILL loses none, a host crash at most what was
-not yet synced. A torn or corrupt tail ends a segment at its last whole record. A segment belongs to
-one owner (a shard's incarnation); what a predecessor that was thought dead writes after its
-successor sealed the segment lies past the sealed length and is ignored.
+not yet synced. A torn tail ends a segment at its last whole record. What does not add up in front
+of something whole, or in front of where the segment was sealed, is no tail: it is damage. A segment
+belongs to one owner (a shard's incarnation); what a predecessor that was thought dead writes after
+its successor sealed the segment lies past the sealed length and is ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 
-from common.errors import BadMessage, Refused, StorageFull
+from common.errors import BadMessage, Damaged, Refused, StorageFull
 from common.records import token_record
 
 if TYPE_CHECKING:
@@ -29,8 +30,17 @@ if TYPE_CHECKING:
     from common.records.append_file import AppendFile
 
 MAGIC = b"MRLEDGR"
-FORMAT = 2  # version of the segments' format
-HEADER = MAGIC + bytes([FORMAT])
+FORMAT = 3  # version of the segments' format
+UNCHECKED = (1, 2)  # formats whose header had no check
+
+
+def header(version: int) -> bytes:
+    """What a segment of a format begins with: the magic word, the format, and a CRC-32 of both."""
+    told = MAGIC + bytes([version])
+    return told + zlib.crc32(told).to_bytes(4, "little")
+
+
+HEADER = header(FORMAT)
 FRAME = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
 DEFLATED = 0x80  # in a kind: the payload is compressed
 DEFLATE_BYTES = 256  # a turn's text shrinks by half, what is shorter hardly
@@ -96,26 +106,73 @@ def _framed(kind: int, body: bytes) -> bytes:
 
 def scan(path: Path, sealed: int = -1) -> Iterator[tuple[Record, int]]:
     """Whole records of a segment with the offset after each, up to `sealed` bytes (-1: the file's
-    own end). BadMessage if it was written in another format.
+    own end, and what it ends with may be torn).
+
+    Damaged where the segment is not what was written, after all that lies before; BadMessage if it
+    was written in another format.
     """
-    content = path.read_bytes()
+    content = path.read_bytes() if path.exists() else b""
     end = len(content) if sealed < 0 else min(sealed, len(content))
     offset = len(HEADER)
-    if end < offset or not any(content[:offset]):  # torn before its first record
-        return
     if content[:offset] != HEADER:
-        raise BadMessage(
-            f"a segment that begins with {content[:offset]!r}; this format begins with {HEADER!r}",
-            where=str(path),
-            fix="finish the run with the version of the software that began it",
-        )
+        _refuse_another_format(path, content)
+        if sealed == 0 or (sealed < 0 and _torn(content)):
+            return
+        whole = f"it has {len(content)} bytes, and was sealed at {sealed}"
+        raise Damaged("its header is damaged" if content else whole, where=str(path))
     while offset + FRAME.size <= end:
         length, crc, kind = FRAME.unpack_from(content, offset)
         start, stop = offset + FRAME.size, offset + FRAME.size + length
         if length > MAX_RECORD or stop > end or zlib.crc32(content[start:stop], kind) != crc:
-            return
+            break
         yield _record(kind, content[start:stop]), stop
         offset = stop
+    if sealed > len(content):
+        raise Damaged(f"it has {len(content)} bytes, and was sealed at {sealed}", where=str(path))
+    if offset < end and (sealed >= 0 or _whole_follows(content, offset + 1)):
+        raise Damaged(f"its record at byte {offset} does not add up", where=str(path))
+
+
+def _refuse_another_format(path: Path, content: bytes) -> None:
+    """BadMessage for the header of another format: damage does not make its check add up."""
+    found = content[: len(HEADER)]
+    version = found[len(MAGIC)] if len(found) == len(HEADER) else FORMAT
+    if found == header(version) != HEADER or (
+        version in UNCHECKED
+        and found.startswith(MAGIC)
+        and found[len(MAGIC) + 1 :] != HEADER[len(MAGIC) + 1 :]
+    ):
+        raise BadMessage(
+            f"a segment of format {version}; this is format {FORMAT}",
+            where=str(path),
+            fix="finish the run with the version of the software that began it",
+        )
+
+
+def _torn(content: bytes) -> bool:
+    """Whether a crash has cut a segment short before its first record."""
+    begun = HEADER.startswith(content) or not any(content[: len(HEADER)])
+    return begun and not _whole_follows(content, 0)
+
+
+def _whole_follows(content: bytes, offset: int) -> bool:
+    """Whether a whole record lies anywhere from `offset` on. Places where none can begin, because
+    the length or the kind is impossible, are left out at once: some milliseconds for a segment.
+    """
+    raw = np.frombuffer(content, np.uint8)[offset:]
+    places = len(raw) - FRAME.size
+    if places <= 0:
+        return False
+    lengths = sum(raw[i : places + i].astype(np.int64) << 8 * i for i in range(4))
+    kinds = raw[FRAME.size - 1 :][:places] & ~np.uint8(DEFLATED)
+    fits = lengths <= np.minimum(MAX_RECORD, places - np.arange(places))
+    possible = fits & (lengths > 1) & (kinds >= min(Kind)) & (kinds <= max(Kind))
+    for place in np.flatnonzero(possible).tolist():
+        length, crc, kind = FRAME.unpack_from(content, offset + place)
+        start = offset + place + FRAME.size
+        if zlib.crc32(content[start : start + length], kind) == crc:
+            return True
+    return False
 
 
 def _record(kind: int, body: bytes) -> Record:
@@ -156,6 +213,8 @@ class Ledger:
         self.flush()
         path = self.next_path
         opened = self._host.open_append(path)
+        if not opened.tell():  # at once: a segment without one has lost it
+            opened.write(HEADER)
         sealed = None
         if self._file is not None:
             sealed = (self.path, self._file.tell())
@@ -205,20 +264,21 @@ class Ledger:
         """
         if self._file is None or not block:
             return
-        if not self._file.tell():
-            block = HEADER + block
         self._file.write(block)
         self.bytes_written += len(block)
 
     def forget(self, group: int) -> list[Path]:
-        """Drops a finished group; returns the segments that nothing needs now, deleted."""
+        """Drops a finished group; returns the segments that nothing needs now, for `delete`."""
         for live in self._live.values():
             live.discard(group)
         freed = [path for path, live in self._live.items() if not live and path != self.path]
         for path in freed:
             del self._live[path]
-            path.unlink(missing_ok=True)
         return freed
+
+    def delete(self, path: Path) -> None:
+        """Deletes a segment that is on no record any more: one that is, and is gone, is damage."""
+        path.unlink(missing_ok=True)
 
     def flush(self) -> None:
         """Writes what was deferred."""
@@ -248,7 +308,8 @@ def segments(directory: Path) -> list[Path]:
 
 
 def read(directory: Path) -> Iterator[Record]:
-    """Every whole record of a shard's segments."""
+    """Every whole record of a shard's segments, of a damaged one those before the damage."""
     for path in segments(directory):
-        for record, _ in scan(path):
-            yield record
+        with suppress(Damaged):
+            for record, _ in scan(path):
+                yield record

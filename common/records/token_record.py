@@ -52,6 +52,16 @@ class TokenRows:
         return self.tokens[part], self.logprobs[part], self.versions[part], experts
 
 
+def some(rows: TokenRows, chosen: NDArray[np.bool_]) -> TokenRows:
+    """The chosen rows with their tokens."""
+    if rows.counts[~chosen].any():
+        tokens = np.repeat(chosen, rows.counts)
+        columns = rows.columns(tokens)
+    else:
+        columns = rows.columns(slice(None))
+    return TokenRows(rows.ids[chosen], rows.counts[chosen], *columns)
+
+
 def in_parts(rows: TokenRows, most_bytes: int) -> Iterator[TokenRows]:
     """The same rows in parts whose records are no larger than `most_bytes`, as far as rows can be
     kept whole."""

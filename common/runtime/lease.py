@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # exit status of a process that may no longer act under its name (EX_TEMPFAIL: start it again)
 LOST = 75
 RETRY_S = 0.25
+STILL_S = 1.0  # without a tick of the event loop: worth publishing
 RELEASE_S = 2.0  # it expires by itself if Redis does not answer
 
 
@@ -117,13 +118,16 @@ class Lease:
         if hung:
             return self._lost(hung)
         entry, asked = self.entry, self._clock.monotonic()
+        stats = entry.stats
+        if (still_s := self._watchdog.still_s) > STILL_S:  # no tick says so, as there is none
+            stats = stats | {"loop_lag_ms": round(still_s * 1000, 1)}
         try:
             held = registry.renew(
                 self._state,
                 entry.name,
                 self.token,
                 int(self._ttl_s * 1000),
-                entry.stats,
+                stats,
                 entry.waits,
             )
         except StateUnavailable:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.state.client import State
+from common.state.client import State, server_ms
 from common.state.events import order
 from common.state.keys import EVENTS, MESH, TRIMMED, job_prefix
 
@@ -129,6 +129,10 @@ def floor_above(*marks: Mark) -> int:
 
 
 async def raise_tokens(state: State, floor: int) -> None:
-    """Every token that is issued from now on is above `floor`. Before anybody registers."""
-    if int(await state.command("GET", TOKEN) or 0) < floor:
-        await state.command("SET", TOKEN, floor)
+    """Every token that is issued from now on is above `floor`; the first in an empty state above
+    the milliseconds of the clock too, as without a floor. Before anybody registers.
+    """
+    issued = int(await state.command("GET", TOKEN) or 0)
+    least = floor if issued else max(floor, int(await server_ms(state)))
+    if issued < least:
+        await state.command("SET", TOKEN, least)

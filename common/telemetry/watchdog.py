@@ -50,9 +50,14 @@ class Watchdog:
             self._loading -= 1
 
     @property
+    def still_s(self) -> float:
+        """Seconds for which the loop has not run now, beyond its interval."""
+        return max(0.0, self._clock.monotonic() - self._ticked - TICK_S)
+
+    @property
     def behind_s(self) -> float:
         """Seconds by which the loop was late at its last tick, or is now."""
-        return max(self.lag_s, self._clock.monotonic() - self._ticked - TICK_S)
+        return max(self.lag_s, self.still_s)
 
     def stalled(self, starting: bool = False) -> str:
         """Why this process must count as hung; empty while its loop runs. Nothing ticks while it

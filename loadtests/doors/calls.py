@@ -17,6 +17,7 @@ import zmq
 
 import common.api
 from common.runtime.interface import Cast, Interface, Method
+from common.transport.zmq import LENGTH_BYTES
 from common.wire.frames import CALL, CAST, encode, pack_header
 from loadtests.doors.plan import ANSWERED, REFUSED, Plan, Process, Tried
 
@@ -125,7 +126,8 @@ def _ask(socket: zmq.Socket[bytes], process: Process) -> dict[int, str]:
                 target=target,
                 number=DEADLINE_MS,
             )
+            first = len(header).to_bytes(LENGTH_BYTES, "little") + header + body
             with suppress(zmq.Again):  # its connection was ended: that is an answer for all
-                socket.send_multipart([header, body, *buffers], zmq.NOBLOCK)
+                socket.send_multipart([first, *buffers], zmq.NOBLOCK)
             sent[number] = f"{method.label} ({'right' if right else 'wrong'} incarnation)"
     return sent

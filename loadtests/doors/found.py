@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -32,7 +33,7 @@ async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
         await state.close()
     pids = processes_of(place)
     plan = Plan(pids={pid: named(pid) for pid in sorted(pids)})
-    served = {}
+    served = {urlsplit(settings.redis_url).port or -1: ("redis", "the mesh")}
     for entry in entries:
         plan.processes.append(Process(entry.name, entry.address, entry.incarnation))
         for serves in ("calls", "bulk", "metrics"):

@@ -12,7 +12,9 @@ from typing import Any
 NOBODY = 65534
 
 REFUSED = "refused"  # nothing came, or no more than that it is refused
-GREETED = "greeted"  # the banner of the protocol, which every ZeroMQ socket sends
+# No more than which protocol it is: the banner of every ZeroMQ socket; a Redis that does not
+# understand what is no command says so before it asks for a password.
+GREETED = "greeted"
 METRICS = "metrics"  # what is open on purpose
 ANSWERED = "answered"  # it told something, or had an effect
 

@@ -85,10 +85,11 @@ def outcome(port: Port, said: bytes) -> str:
         return METRICS
     if said[:1] == b"\xff" and len(said) <= len(GREETING) + 52 and port.serves == "calls":
         return GREETED
-    if said.startswith(REDIS_REFUSES) and not any(
-        line and not line.startswith(REDIS_REFUSES) for line in said.split(b"\r\n")
-    ):
+    lines = [line for line in said.split(b"\r\n") if line]
+    if all(line.startswith(REDIS_REFUSES) for line in lines):
         return REFUSED
+    if port.serves == "redis" and all(line.startswith((*REDIS_REFUSES, b"-ERR")) for line in lines):
+        return GREETED
     if said.startswith((b"HTTP/1.0 401", b"HTTP/1.1 401")):
         return REFUSED
     return ANSWERED

@@ -16,7 +16,7 @@ from typing import Any
 from common.state import events, jobs
 from common.state.client import State
 from loadtests.measuring.meter import Meter
-from meshrl.observe.lines import events_of
+from meshrl.observe.recorder import read_events
 
 LOOK_S = 0.02  # how soon a commit is seen; a step takes half a second or more
 START_S = 120.0  # until Redis is there; native code may have to be compiled before
@@ -99,7 +99,7 @@ async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
 
 async def all_events(state: State, run_dir: Path) -> list[events.Event]:
     """What a run has recorded, and what has happened since."""
-    recorded = events_of(run_dir)
+    recorded = read_events(run_dir)
     return recorded + await events.read_all(state, recorded[-1].id if recorded else "0")
 
 

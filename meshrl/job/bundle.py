@@ -22,55 +22,34 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from common.job import bundle_files
 from common.job.config import INITIAL, JobConfig
 from common.model.tokenizer import companions
 from meshrl.job import references, rows, tasksets
 from meshrl.job.jobfile import all_references
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-BLOCK = 1 << 20
 
 
 def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, Any]]:
     """Write the job's bundle under `run_dir`; returns its directory and the document to submit.
 
-    The document is `config.document()`, paths relative to the bundle, and `bundle: {dir, digest}`.
+    The document is `config.document()`, paths relative to the bundle, and `bundle: {dir, digest,
+    files}`, where `files` has bytes and digest of each file by its name: who reads it, checks it.
     """
     home = run_dir / "bundle"
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home, prefix=".packing-") as temporary:
         staging = Path(temporary)
         document = _fill(config, base, staging)
-        digest = digest_of(staging)
+        files = bundle_files.listed(staging)
+        digest = bundle_files.digest_of(files)
         target = home / digest
         if not target.is_dir():
             os.rename(staging, target)
             staging.mkdir()  # the context manager removes it
-    document["bundle"] = {"dir": str(target.resolve()), "digest": digest}
+    document["bundle"] = {"dir": str(target.resolve()), "digest": digest, "files": files}
     return target, document
-
-
-def sizes(directory: Path) -> dict[str, int]:
-    """The bytes of each file of a bundle, by its name in it."""
-    return {p.relative_to(directory).as_posix(): p.stat().st_size for p in _files(directory)}
-
-
-def digest_of(directory: Path) -> str:
-    """xxh3_128 over relative names, sizes and bytes of all files, in name order."""
-    hasher = xxhash.xxh3_128()
-    for path in _files(directory):
-        name = path.relative_to(directory).as_posix()
-        hasher.update(f"{len(name)}:{name}:{path.stat().st_size}:".encode())
-        with path.open("rb") as file:
-            while block := file.read(BLOCK):
-                hasher.update(block)
-    return hasher.hexdigest()
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    return iter(sorted(p for p in directory.rglob("*") if p.is_file()))
 
 
 def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from common.errors import ConfigError, NotFound, Refused, StateUnavailable, StorageFull
+from common.errors import Damaged, NotFound, Refused, StateUnavailable, StorageFull
 from common.job.config import JobConfig
 from common.state import jobs
 from common.state.jobs import ENDED
 from meshrl.asking import ANSWER_S, ask
 from meshrl.launch import places
 from meshrl.launch.liveness import running_launcher
-from meshrl.launch.places import MeshPlace, read_json
+from meshrl.launch.places import MeshPlace, read_if_whole, read_json
 
 TAKEN = ".starting"  # a file in a directory that a start has taken
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -165,7 +165,7 @@ def _run_in(directory: Path) -> tuple[str, Path | None]:
     """(the run's job, the mesh that it was submitted to); Refused when there is no run."""
     try:
         held = read_json(directory / "job.json")
-    except (OSError, ConfigError):
+    except (OSError, Damaged):
         held = {}
     if not isinstance(held.get("job"), str) or not isinstance(held.get("document"), dict):
         raise Refused(
@@ -212,7 +212,7 @@ def _done_on(place: MeshPlace, directory: Path, job: str) -> None:
         return  # there is no such mesh any more
     fix = f"`meshrl cancel {directory}` ends it; or set another `out`"
     summary = directory / "summary.json"
-    written = read_json(summary).get("phase") if summary.is_file() else None
+    written = read_if_whole(summary).get("phase")
     if not runs(place):
         if written not in ENDED:
             raise Refused(

@@ -15,24 +15,27 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from common.clock import SystemClock
-from common.errors import DeadlineExceeded, MeshError, Refused
+from common.errors import ConfigError, Damaged, DeadlineExceeded, MeshError, Refused
 from common.process.child import PRIVATE
 from common.process.failure import end_of
 from common.process.handle import Child
 from common.process.host import SystemHost, own_start_time
 from common.process.lease_watch import LeaseWatch
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.records import damage
 from common.secret import SECRET_BYTES
 from common.settings import MESH_ENV, SETTINGS_ENV, MeshSettings, mark_of
-from common.state import embedded, registry
+from common.state import embedded, events, registry
 from common.state.client import State
 from common.state.ended import Report, Reports, ended, forget_all
 from common.state.rollback import JobMark
 from meshrl.launch import absolving, leftovers, plan, trimming
+from meshrl.launch.kept import KeptDocument, keep
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.ownership import made_private
 from meshrl.launch.places import MeshPlace, read_json, write_json
@@ -40,6 +43,9 @@ from meshrl.launch.redis.server import MeshRedis
 from meshrl.launch.restoring import put_all_back
 from meshrl.observe import storage
 
+T = TypeVar("T")
+
+SHAPE = "shape.json"
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
 START_TRIES = 3  # times that an error may end a process while the mesh starts
@@ -78,7 +84,7 @@ class Launcher(Hooks):
             self.host, self.clock, place, self._secret, BUDGET, self, self._redis_went_back
         )
         environment = self._environment
-        self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET)
+        self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET, self.ended)
         self._watch: LeaseWatch | None = None
         self._watching: asyncio.Task[None]
         self._reports: Reports | None = None
@@ -132,6 +138,14 @@ class Launcher(Hooks):
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    async def ask_redis(self, question: Callable[[State], Awaitable[T]]) -> T:
+        """The answer of the mesh's Redis, which runs for as long as that takes and no longer."""
+        self._take_lock()
+        try:
+            return await question(await self._redis.connect())
+        finally:
+            await self.stop()
 
     async def stop_services(self) -> None:
         """Ends everything but Redis, in reverse order of the start: the books are final then."""
@@ -209,21 +223,22 @@ class Launcher(Hooks):
         """Redis is not what it was: nobody is let in, and what has acted on it starts anew."""
         if self._going_back is None and self._supervisor is not None:
             self._going_back = asyncio.create_task(self._go_back(why), name="go back")
+            self._going_back.add_done_callback(partial(self._gone_back, why))
 
     async def _go_back(self, why: str) -> None:
-        try:
-            await self._kill_services()
-            await self._redis.begin_anew(why)
-            await self._redis.readmit()
-            await put_all_back(self.state, self._redis.known)
-            await self._nursery.start()
-            await self._nursery.listens()
-            await self._start_services()
-        except (MeshError, OSError) as error:
+        await self._kill_services()
+        await self._redis.begin_anew(why)
+        await self._redis.readmit()
+        await put_all_back(self.state, self._redis.known)
+        await self._nursery.start()
+        await self._nursery.listens()
+        await self._start_services()
+
+    def _gone_back(self, why: str, task: asyncio.Task[None]) -> None:
+        self._going_back = None
+        if not task.cancelled() and (error := task.exception()) is not None:
             self.why = f"redis is not as it was ({why}), and the mesh cannot go on: {error}"
             self.failed.set()
-        finally:
-            self._going_back = None
 
     async def _kill_services(self) -> None:
         """At once: Redis, which they would say goodbye to, lets nobody in."""
@@ -278,7 +293,25 @@ class Launcher(Hooks):
             secret=self._secret,
         )
         self.settings.to_file(self.place.settings)
-        write_json(self.place.directory / "shape.json", asdict(shape))
+        write_json(self.place.directory / SHAPE, asdict(shape))
+        self._tasks.append(asyncio.create_task(self._keep_files(), name="keep files"))
+
+    async def _keep_files(self) -> None:
+        """Puts the mesh's own files back when they are damaged: what starts again reads them."""
+        place, root = self.place, self.place.root
+
+        def write(path: Path, content: dict[str, Any]) -> None:
+            self.settings.to_file(path)
+
+        async def tell(told: dict[str, Any]) -> None:
+            await events.append(self.state, damage.EVENT, told)
+
+        documents = [
+            KeptDocument("mesh", place.settings, root, write=write),
+            KeptDocument("mesh", place.directory / SHAPE, root),
+            KeptDocument("mesh", place.launcher, root),
+        ]
+        await keep(documents, self.clock, tell)
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -356,7 +389,14 @@ class Launcher(Hooks):
 
 def shape_of(place: MeshPlace) -> Shape:
     """The shape of a mesh that was started before."""
-    return Shape(**read_json(place.directory / "shape.json"))
+    path = place.directory / SHAPE
+    try:
+        return Shape(**read_json(path))
+    except (Damaged, FileNotFoundError, TypeError) as error:
+        raise ConfigError(
+            f"{path}, which says what the mesh is made of, is gone or damaged: {error}",
+            fix=f"meshrl up --root {place.root}, with the options that it had, writes it anew",
+        ) from error
 
 
 def interruptible(stop: asyncio.Event, launcher: Launcher) -> None:

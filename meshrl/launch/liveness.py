@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from common.process.handle import start_time
-from meshrl.launch.places import MeshPlace, read_json
+from meshrl.launch.places import MeshPlace, read_if_whole
 
 
 def running_launcher(place: MeshPlace) -> int:
     """The pid of the process that runs the mesh; 0 when none does."""
-    if not place.launcher.is_file():
+    marker = read_if_whole(place.launcher)
+    pid = int(marker.get("pid", 0))
+    if not pid:
         return 0
-    marker = read_json(place.launcher)
-    pid = int(marker["pid"])
     return pid if start_time(pid) == marker["start_time"] != 0 else 0

@@ -7,14 +7,14 @@ the working directory ($MESHRL_HOME overrides) names the mesh that was started l
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, NotFound, Refused
+from common.errors import Damaged, NotFound, Refused
 from common.job.config import JobConfig
+from common.records import documents
 from meshrl.launch.ownership import refuse_foreign
 
 
@@ -92,7 +92,13 @@ def find_mesh(chosen: Path | None) -> MeshPlace:
                 fix="Start one with `meshrl up` or `meshrl run JOB`, or name one with --mesh PATH",
             )
         refuse_foreign(pointer)
-        chosen = Path(read_json(pointer)["root"])
+        try:
+            chosen = Path(read_json(pointer)["root"])
+        except (Damaged, KeyError) as error:
+            raise NotFound(
+                f"{pointer}, which names the mesh that was started last, is damaged: {error}",
+                fix="Name the run or the mesh; the next start writes the file anew",
+            ) from error
     for root in (chosen, chosen.parent, chosen.parent.parent):
         place = MeshPlace(root)
         if place.settings.is_file():
@@ -124,6 +130,11 @@ def run_directory(config: JobConfig, force: bool) -> Path:
 def existing_run(directory: Path) -> Path:
     """`directory` made absolute; NotFound when no run is there."""
     if not (directory / "job.json").is_file():
+        if (directory / "bundle").is_dir() and (directory / "events.jsonl").is_file():
+            raise Damaged(
+                f"the job.json of the run in {directory} is gone",
+                fix=f"`meshrl resume {shown(directory)}` writes it anew if the run's Redis has it",
+            )
         raise NotFound(
             f"there is no run in {directory}: it has no job.json",
             fix="Name a directory under runs/",
@@ -132,21 +143,23 @@ def existing_run(directory: Path) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """What a document holds; Damaged when it is not what was written."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise Damaged("it is no file", where=str(path))
+    return documents.decode(path.read_bytes(), str(path))
+
+
+def read_if_whole(path: Path) -> dict[str, Any]:
+    """The same of one that tells nothing that others do not: nothing when it is damaged or gone."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return content
+        return read_json(path)
+    except (Damaged, FileNotFoundError):
+        return {}
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+def write_json(path: Path, content: dict[str, Any], *, durable: bool = True) -> None:
+    """Whole or not at all: a reader never sees half a file. StorageFull."""
+    documents.write(path, content, durable=durable)
 
 
 def occupied(directory: Path) -> bool:

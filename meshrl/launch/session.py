@@ -52,10 +52,10 @@ def pack_run(
     job_file: Path | None,
 ) -> dict[str, Any]:
     """Fills a new run's directory with its bundle and `job.json`: `about`, the document, which is
-    returned, the bundle's files, and the job file as it is now.
+    returned, and the job file as it is now.
     """
-    packed, document = bundle.pack(config, base, run_dir)
-    record = about | {"document": document, "files": bundle.sizes(packed)}
+    _, document = bundle.pack(config, base, run_dir)
+    record = about | {"document": document}
     if job_file is not None:
         record["file"] = edited.remembered(job_file)
     write_json(run_dir / "job.json", record)

@@ -14,7 +14,7 @@ from common.errors import DeadlineExceeded, MeshError, Refused
 from meshrl import logs
 from meshrl.launch import leftovers, places, plan
 from meshrl.launch.liveness import running_launcher
-from meshrl.launch.places import MeshPlace, find_mesh, read_json
+from meshrl.launch.places import MeshPlace, find_mesh, read_if_whole
 from meshrl.preflight import addresses, devices, redis_server
 
 START_S = 90.0
@@ -87,4 +87,4 @@ def down(mesh: Path | None) -> None:
 def _ready(place: MeshPlace, pid: int) -> bool:
     if running_launcher(place) != pid:
         return False
-    return bool(read_json(place.launcher)["ready"])
+    return bool(read_if_whole(place.launcher).get("ready"))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from common.errors import Damaged
 from common.records import ledger
 from common.state.accounting import WRONG, account, wrong
 from common.state.events import Event
-from meshrl.launch.places import existing_run, read_json
+from meshrl.launch.places import existing_run
+from meshrl.observe.recorded import Mark, damaged
 from meshrl.observe.recorder import job_of, read_events
 
 BEGUN_WITHIN_MS = 10_000  # a group is in the ledger so soon after its admission
@@ -33,7 +36,7 @@ EXPLAINED = {
 def audit(run_dir: Path) -> dict[str, Any]:
     """The account of a run, from its record alone; what is `WRONG` is 0 in a run that is right."""
     events = read_events(run_dir)
-    job, _ = job_of(run_dir)
+    job = _job(run_dir, events)
     counted: dict[str, Any] = account(events, in_flight(run_dir, events), job)
     return counted
 
@@ -52,13 +55,23 @@ def in_flight(run_dir: Path, events: list[Event]) -> int:
 
     After a crash they are counted from what the ledger and the events tell of each group.
     """
-    mark = run_dir / "in_flight.json"
-    if mark.is_file():
-        held = read_json(mark)
-        if not events or held["event"] == events[-1].id:
-            return int(held["samples"])
-    job, _ = job_of(run_dir)
+    with suppress(Damaged):
+        mark = Mark.of(run_dir)
+        if mark is not None and (not events or mark.event == events[-1].id):
+            return mark.samples
+    job = _job(run_dir, events)
     return sum(without_fate(events, job, mentioned(run_dir / "ledger")).values())
+
+
+def _job(run_dir: Path, events: list[Event]) -> str:
+    """The run's job: as its events have it, when `job.json` is damaged."""
+    try:
+        return job_of(run_dir)[0]
+    except Damaged:
+        named = (str(e.fields["job"]) for e in events if e.kind == "opened")
+        if found := next(named, ""):
+            return found
+        raise
 
 
 def mentioned(directory: Path) -> set[int]:
@@ -124,7 +137,10 @@ def without_fate(events: list[Event], job: str, in_ledger: set[int]) -> dict[int
 
 def show(run_dir: Path, as_json: bool) -> int:
     """Prints the account; 1 when something was lost or done twice."""
-    counted = audit(existing_run(run_dir))
+    run_dir = existing_run(run_dir)
+    for line in damaged(run_dir):
+        print(f"damaged: {line}; what can be read of it is counted", file=sys.stderr)
+    counted = audit(run_dir)
     if as_json:
         print(json.dumps(counted))
     else:

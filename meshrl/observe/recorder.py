@@ -1,18 +1,19 @@
 """Records a run while it runs: events.jsonl, metrics.jsonl, and what its processes used.
 
 It only ever appends what is not there yet, so a run that was cut off and resumed has one record.
+What it finds damaged it sets aside and makes again, and says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import (
-    ConfigError,
+    Damaged,
     DeadlineExceeded,
     HistoryLost,
     StateUnavailable,
@@ -20,15 +21,21 @@ from common.errors import (
 )
 from common.job.evaluation_plan import AFTER
 from common.process.failure import NO_ROOM
-from common.records.append_file import AppendFile
+from common.records import damage, lines
 from common.records.checkpoints import all_checkpoints, is_first
 from common.state import events, gangs, groups, jobs, readers, registry, steps
+from meshrl.launch import job_file
+from meshrl.launch.kept import KeptDocument
 from meshrl.launch.launcher import Launcher
-from meshrl.launch.places import read_json, write_json
+from meshrl.launch.places import read_if_whole, read_json, write_json
 from meshrl.observe import storage
-from meshrl.observe.trackers import Trackers
+from meshrl.observe.recorded import EVENTS, MARK, Mark, Recorded, event_of
+from meshrl.observe.room import Room
+from meshrl.observe.trackers import TRACKING, Trackers
 from meshrl.observe.usage import Tally
 from meshrl.observe.watch import History, Reading, Snapshot, snapshot
+
+T = TypeVar("T")
 
 LOOK_S = 0.5
 ANSWER_S = 4.0  # for one look; Redis is restarted after 8 s of silence
@@ -39,21 +46,15 @@ TALLY_S = 2.0  # between readings of CPU times: a process that lives shorter is 
 class Recorder:
     """One job of the mesh that `launcher` runs, recorded into its run directory.
 
-    OSError when the directory is away or full, ConfigError when what an earlier session left there
-    cannot be read.
+    OSError when the directory is away or full, Damaged when `job.json` cannot be read.
     """
 
     def __init__(self, launcher: Launcher, job: str, run_dir: Path) -> None:
         self.launcher, self.job, self.run_dir = launcher, job, run_dir
         self.shot: Snapshot | None = None
-        try:
-            self._take_up()
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"the record of {job} is damaged: {type(error).__name__} {error}",
-                where=str(run_dir),
-                fix="Move the damaged file away: what Redis still has is recorded anew",
-            ) from error
+        self._untold: list[dict[str, Any]] = []  # damage that Redis does not have as an event yet
+        self._job_file = KeptDocument("job", run_dir / job_file.NAME, run_dir, job, job_file.read)
+        self._take_up()
         self._history = History()
         self._clock = launcher.clock
         self._started = self._clock.monotonic()
@@ -64,16 +65,43 @@ class Recorder:
         self._silent_since: float | None = None
         self._full = ""  # which disk is full
         self._full_since: float | None = None
+        self._refused = ""  # what the last look could not write
 
     def _take_up(self) -> None:
-        """Reads what is recorded already."""
-        self.tally = Tally.read(self.run_dir / "usage.json")
-        self.rows: list[dict[str, Any]] = read_lines(self.run_dir / "metrics.jsonl")
-        known = read_events(self.run_dir)
-        self._last_event = known[-1].id if known else "0"
-        self._evaluated = evaluated(known, self.job)
+        """Reads what is recorded already, and writes nothing."""
+        self.recorded = Recorded(self.run_dir, self.job)
+        self.tally = self._unless_damaged("usage", "usage.json", Tally.read) or Tally()
+        self.recorded.see(self._unless_damaged("mark", MARK, lambda path: Mark.of(path.parent)))
+        self._evaluated = evaluated(self.recorded.known, self.job)
+        self._seen = self.recorded.last  # the last event of the stream
         self._unshown = True  # what is recorded, until this session's trackers have it
-        self.trackers = Trackers.of(self.run_dir, self.launcher.host, self.launcher.clock)
+        shown = self._unless_damaged("tracking", TRACKING, read_json)
+        host, clock = self.launcher.host, self.launcher.clock
+        self.trackers = Trackers.of(self.run_dir, self.held, shown or {}, host, clock)
+
+    def _unless_damaged(self, kind: str, name: str, read: Callable[[Path], T]) -> T | None:
+        """What a file holds; None when there is none, or when it is damaged, and set aside."""
+        path = self.run_dir / name
+        if not path.exists():
+            return None
+        try:
+            return read(path)
+        except (Damaged, KeyError, TypeError, ValueError, AttributeError) as error:
+            why = error.message if isinstance(error, Damaged) else f"it is no {kind}: {error!r}"
+            aside = damage.set_aside(path, self.run_dir)
+            then = damage.FATES[kind].then
+            self._untold.append(damage.fields(kind, path, why, then, job=self.job, aside=aside))
+            return None
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """What `job.json` says."""
+        return self._job_file.content
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of the steps so far."""
+        return self.recorded.rows
 
     @property
     def session_s(self) -> float:
@@ -97,18 +125,19 @@ class Recorder:
             if self.shot is not None:
                 self.shot = replace(self.shot, trouble=silent, elapsed_s=self.wall_s)
         except StorageFull as error:
-            refused = storage.told(Path(error.where or self.run_dir))
+            refused = storage.needed(error, self.run_dir)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             refused = storage.told(self.run_dir)
+        self._refused = refused
         await self._watch_room(refused)
         return self.shot
 
     async def _watch_room(self, refused: str) -> None:
         """Shows a disk that is full while it is, and puts on record that it was."""
         now = self._clock.monotonic()
-        text = storage.full([self.run_dir, self.launcher.place.root]) or refused
+        text = refused or storage.full([self.run_dir, self.launcher.place.root])
         if text:
             self._full, self._full_since = text, self._full_since or now
         elif self._full_since is not None:
@@ -120,16 +149,23 @@ class Recorder:
         if self.shot is not None:
             self.shot = replace(self.shot, full=self._full or self.shot.full)
 
-    async def close(self) -> None:
-        """A last look, when the services have ended: what is in flight now stays so."""
+    async def close(self, given_up: Callable[[], bool] = lambda: False) -> None:
+        """A last look, when the services have ended: what is in flight now stays so. Waits for room
+        on a full disk, until it is `given_up`: the next session records what is left.
+        """
         self._count_cpu(force=True)
+        room = Room(self._clock, given_up)
         await self.look()
+        while self._refused and not room.over(self._refused):
+            await room.wait()
+            await self.look()
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
             async with self._clock.timeout(ANSWER_S, "a count of what is in flight"):
-                counted = await groups.in_flight(self.launcher.state, self.job)
-                mark = {"event": self._last_event, **asdict(counted)}
-                write_json(self.run_dir / "in_flight.json", mark)
-                await self._note(left=self.shot is not None and self.shot.over)
+                counted = asdict(await groups.in_flight(self.launcher.state, self.job))
+            mark = {"event": self.recorded.last, "events": self.recorded.lines} | counted
+            if await room.write(lambda: write_json(self.run_dir / MARK, mark)):
+                async with self._clock.timeout(ANSWER_S, "a note of where the record ends"):
+                    await self._note(left=self.shot is not None and self.shot.over)
         await self.trackers.close()
 
     async def abandon(self) -> None:
@@ -142,6 +178,7 @@ class Recorder:
             self._unshown = False
             self.trackers.offer(self.rows, self._evaluated)
         state = self.launcher.state
+        await self._mend()
         row = await jobs.job(state, self.job)
         new_events = await self._new_events()
         self._abandon(row.steps_done, new_events)
@@ -168,19 +205,32 @@ class Recorder:
         )
         return snapshot(reading, self._history)
 
+    async def _mend(self) -> None:
+        """Makes again what is damaged or was changed by others, and puts that on record."""
+        self.recorded.look()
+        if self.recorded.wrong:
+            self._untold += await self.recorded.mend(self.launcher.state)
+            self._evaluated = evaluated(self.recorded.known, self.job)
+            self._seen = max(self._seen, self.recorded.last, key=events.order)
+        if (told := self._job_file.look()) is not None:
+            self._untold.append(told)
+        while self._untold:
+            await events.append(self.launcher.state, damage.EVENT, self._untold[0])
+            del self._untold[0]
+
     async def _new_events(self) -> list[events.Event]:
         """What has happened since the last look. Where events are gone it says so, on record."""
         state = self.launcher.state
         if self._noted is None:
             where = str(self.run_dir)
-            self._last_event = await readers.join(state, self._reader, self._last_event, where)
+            self._seen = await readers.join(state, self._reader, self._seen, where)
             self._noted = self._clock.monotonic()
         try:
-            return await events.read_all(state, self._last_event)
+            return await events.read_all(state, self._seen)
         except HistoryLost as lost:
             where = str(self.run_dir)
-            self._last_event = await readers.history_lost(state, self.job, where, lost)
-            return await events.read_all(state, self._last_event)
+            self._seen = await readers.history_lost(state, self.job, where, lost)
+            return await events.read_all(state, self._seen)
 
     async def _note(self, *, left: bool = False) -> None:
         """Says up to where events are recorded, so that no more of them need be kept in Redis."""
@@ -188,7 +238,7 @@ class Recorder:
         await readers.note(
             self.launcher.state,
             self._reader,
-            self._last_event,
+            self._seen,
             where,
             step=last_step(self.rows),
             left=left,
@@ -200,30 +250,27 @@ class Recorder:
         first = next(iter(all_checkpoints(self.run_dir)), None)
         if not self.tally.warm_start_cached and first is not None and is_first(first):
             self.tally.warm_start_cached = bool(
-                read_json(first)["account"].get("warm_start_cached", False)
+                read_if_whole(first).get("account", {}).get("warm_start_cached", False)
             )
 
     def _abandon(self, steps_done: int, new: list[events.Event]) -> None:
         """Cuts off the rows of steps that a new lineage has left behind."""
         last = standing(steps_done, new, self.job)
         if last < last_step(self.rows):
-            kept = [row for row in self.rows if row["step"] <= last]
-            rewrite_lines(self.run_dir / "metrics.jsonl", kept)
+            self.recorded.keep_rows([row for row in self.rows if row["step"] <= last])
             self.trackers.rewind(last)
-            self.rows = kept
 
     def _keep(self, rows: list[dict[str, Any]], new: list[events.Event]) -> None:
         if rows:
-            append_lines(self.run_dir / "metrics.jsonl", rows)
-            self.rows += rows
+            self.recorded.add_rows(rows)
             self.trackers.offer(rows, [])
-        mine = [e for e in new if e.fields.get("job") in (None, "", self.job)]
-        if mine:
-            append_lines(self.run_dir / "events.jsonl", [asdict(event) for event in mine])
+        if mine := self.recorded.mine(new):
+            self.recorded.add_events(mine)
+            self._seen = mine[-1].id
             self._evaluated = evaluated([*self._evaluated, *mine], self.job)
             self.trackers.offer([], evaluated(mine, self.job))
         if new:
-            self._last_event = new[-1].id
+            self._seen = new[-1].id
 
     def _count_cpu(self, force: bool = False) -> None:
         now = self._clock.monotonic()
@@ -283,41 +330,12 @@ def _on_the_way(after: events.Event) -> events.Event:
     return replace(after, fields=after.fields | {"tag": f"step-{after.fields['step']}"})
 
 
-def append_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Appends all of them or none; StorageFull."""
-    file = AppendFile(path)
-    try:
-        file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
-    finally:
-        file.close()
-
-
-def rewrite_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Makes them all that the file holds, or leaves it as it is; StorageFull."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.unlink(missing_ok=True)  # cut short by a full disk
-    append_lines(fresh, rows)
-    fresh.replace(path)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file that we wrote; a torn last line, of a crash, is cut off the file."""
-    if not path.is_file():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        path.write_bytes(whole)
-    return [json.loads(line) for line in whole.splitlines()]
-
-
 def read_events(run_dir: Path) -> list[events.Event]:
-    """The events of a run as they were recorded."""
-    rows = read_lines(run_dir / "events.jsonl")
-    return [events.Event(row["id"], int(row["ms"]), row["kind"], row["fields"]) for row in rows]
+    """The events of a run as they were recorded, as far as they can be read."""
+    return [event_of(row) for row in lines.read(run_dir / EVENTS).rows]
 
 
 def job_of(run_dir: Path) -> tuple[str, dict[str, Any]]:
-    """(job id, submitted document) of a run directory."""
-    held = read_json(run_dir / "job.json")
+    """(job id, submitted document) of a run directory; Damaged."""
+    held = job_file.read(run_dir / job_file.NAME)
     return str(held["job"]), held["document"]

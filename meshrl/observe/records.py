@@ -8,14 +8,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common.errors import DeadlineExceeded, MeshError, StateUnavailable
+from common.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable
+from common.records import damage
 from common.state import events, jobs
 from common.state.accounting import wrong
+from meshrl.launch import job_file
 from meshrl.launch.launcher import Launcher
 from meshrl.observe import report
 from meshrl.observe.audit import accused
 from meshrl.observe.recorder import ANSWER_S, LOOK_S, Recorder
 
+STOPPING_S = 5.0  # that a full disk is waited for when the mesh is to stop
 RETRY_S = 5.0  # a run directory that cannot be read or written is tried again: disks get emptied
 
 
@@ -50,6 +53,7 @@ async def record(launcher: Launcher, job: str, run_dir: Path, stop: asyncio.Even
     while True:
         recorder: Recorder | None = None
         try:
+            await _whole_job_file(launcher, run_dir)
             recorder = Recorder(launcher, job, run_dir)
             async with contextlib.aclosing(report.LivePage(recorder, _say_of(job))) as page:
                 while not stop.is_set():
@@ -59,8 +63,9 @@ async def record(launcher: Launcher, job: str, run_dir: Path, stop: asyncio.Even
                         break
                     page.look()
                     await launcher.clock.sleep(LOOK_S)
-            await recorder.close()
-            summary = await report.write(recorder)
+            given_up = _in_a_while(launcher, stop)
+            await recorder.close(given_up)
+            summary = await report.write(recorder, given_up)
             if bad := wrong(summary):
                 _say_of(job)(accused(run_dir, bad))
             return
@@ -74,6 +79,31 @@ async def record(launcher: Launcher, job: str, run_dir: Path, stop: asyncio.Even
             async with launcher.clock.timeout(RETRY_S, "the next try"):
                 await stop.wait()
                 return
+
+
+async def _whole_job_file(launcher: Launcher, run_dir: Path) -> None:
+    """Puts a damaged `job.json` back from Redis; one that is gone may be so for a reason."""
+    try:
+        job_file.read(run_dir / job_file.NAME)
+    except Damaged as error:
+        async with launcher.clock.timeout(ANSWER_S, "a look at the job"):
+            about = {"mesh": str(launcher.place.root)}
+            told = await job_file.put_back(launcher.state, run_dir, about, error.message)
+            if told is not None:
+                await events.append(launcher.state, damage.EVENT, told)
+
+
+def _in_a_while(launcher: Launcher, stop: asyncio.Event) -> Callable[[], bool]:
+    """Whether the mesh has been stopping for so long that a full disk is not waited for longer."""
+    stopping: list[float] = []
+
+    def given_up() -> bool:
+        now = launcher.clock.monotonic()
+        if stop.is_set() and not stopping:
+            stopping.append(now)
+        return bool(stopping) and now - stopping[0] > STOPPING_S
+
+    return given_up
 
 
 def _say_of(job: str) -> Callable[[str], None]:

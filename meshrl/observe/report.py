@@ -5,6 +5,7 @@ table on the terminal.
 from __future__ import annotations
 
 import asyncio
+import copy
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import MeshError
+from common.errors import MeshError, StorageFull
 from common.job.evaluation_plan import HELD_OUT
 from common.process.failure import NO_ROOM
+from common.records import documents
 from common.state.accounting import account
 from common.state.events import Event
 from common.state.gangs import Role
@@ -27,10 +29,9 @@ from meshrl.launch.places import write_json
 from meshrl.observe import audit, charts, samples, sections, summary
 from meshrl.observe.charts import Series, Span
 from meshrl.observe.failures import Failure, counted, counts, of_share
-from meshrl.observe.lines import events_of
-from meshrl.observe.recorder import Recorder, job_of, read_events
+from meshrl.observe.recorder import Recorder, read_events
+from meshrl.observe.room import Room
 from meshrl.observe.sections import column
-from meshrl.observe.usage import Tally
 from meshrl.observe.view import clock
 from meshrl.observe.watch import Evaluation, Snapshot, told, unforeseen
 
@@ -54,11 +55,14 @@ details pre { white-space: pre-wrap } pre.model { background: #eef6fb }
 """
 
 
-async def write(recorder: Recorder) -> dict[str, Any]:
-    """Writes what a run leaves behind, whatever its end; returns the summary."""
+async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """Writes what a run leaves behind, whatever its end; returns the summary. Waits for room on a
+    full disk, until it is `given_up`.
+    """
+    room = Room(recorder.launcher.clock, given_up)
     run_dir = recorder.run_dir
     shot = recorder.shot
-    job, document = job_of(run_dir)
+    job, document = recorder.job, recorder.held["document"]
     events = read_events(run_dir)
     evaluations = list(shot.evaluations) if shot else []
     found = summary.summarize(
@@ -74,10 +78,12 @@ async def write(recorder: Recorder) -> dict[str, Any]:
         account=account(events, audit.in_flight(run_dir, events), job),
     )
     kept = samples.read(run_dir)
-    write_page(run_dir, html(found, recorder.rows, evaluations, events, document, kept=kept))
+    page = html(found, recorder.rows, evaluations, events, document, kept=kept)
+    await room.write(lambda: write_page(run_dir, page))
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
         await export_model(run_dir)
-    write_json(run_dir / "summary.json", found)  # last: who waits for it finds all the rest
+    # Last: who waits for it finds all the rest.
+    await room.write(lambda: write_json(run_dir / "summary.json", found))
     return found
 
 
@@ -123,7 +129,10 @@ class LivePage:
         try:
             await asyncio.to_thread(self._write, rows, shot, self._recorder.wall_s)
         except (OSError, ValueError, MeshError) as error:
-            if not (isinstance(error, OSError) and error.errno in NO_ROOM):  # that is shown anyway
+            full = isinstance(error, StorageFull)
+            if not (
+                full or (isinstance(error, OSError) and error.errno in NO_ROOM)
+            ):  # shown anyway
                 trouble = f"the report cannot be written now: {error}"
         if trouble and trouble != self._said:
             self._say(trouble)
@@ -133,8 +142,8 @@ class LivePage:
 
     def _write(self, rows: list[dict[str, Any]], shot: Snapshot, wall_s: float) -> None:
         run_dir = self._recorder.run_dir
-        job, document = job_of(run_dir)
-        events = events_of(run_dir)
+        job, document = self._recorder.job, self._recorder.held["document"]
+        events = read_events(run_dir)
         found = summary.summarize(
             job=job,
             phase=shot.phase,
@@ -144,7 +153,7 @@ class LivePage:
             rows=rows,
             evaluations=shot.evaluations,
             events=events,
-            tally=Tally.read(run_dir / "usage.json"),
+            tally=copy.deepcopy(self._recorder.tally),
             account=account(events, shot.in_flight, job),
         )
         found["lost"] = None  # known when nothing is in flight any more
@@ -156,10 +165,8 @@ class LivePage:
 
 
 def write_page(run_dir: Path, page: str) -> None:
-    """Whole or not at all: who opens it never sees half a page."""
-    temporary = run_dir / "report.html.new"
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(run_dir / "report.html")
+    """Whole or not at all: who opens it never sees half a page. StorageFull."""
+    documents.put(run_dir / "report.html", page.encode(), durable=False)
 
 
 async def export_model(run_dir: Path) -> bool:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.state.registry import LEASE_MS
+from meshrl.observe.quiet import quiet_jobs, told
 
 if TYPE_CHECKING:
     from common.state.ended import Ended
     from common.state.gangs import Gang
+    from common.state.jobs import JobRow
     from common.state.registry import Entry
 
 OVERDUE_MS = 3_000  # two renewals missed
@@ -25,6 +27,8 @@ LONG_WAIT_MS = 10_000  # nothing in a mesh takes this long but loading and a lon
 SETTLE_MS = 30_000  # a gang that has not reached its role by then is stuck; loading renews this
 ANY_ENGINE = "an engine"  # what a shard waits for while none of its job is there
 ROLLOUT = "rollout"  # the role of gangs that engines serve
+DISK = "disk"  # what a process waits for while there is no room
+JOB_WORD = "job "  # before the name of a job that is the culprit itself
 REMEMBER_MS = 60_000  # an expired lease that nobody waits for is news for this long
 
 
@@ -38,13 +42,20 @@ class Stall:
 
 
 def diagnose(
-    entries: Sequence[Entry], gangs: Sequence[Gang], now_ms: float, ended: Sequence[Ended] = ()
+    entries: Sequence[Entry],
+    gangs: Sequence[Gang],
+    now_ms: float,
+    ended: Sequence[Ended] = (),
+    jobs: Sequence[JobRow] = (),
+    full: str = "",
 ) -> list[Stall]:
-    """Every stall of a mesh, the longest first; processes that nobody waits for come last.
+    """Every stall of a mesh, the longest first; then processes that nobody waits for, and jobs that
+    make no progress, whatever else is said.
 
-    `ended`: the last ends of processes, which say why one is not there.
+    `ended`: the last ends of processes, which say why one is not there. `full`: which disk is full,
+    and what to do.
     """
-    board = _Board(entries, now_ms, ended, gangs)
+    board = _Board(entries, now_ms, ended, gangs, full)
     stalls: dict[tuple[str, str], Stall] = {}
     for stall in [*board.stalls(), *_unsettled(gangs, now_ms, board.ended)]:
         known = stalls.get((stall.waiter, stall.culprit))
@@ -53,12 +64,19 @@ def diagnose(
     waited_for = {culprit for _, culprit in stalls}
     quiet = [s for s in [*board.failing(), *board.overdue()] if s.culprit not in waited_for]
     once = {stall.culprit: stall for stall in reversed(quiet)}
-    return sorted(stalls.values(), key=lambda s: -s.since_s) + list(reversed(once.values()))
+    without_progress = [
+        Stall("", f"{JOB_WORD}{job.id}", "to make progress", since_ms / 1000, told(job))
+        for job, since_ms in quiet_jobs(jobs, now_ms)
+    ]
+    longest_first = sorted(stalls.values(), key=lambda s: -s.since_s)
+    return longest_first + list(reversed(once.values())) + without_progress
 
 
-def redis_silent(since_s: float) -> list[Stall]:
-    """The diagnosis when Redis does not answer: nothing else can be known, all wait for it."""
-    return [Stall("everyone", "redis", "any command", since_s, "redis does not answer")]
+def redis_silent(since_s: float, why: str = "redis does not answer") -> list[Stall]:
+    """The diagnosis when Redis does not answer, or takes no writes: nothing else can be known, all
+    wait for it. `why`: in its own words.
+    """
+    return [Stall("everyone", "redis", "any command", since_s, why)]
 
 
 class _Board:
@@ -70,11 +88,12 @@ class _Board:
         now_ms: float,
         ended: Sequence[Ended],
         gangs: Sequence[Gang],
+        full: str,
     ) -> None:
         self.now_ms = now_ms
         self.entries = {entry.name: entry for entry in entries}
         self.ended = {end.name: end for end in ended}
-        self._gangs = gangs
+        self._gangs, self._full = gangs, full
 
     def stalls(self) -> Iterator[Stall]:
         for entry in self.entries.values():
@@ -102,6 +121,8 @@ class _Board:
 
     def _unwell(self, name: str) -> str:
         """Why a process cannot be expected to answer; empty when it renews (or is no process)."""
+        if name == DISK:
+            return self._full or "a disk is full. Make room there: it goes on by itself"
         entry = self.entries.get(name)
         if entry is None:
             return self._missing(name)
@@ -115,6 +136,9 @@ class _Board:
             return f"{name} lost its lease; last renewed {age / 1000:.1f} s ago"
         if age > OVERDUE_MS:
             return f"{name} has not renewed its lease for {age / 1000:.1f} s"
+        still_ms = float(entry.stats.get("loop_lag_ms", 0.0))
+        if still_ms > OVERDUE_MS:
+            return f"{name} renews, but its event loop has stood still for {still_ms / 1000:.1f} s"
         return ""
 
     def _missing(self, name: str) -> str:

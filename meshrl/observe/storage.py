@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from common.errors import StorageFull
+
 ROOM_BYTES = 1 << 20  # less than a segment of a ledger or a chunk of weights takes at once
 
 
@@ -34,3 +36,9 @@ def told(path: Path, free: int = 0) -> str:
         f"the disk of {path} is full ({free // 1024} KiB are free). "
         "Make room there: everything waits, and goes on by itself."
     )
+
+
+def needed(error: StorageFull, otherwise: Path) -> str:
+    """The text for a write that a full disk has refused: which file needs how much."""
+    where = Path(error.where or otherwise)
+    return f"{told(where.parent)} {where}: {error.message}."

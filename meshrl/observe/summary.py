@@ -64,7 +64,7 @@ def summarize(
         "failures": listed(events),
         "workers_moved": len(stage_time_moves(events)),
         "logprob_gap_max": max(gaps, default=None),
-        "processes_ended": sum(map(unforeseen, events)),
+        "processes_ended": sum(int(e.fields.get("count", 1)) for e in events if unforeseen(e)),
     }
 
 

@@ -15,13 +15,14 @@ import sys
 import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import ConfigError, MeshError, PeerLost
+from common.errors import ConfigError, MeshError, PeerLost, StorageFull
 from common.job.config import JobConfig
-from meshrl.launch.places import read_json, write_json
+from meshrl.launch.places import write_json
 from meshrl.observe import samples
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from common.process.host import Host
     from common.state.events import Event
 
+TRACKING = "tracking.json"  # of a run: how far its trackers are
 NAMES = ("tensorboard", "wandb", "trackio")
 NICE = 10
 
@@ -219,13 +221,18 @@ class Trackers:
         self.trackers, self._path = trackers, path
 
     @classmethod
-    def of(cls, run_dir: Path, host: Host, clock: Clock) -> Trackers:
-        """The trackers that the job in a run directory asks for, where an earlier session left
-        them.
+    def of(
+        cls,
+        run_dir: Path,
+        held: Mapping[str, Any],
+        known: Mapping[str, Any],
+        host: Host,
+        clock: Clock,
+    ) -> Trackers:
+        """The trackers that the job of a run directory asks for, where an earlier session left
+        them. `held` is what `job.json` says, `known` what that session wrote down.
         """
-        path = run_dir / "tracking.json"
-        held = read_json(run_dir / "job.json")
-        known = read_json(path) if path.is_file() else {}
+        path = run_dir / TRACKING
         asked = held["document"].get("tracking", {})
         made = []
         for name in NAMES:
@@ -276,8 +283,10 @@ class Trackers:
         self._keep()
 
     def _keep(self) -> None:
+        """On a full disk the next time: a tracker is at worst shown something twice."""
         if self.trackers:
-            write_json(self._path, {t.name: asdict(t.progress) for t in self.trackers})
+            with suppress(StorageFull):
+                write_json(self._path, {t.name: asdict(t.progress) for t in self.trackers})
 
     async def close(self) -> None:
         """Shows what is left, within a minute, and says what could not be shown."""

@@ -41,7 +41,7 @@ class Tally:
             "wall_s": self.wall_s + wall_s,
             "warm_start_cached": self.warm_start_cached,
         }
-        write_json(path, content)
+        write_json(path, content, durable=False)  # it is written every other second
 
     def see_tokens(self, name: str, incarnation: str, tokens: float) -> None:
         seen = self.tokens.setdefault(name, {})

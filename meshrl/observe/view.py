@@ -58,6 +58,7 @@ class Lines:
         self._trouble = False
         self._full = ""
         self._alerts = 0
+        self._quiet = False
         self._failures = Told()
 
     def __enter__(self) -> Self:
@@ -75,6 +76,9 @@ class Lines:
         if bool(shot.full) != bool(self._full):
             self._full = shot.full
             self.say(f"[{clock(shot.elapsed_s)}] {shot.full or 'there is room on the disk again'}")
+        if bool(shot.quiet) != self._quiet:
+            self._quiet = bool(shot.quiet)
+            self.say(f"[{clock(shot.elapsed_s)}] {shot.quiet or 'the job comes further again'}")
         if bool(shot.trouble) != self._trouble:
             self._trouble = bool(shot.trouble)
             self.say(f"[{clock(shot.elapsed_s)}] {shot.trouble or 'redis answers again'}")
@@ -136,7 +140,7 @@ def screen(shot: Snapshot, run_dir: Path) -> RenderableType:
         parts.append(Text(first(shot.failures[-1]), style="dim yellow"))
     if shot.news:
         parts.append(Text("\n".join(shot.news), style="dim"))
-    if wrong := shot.full or shot.trouble or shot.error:
+    if wrong := shot.full or shot.trouble or shot.quiet or shot.error:
         parts.append(Text(wrong, style="bold red"))
     title = f"[bold]{shot.job}[/]  seed {shot.seed}  {shot.phase.replace('_', ' ')}"
     return Panel(Group(*parts), title=title, title_align="left", subtitle=str(run_dir))

@@ -9,11 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 from common.process.failure import told as failure_text
+from common.records import damage
 from common.state.events import Event
 from common.state.gangs import Gang, Role
 from common.state.jobs import ENDED, JobRow, Phase
 from common.state.registry import Entry
 from meshrl.observe.failures import Failure, Heard
+from meshrl.observe.quiet import quiet_ms
+from meshrl.observe.quiet import told as no_progress
 
 RATE_WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
 STOPPED = "stopped"  # why a process ended that its supervisor was told to stop
@@ -23,6 +26,7 @@ ALERTS = {
     "unrecorded",
     "storage_full",
     "history_lost",
+    damage.EVENT,
 }  # worth a line anywhere
 ETA_STEPS = 8  # the last steps that the time to go is judged by
 
@@ -80,6 +84,7 @@ class Snapshot:
     failures: tuple[Failure, ...] = ()  # what failed in the job's own code in this session
     trouble: str = ""  # why this is not up to date
     full: str = ""  # which disk is full, and what to do
+    quiet: str = ""  # since when the job has made no progress, if that is too long
     error: str = ""  # why the job failed
 
     @property
@@ -159,7 +164,8 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         failures=history.failures.all,
         error=reading.job.error,
     )
-    return replace(shot, full=_without_room(reading.entries), **_histogram(rollouts))
+    quiet, full = _quiet(reading), _without_room(reading.entries)
+    return replace(shot, full=full, quiet=quiet, **_histogram(rollouts))
 
 
 def evaluation(row: dict[str, Any]) -> Evaluation:
@@ -237,6 +243,8 @@ def told(event: Event) -> str:
     if event.kind == "changed":
         changes = [f"{key} {was} -> {now}" for key, (was, now) in f["changes"].items()]
         return f"from step {int(f['version']) + 1} on: {', '.join(changes)}"
+    if event.kind == damage.EVENT:
+        return damage.sentence(f)
     if event.kind == "unrecorded":
         return f"the run is not recorded: {f['why']}"
     if event.kind == "storage_full":
@@ -254,6 +262,17 @@ def told(event: Event) -> str:
 def _worth_a_line(times: int) -> bool:
     """Whether it is told that something has happened again: the more often, the more rarely."""
     return times <= 3 or times & (times - 1) == 0
+
+
+def _quiet(reading: Reading) -> str:
+    """That the job has made no progress for long; empty while it does. Now is when somebody last
+    renewed a lease, by the server's time.
+    """
+    now_ms = max((entry.renewed_ms for entry in reading.entries), default=0)
+    since_s = quiet_ms(reading.job, now_ms) / 1000
+    if not since_s:
+        return ""
+    return f"for {since_s:.0f} s {no_progress(reading.job)}. `meshrl status --stalled` says more."
 
 
 def _without_room(entries: Sequence[Entry]) -> str:

@@ -21,12 +21,12 @@ from rich.table import Table
 
 from common.errors import ConfigError, NotFound
 from common.job.evaluation_plan import BEFORE, HELD_OUT, measurable
+from common.records import lines
 from meshrl import exporting
 from meshrl.job import jobfile
 from meshrl.launch import places
 from meshrl.launch.places import write_json
 from meshrl.observe.failures import of_share
-from meshrl.observe.lines import lines_of
 from meshrl.preflight import checks
 
 RESULT = "evaluation.json"
@@ -117,7 +117,7 @@ def _directory_of(model: Path, step: int | None, best: bool) -> Iterator[Path]:
 
 def result_of(run_dir: Path) -> dict[str, Any] | None:
     """The figures by name, and how many samples have no say in them; None without an evaluation."""
-    for event in lines_of(run_dir / "events.jsonl", '"evaluation"'):
+    for event in lines.whole(run_dir / "events.jsonl", '"evaluation"'):
         fields = event["fields"]
         if event["kind"] == "evaluation" and fields["tag"] == BEFORE:
             kept = ("figures", "shares", "reasons", "problems", "failed", "mixed", "length_mean")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.records import lines
 from common.state.events import Event
 from common.state.jobs import ENDED, Phase
 from meshrl.launch.places import read_json
-from meshrl.observe.lines import lines_of
 from meshrl.observe.watch import told
 from meshrl.run.target import Run, may_live
 
@@ -84,7 +84,7 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
     """How the run stands; `live`: whether its mesh runs, None: look."""
     held = read_json(run.directory / "job.json")
     phase, error, held_out, gave_up = Phase.QUEUED.value, "", None, ""
-    for event in lines_of(run.directory / "events.jsonl", *TELLING):
+    for event in lines.whole(run.directory / "events.jsonl", *TELLING):
         kind, fields = event["kind"], event["fields"]
         if kind == "process_ended" and fields.get("final"):
             gave_up = told(Event(event["id"], int(event["ms"]), kind, fields))
@@ -96,7 +96,7 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
             phase, error = fields["phase"], fields.get("error", "")
         elif kind == "evaluation" and fields.get("sampled") is not None:
             held_out = float(fields["sampled"])
-    rows = list(lines_of(run.directory / "metrics.jsonl"))
+    rows = list(lines.whole(run.directory / "metrics.jsonl"))
     if phase in (Phase.FINISHED, Phase.FAILED):
         state = phase
     elif phase != Phase.STOPPED and (may_live(run.place) if live is None else live):

@@ -15,13 +15,14 @@ from meshrl.job import edited
 from meshrl.launch import places
 from meshrl.launch.claims import locked, runs
 from meshrl.run import whole
+from meshrl.run.restoring import record_of
 from meshrl.run.target import Run
 
 
 def resume(directory: Path, settings: list[str]) -> int:
     """Continues the run in a directory, with `KEY=VALUE` settings; the exit status."""
+    held = record_of(directory) if _is_run(directory) else {}
     run_dir = places.existing_run(directory)
-    held = whole.record_of(run_dir)
     run = Run.of(run_dir, held)
     if "mesh" in held and runs(run.place):
         return _on_the_mesh(run, settings)
@@ -41,6 +42,11 @@ def resume(directory: Path, settings: list[str]) -> int:
     from meshrl.run.going_on import go_on
 
     return go_on(run, held, job, document, changes)
+
+
+def _is_run(directory: Path) -> bool:
+    """Whether there is a run, be its `job.json` damaged or gone."""
+    return (directory / "bundle").is_dir() or (directory / "job.json").is_file()
 
 
 def _allowed(run: Run, was: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -73,9 +79,9 @@ def too_few(steps: int, done: int) -> ConfigError:
 def _refuse_if_done(run: Run, was: dict[str, Any], now: dict[str, Any]) -> None:
     """Refused when the run has finished and gets no more steps: no mesh need start to say so."""
     summary = run.directory / "summary.json"
-    if not summary.is_file() or was["budget"]["steps"] < now["budget"]["steps"]:
+    if was["budget"]["steps"] < now["budget"]["steps"]:
         return
-    told = places.read_json(summary)
+    told = places.read_if_whole(summary)
     if told.get("phase") == jobs.Phase.FINISHED and told.get("steps", 0) >= was["budget"]["steps"]:
         raise finished(run, was)
 

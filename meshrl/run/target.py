@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import ConfigError, NotFound, Refused, StateUnavailable
+from common.errors import ConfigError, Damaged, NotFound, Refused, StateUnavailable
 from common.state import jobs, registry
 from common.state.client import State
 from meshrl.asking import ANSWER_S, ask
-from meshrl.launch import places
+from meshrl.launch import job_file, places
 from meshrl.launch.liveness import running_launcher
-from meshrl.launch.places import MeshPlace, find_mesh, read_json
+from meshrl.launch.places import MeshPlace, find_mesh
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,16 @@ class Run:
 
 
 def run_in(directory: Path) -> Run:
-    """The run in a directory; NotFound when there is none, ConfigError when it is damaged."""
+    """The run in a directory; NotFound when there is none, Damaged when `job.json` is."""
     found = places.existing_run(directory)
-    held = read_json(found / "job.json")
-    if not isinstance(held.get("job"), str):
-        raise ConfigError(f"{found / 'job.json'} names no job", fix="It is not a run's, or damaged")
-    return Run.of(found, held)
+    path = found / job_file.NAME
+    try:
+        return Run.of(found, job_file.read(path))
+    except Damaged as error:
+        raise Damaged(
+            f"{path} is damaged: {error.message}",
+            fix=f"`meshrl resume {places.shown(found)}` writes it anew if the run's Redis has it",
+        ) from error
 
 
 def place_of(chosen: Path | None, mesh: Path | None) -> MeshPlace:

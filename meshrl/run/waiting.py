@@ -13,7 +13,7 @@ from common.state import jobs
 from common.state.client import State
 from common.state.jobs import JobRow
 from meshrl.asking import ANSWER_S, ask
-from meshrl.launch.places import read_json
+from meshrl.launch.places import read_if_whole
 from meshrl.run.outcome import Outcome, outcome_of, over
 from meshrl.run.target import Run, may_live, row_of, run_of
 
@@ -100,7 +100,7 @@ def _written(run: Run, ended: bool, until: float | None) -> None:
         if not over(phase):
             if not ended:
                 return
-        elif summary.is_file() and read_json(summary).get("phase") == phase:
+        elif read_if_whole(summary).get("phase") == phase:
             return
         if time.time() > _last_note(run, began if ended else 0.0) + WRITTEN_S:
             return  # nobody is at it

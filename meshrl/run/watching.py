@@ -14,11 +14,18 @@ from common.errors import (
     Refused,
     StateUnavailable,
 )
+from common.records import lines
 from common.state import events, gangs, registry, steps
 from common.state.client import State
-from meshrl.launch.places import read_json
-from meshrl.observe.lines import events_of, lines_of
-from meshrl.observe.recorder import ANSWER_S, LOOK_S, evaluated, last_step, standing
+from meshrl.launch.places import read_if_whole
+from meshrl.observe.recorder import (
+    ANSWER_S,
+    LOOK_S,
+    evaluated,
+    last_step,
+    read_events,
+    standing,
+)
 from meshrl.observe.view import View, view_for
 from meshrl.observe.watch import History, Reading, Snapshot, snapshot
 from meshrl.run.outcome import INTERRUPTED, Outcome, outcome_of
@@ -34,10 +41,10 @@ class Onlooker:
 
     def __init__(self, state: State, run: Run) -> None:
         self._state, self._run = state, run
-        self.rows = list(lines_of(run.directory / "metrics.jsonl"))
+        self.rows = lines.read(run.directory / "metrics.jsonl").rows
         self._history, self._last_event = History(), "0"
         self._evaluated: list[events.Event] = []
-        self._recorded: list[events.Event] | None = events_of(run.directory)
+        self._recorded: list[events.Event] | None = read_events(run.directory)
 
     async def look(self) -> Snapshot:
         """The run now; NotFound or Refused when the mesh has it no more."""
@@ -80,9 +87,10 @@ class Onlooker:
 def elapsed_s(run_dir: Path) -> float:
     """Seconds of wall time of a run, as who records it counts them."""
     path = run_dir / "usage.json"
-    if not path.is_file():
+    held = read_if_whole(path)
+    if "wall_s" not in held:
         return 0.0
-    return float(read_json(path)["wall_s"]) + max(0.0, time.time() - path.stat().st_mtime)
+    return float(held["wall_s"]) + max(0.0, time.time() - path.stat().st_mtime)
 
 
 def watch(chosen: Path | None, mesh: Path | None) -> int:

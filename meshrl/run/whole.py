@@ -4,44 +4,31 @@ checkpoint that its last commit names.
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from common.api.weights import Manifest
-from common.errors import BadMessage, ConfigError, NotFound
-from common.records.checkpoints import STATE, all_checkpoints, committed, is_first, last_named
+from common.errors import BadMessage, Damaged, NotFound
+from common.job import bundle_files
+from common.records.checkpoints import STATE, all_checkpoints, is_first, last_named, manifest_of
 from common.wire.blob import unpack
 from common.wire.chunks import ChunkStore
-from meshrl.launch.places import MeshPlace, read_json
+from meshrl.launch.places import MeshPlace
 
-RECORDS = ("events.jsonl", "metrics.jsonl")
 NAMED = 3  # missing files that an error names
 
 
-def record_of(run_dir: Path) -> dict[str, Any]:
-    """What `job.json` holds; ConfigError unless it is a run's."""
-    path = run_dir / "job.json"
-    held = read_json(path)
-    document = held.get("document")
-    bundle = document.get("bundle") if isinstance(document, dict) else None
-    if not isinstance(held.get("job"), str) or not isinstance(bundle, dict):
-        raise ConfigError(f"{path} is not that of a run, or damaged", fix=_START_OVER)
-    return held
-
-
 def check(run_dir: Path, held: Mapping[str, Any], place: MeshPlace) -> None:
-    """Returns if the run is whole; NotFound names what is missing."""
+    """Returns if the run is whole; NotFound or Damaged names what is not. Files of its record are
+    mended when it goes on.
+    """
     if place.root != run_dir and not place.directory.is_dir():
         raise NotFound(
             f"the mesh that the run in {run_dir} was submitted to is gone: {place.root}",
             fix="Its Redis data and weights were there. " + _START_OVER,
         )
     _bundle(run_dir, held)
-    for name in RECORDS:
-        _lines(run_dir / name)
     _checkpoint(run_dir, place)
 
 
@@ -54,92 +41,54 @@ def _bundle(run_dir: Path, held: Mapping[str, Any]) -> None:
             f"the run in {run_dir} was made in {made}, and its records name that place",
             fix=f"Move it back: mv {run_dir} {made}",
         )
-    missing = [path for path in _files(bundle, held) if not path.exists()]
-    if missing:
-        raise NotFound(
-            f"the run is not whole: {_named(missing)}",
-            fix="Put it back from a copy of the run. " + _START_OVER,
-        )
-    for name, size in held.get("files", {}).items():
-        if (found := (bundle / name).stat().st_size) != size:
-            raise ConfigError(
-                f"the run is not whole: {bundle / name} has {found} bytes instead of {size}",
-                fix="Put it back from a copy of the run. " + _START_OVER,
-            )
-
-
-def _files(bundle: Path, held: Mapping[str, Any]) -> Iterator[Path]:
-    """What must be there: the files that were packed, or what the document names."""
-    yield bundle
-    if "files" in held:
-        yield from (bundle / name for name in held["files"])
-        return
-    document = held["document"]
-    model, dataset = document["model"], document["dataset"]
-    names = [model["tokenizer"], model["path"], dataset["train"], dataset["held_out"]]
-    names += [one["path"] for one in document["evaluation"]["datasets"]]
-    yield from (bundle / name for name in names if name)
-
-
-def _lines(path: Path) -> None:
-    """ConfigError for a line that is no JSON; the last one may have been cut off by a crash."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            json.loads(line)
-        except ValueError as error:
-            raise ConfigError(
-                f"the run is not whole: {path}, line {number} is damaged: {error}",
-                fix="Put it back from a copy of the run. " + _START_OVER,
-            ) from error
+    if not bundle.is_dir():
+        raise NotFound(f"the run is not whole: {bundle} is missing", fix=bundle_files.START_OVER)
+    try:
+        bundle_files.check(bundle, bundle_files.of(held["document"]), large=True)
+    except Damaged as error:
+        raise Damaged(f"the run is not whole: {error.message}", fix=error.fix) from error
 
 
 def _checkpoint(run_dir: Path, place: MeshPlace) -> None:
-    newest, redis = committed(run_dir), place.redis.is_dir() and any(place.redis.iterdir())
-    named = last_named(run_dir)
-    if redis and named and (newest is None or newest.stem != named):
-        path = run_dir / "checkpoints" / f"{named}.json"
-        fix = _START_OVER
-        if newest is not None and place.root == run_dir:
-            fix = f"To go on from {newest.stem} instead: {_aside(place.redis)}"
-        raise NotFound(f"the run's checkpoint is not whole: {path} is missing or damaged", fix=fix)
-    if newest is None or (is_first(newest) and not redis):
+    """Returns if there is a checkpoint to go on from, or nothing to go on from: the trainer passes
+    over those that are not whole, and checks every byte of the one that it takes.
+    """
+    named, paths = last_named(run_dir), all_checkpoints(run_dir)
+    redis = place.redis.is_dir() and any(place.redis.iterdir())
+    if (not named and not paths) or (not redis and all(is_first(path) for path in paths)):
         return
-    missing = _missing_of(newest, ChunkStore(place.root / "store"))
-    if missing is None:
-        return
-    older = [path for path in all_checkpoints(run_dir) if path < newest]
-    fix = _START_OVER
-    if older:
-        fix = f"To go on from {older[-1].stem} instead: {_aside(newest)}"
-        if place.root == run_dir:
-            fix += f"; {_aside(place.redis)}"
-    raise NotFound(f"the run's checkpoint {newest.stem} is not whole: {missing}", fix=fix)
-
-
-def _aside(path: Path) -> str:
-    """The command that puts something out of the way, and deletes nothing."""
-    return shlex.join(["mv", str(path), f"{path}.aside"])
+    chunks = ChunkStore(place.root / "store")
+    trouble = f"{run_dir / 'checkpoints' / named}.json: it is missing"
+    for number, path in enumerate(reversed(paths)):
+        missing = _missing_of(path, chunks)
+        if missing is None:
+            return
+        trouble = trouble if number else missing
+    raise NotFound(
+        f"no checkpoint of the run is whole: {trouble}",
+        fix="Put it back from a copy of the run. " + _START_OVER,
+    )
 
 
 def _missing_of(checkpoint: Path, chunks: ChunkStore) -> str | None:
-    """What a checkpoint lacks; None: it is whole."""
-    state = checkpoint.with_suffix("") / STATE
+    """What a checkpoint lacks, as far as names tell; None: nothing."""
+    directory = checkpoint.with_suffix("")
     try:
-        weights = str(read_json(checkpoint)["weights"])
-        manifest = chunks.path(weights)
-    except (ConfigError, KeyError, BadMessage):
-        return f"{checkpoint} is damaged"
-    if not any(state.glob("*.safetensors")):
-        return f"{state} is missing or empty"
-    if not manifest.is_file():
-        return f"{manifest} is missing"
+        held = manifest_of(checkpoint)
+    except (Damaged, NotFound) as error:
+        return f"{checkpoint}: {error.message}"
+    listed = {directory / name: Path(name).is_relative_to(STATE) for name in held["files"]}
+    missing = sorted(path for path in listed if not path.is_file())
+    if any(listed[path] for path in missing) or not any(listed.values()):
+        return _named(missing or [directory / STATE])
+    if not missing:  # the store's weights can be made again
+        return None
     try:
-        tensors = unpack(Manifest, manifest.read_bytes()).tensors
-    except BadMessage:
-        return f"{manifest} is damaged"
+        tensors = unpack(Manifest, chunks.read(held["weights"])).tensors
+    except (NotFound, Damaged, BadMessage) as error:
+        return f"{_named(missing)}, and {chunks.path(held['weights'])}: {error.message}"
     absent = [path for path in {chunks.path(t.chunk) for t in tensors} if not path.is_file()]
-    return _named(sorted(absent)) if absent else None
+    return _named(missing + sorted(absent)) if absent else None
 
 
 def _named(paths: list[Path]) -> str:

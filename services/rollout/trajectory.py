@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from common.records.ledger import Kind, Record, group_of, trajectory_id
-from common.records.token_record import TokenRows
+from common.records.token_record import TokenRows, some
 from services.rollout.record.buffers import ExpertIds, Floats, Ints, TokenBuffer
 
 
@@ -138,15 +138,36 @@ class Restored:
 
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     closed: set[int] = field(default_factory=set)
+    cut: set[int] = field(default_factory=set)  # trajectories that go no further than a gap
+
+    def gap(self) -> None:
+        """Records are lost here: what comes later of trajectories that are known by now does not
+        follow what is known of them. They stand where they stood, unless they are opened again.
+        """
+        self.cut |= self.trajectories.keys()
+
+    def counted(self, record: Record) -> Record | None:
+        """What of a record counts after the gaps so far."""
+        p = record.payload
+        if not self.cut or record.kind in (Kind.OPEN, Kind.CLOSE):
+            return record
+        if record.kind is not Kind.TOKENS:
+            return None if p[0] in self.cut else record
+        chosen = ~np.isin(p.ids, list(self.cut))
+        return Record(record.kind, some(p, chosen)) if chosen.any() else None
 
     def apply(self, record: Record, seed_of: Any) -> None:
         """Replays one record; records of one trajectory come in the order they were written."""
-        p = record.payload
+        counted = self.counted(record)
+        if counted is None:
+            return
+        p = counted.payload
         if record.kind is Kind.OPEN:
             group, member, prompt, version, ids = p
             t = Trajectory(group, member, prompt, version, seed_of(group, member))
             t.begin(ids)
             self.trajectories[t.id] = t
+            self.cut.discard(t.id)
         elif record.kind is Kind.TOKENS:
             self._tokens(p)
         elif record.kind is Kind.CLOSE:

@@ -17,7 +17,7 @@ from sim.mesh.witness import Facts
 
 Violations = Iterator[str]
 _FRAME = struct.Struct("<IIB")
-_HEADER = b"MRLEDGR\x02"
+_HEADER = b"MRLEDGR\x03" + zlib.crc32(b"MRLEDGR\x03").to_bytes(4, "little")
 _ENDS = {"requeued", "dropped", "filtered"}  # events that end one group
 
 

@@ -9,18 +9,21 @@ from pathlib import Path
 
 from common.clock import Clock
 from common.errors import StateUnavailable, StorageFull
+from common.records.lines import LineFile
 from common.state import events
 from common.state.client import State
-from meshrl.observe.recorder import LOOK_S, append_lines, read_events
+from meshrl.observe.recorded import EVENTS, event_of
+from meshrl.observe.recorder import LOOK_S
 
 
 class VirtualRecorder:
     """Goes on where an earlier one has stopped."""
 
     def __init__(self, state: State, clock: Clock, run_dir: Path, job: str) -> None:
-        self._state, self._clock, self._run_dir, self._job = state, clock, run_dir, job
-        known = read_events(run_dir)
-        self._last = known[-1].id if known else "0"
+        self._state, self._clock, self._job = state, clock, job
+        self._file = LineFile(run_dir / EVENTS)
+        known = self._file.found.rows
+        self._last = event_of(known[-1]).id if known else "0"
 
     async def run(self) -> None:
         while True:
@@ -34,6 +37,6 @@ class VirtualRecorder:
         new = await events.read_all(self._state, self._last)
         mine = [event for event in new if event.fields.get("job") in (None, "", self._job)]
         if mine:
-            append_lines(self._run_dir / "events.jsonl", [asdict(event) for event in mine])
+            self._file.append([asdict(event) for event in mine])
         if new:
             self._last = new[-1].id

@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from redis.asyncio import Redis
-from redis.exceptions import BusyLoadingError, RedisError
+from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 
 from common.clock import Clock
 from common.errors import StateUnavailable
@@ -49,7 +49,9 @@ def server_in(
 
 
 async def answers(url: str) -> bool:
-    """One PING; a server that still loads its data counts as an answer."""
+    """One PING. Any answer is one, that of a server that still loads its data too, or of one whose
+    disk is full: killing it would help nobody.
+    """
     task = asyncio.current_task()
     asked = task.cancelling() if task else 0
     client = Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
@@ -57,7 +59,7 @@ async def answers(url: str) -> bool:
         async with asyncio.timeout(ANSWER_S):
             await client.ping()
         heard = True
-    except BusyLoadingError:
+    except (BusyLoadingError, ResponseError):
         heard = True
     except (RedisError, OSError, TimeoutError):
         heard = False

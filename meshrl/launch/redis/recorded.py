@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from common.records.checkpoints import all_checkpoints
+from common.records.lines import row_of
 from common.state.events import order
 from common.state.rollback import FIRST, JobMark, Mark, joined
 
@@ -21,7 +21,7 @@ def recorded(run_dir: Path, job: str) -> Mark:
     """
     event, token, phase, marks = FIRST, 0, "", [Mark()]
     path = run_dir / "events.jsonl"
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
+    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else []:
         told = _parsed(line)
         if told is None:
             continue
@@ -56,7 +56,9 @@ def _mark(job: str, one: JobMark) -> Mark:
 def _parsed(line: bytes) -> dict[str, Any] | None:
     """An event; None for a line that is none, as the last one that a crash has cut off."""
     try:
-        told = json.loads(line)
+        told = row_of(line)
+        if told is None:
+            return None
         order(told["id"])
         return told if isinstance(told["fields"], dict) and "kind" in told else None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -229,8 +229,10 @@ class MeshRedis(Hooks):
                 else:
                     await self._let_in()
                 return
-            except StateUnavailable:
-                continue  # it loads for long, or does not answer: the watch kills it for that
+            except (StateUnavailable, OSError):
+                # It loads for long, or does not answer: the watch kills it for that; or the disk is
+                # full, so that there is no room for the note.
+                await self._clock.sleep(guard.INTERVAL_S)
 
     def _log_length(self) -> int:
         return self._log.stat().st_size if self._log.is_file() else 0

@@ -30,6 +30,7 @@ IDLE_S = 15.0
 BESIDE = 8  # calls at once beside the aborts of all slots: pauses, weights, looks
 REASON = 2000  # characters of an error's body that are shown
 LOG = "read its log, sglang.log"
+UNAUTHORIZED = "answered 401"  # in the error of a server that wants another key
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)

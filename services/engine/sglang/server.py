@@ -18,7 +18,7 @@ from common.model.config import ModelConfig
 from common.process.handle import Child
 from common.process.host import Host
 from services.engine.sglang import v0_5
-from services.engine.sglang.http import Http
+from services.engine.sglang.http import UNAUTHORIZED, Http
 
 START_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
 PROBE_S, LOOK_S = 5.0, 0.25
@@ -193,7 +193,12 @@ class SGLangServer:
         """Reads the server's version, and checks that it offers what the adapter uses. Its port was
         free when it was chosen, and another server may have taken it since.
         """
-        about = await self._fetch(v0_5.INFO)
+        try:
+            about = await self._fetch(v0_5.INFO)
+        except RemoteFailure as error:
+            if UNAUTHORIZED not in error.message:
+                raise
+            about = {}  # it has another key than ours
         if about.get("served_model_name") != self.name:
             raise PeerLost("another server has taken the port of this one", where=self.http.url)
         self.version = str(about.get("version", "unknown"))

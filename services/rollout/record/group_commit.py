@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from common.api.engine import Finish, Tokens
 from common.errors import BadMessage
 from common.records.experts import laid_out
-from common.records.token_record import TokenRows
+from common.records.token_record import TokenRows, some
 from common.runtime.mesh import Mesh
 from common.wire.frames import Array
-from services.rollout.record.staging import NOBODY, OpenRequest, Staging, some
+from services.rollout.record.staging import NOBODY, OpenRequest, Staging
 from services.rollout.trajectory import Trajectory
 
 WINDOW_S = 0.01  # half of what an engine gathers before it flushes; the first flush waits for none

@@ -1,23 +1,35 @@
 """The ledger of one job on one shard: its segments, which Redis names, and what a predecessor
-left.
+left, also of those that are damaged.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.errors import StorageFull
+from common.errors import Damaged, StorageFull
 from common.job.job_data import JobData
-from common.records.ledger import MAX_RECORD, Kind, Ledger, groups_of, scan, segments
-from common.records.token_record import MEMBER_BITS, TokenRows, in_parts
+from common.records import damage
+from common.records.ledger import (
+    HEADER,
+    MAX_RECORD,
+    Kind,
+    Ledger,
+    Record,
+    groups_of,
+    scan,
+    segments,
+)
+from common.records.token_record import MEMBER_BITS, TokenRows, in_parts, some
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
+from common.state import events
 from common.state import groups as rows
 from services.rollout.trajectory import Restored, Trajectory
 
@@ -26,14 +38,84 @@ FULL_RETRY_S = 0.5
 PART_BYTES = MAX_RECORD // 2  # most in a record of tokens, which grows while the disk is full
 WRITE_S = 60.0  # a disk that takes longer has failed
 
+NAMED = 20  # groups that an event names
+AGAIN = 256  # records that are written down again at a time
+
 Written = asyncio.Future[None]
+SeedOf = Callable[[int, int], int]
+
+
+@dataclass
+class _Found:
+    """A segment that a predecessor left, or that Redis names."""
+
+    path: Path
+    sealed: int
+    length: int = 0  # of its whole records, with the header
+    groups: set[int] = field(default_factory=set)
+    damage: str = ""
+
+    def read(self, restored: Restored, seed_of: SeedOf) -> None:
+        """Replays its whole records, those before the damage if it is damaged."""
+        try:
+            for record, end in scan(self.path, self.sealed):
+                self.length = end
+                restored.apply(record, seed_of)
+                self.groups |= groups_of(record)
+        except Damaged as error:
+            self.damage = error.message
+            restored.gap()
+
+    @property
+    def never_begun(self) -> bool:
+        """Whether it is on record as open and has not even a header: a crash leaves that if it
+        comes before anything was to be written.
+        """
+        short = not self.path.exists() or self.path.stat().st_size < len(HEADER)
+        return self.sealed < 0 and short and not self.damage
+
+
+def _counted(found: Sequence[_Found], groups: set[int]) -> Iterator[Record]:
+    """The records of some groups, as far as they count."""
+    again = Restored()
+    for one in found:
+        for record, _ in scan(one.path, one.length) if one.length else ():
+            counted = again.counted(record)
+            again.apply(record, lambda group, member: 0)
+            if counted is None or counted.kind is Kind.CLOSE:
+                continue
+            if counted.kind is Kind.TOKENS:
+                rows = counted.payload
+                chosen = np.isin(rows.ids >> MEMBER_BITS, list(groups))
+                if chosen.any():
+                    yield Record(Kind.TOKENS, some(rows, chosen))
+            elif groups_of(counted) <= groups:
+                yield counted
+        if one.damage:
+            again.gap()
+
+
+def _then(again: set[int], cut: set[int]) -> str:
+    """What follows for the groups that are open."""
+    told = []
+    if again:
+        told.append(f"{_named(again)} from the prompt")
+    if cut:
+        told.append(f"{_named(cut)} from what was read before the damage")
+    return f"it goes on: {', '.join(told)}" if told else "no open group needs it"
+
+
+def _named(groups: set[int]) -> str:
+    first = ", ".join(map(str, sorted(groups)[:NAMED]))
+    more = f" and {len(groups) - NAMED} more" if len(groups) > NAMED else ""
+    return f"group{'s' * (len(groups) > 1)} {first}{more}"
 
 
 class ShardLedger:
     """Writes records down before they count; Redis names each segment and where it is sealed."""
 
     def __init__(self, mesh: Mesh, job: JobData) -> None:
-        self._mesh, self._job = mesh, job.id
+        self._mesh, self._job, self._run_dir = mesh, job.id, job.run_dir
         directory = job.run_dir / "ledger" / mesh.name.replace("/", "-")
         self._ledger = Ledger(mesh.host, directory, f"{mesh.token:012d}")
         self._queue: list[tuple[tuple[tuple[Kind, Any], ...], Iterable[int], Written]] = []
@@ -50,35 +132,75 @@ class ShardLedger:
     def bytes_written(self) -> int:
         return self._ledger.bytes_written
 
-    async def take_over(self, seed_of: Callable[[int, int], int]) -> dict[int, list[Trajectory]]:
+    async def take_over(self, seed_of: SeedOf) -> dict[int, list[Trajectory]]:
         """Claims the shard; what its predecessor left of the groups that are still open.
 
         A predecessor's segments are sealed at their last whole record first: what it may still
-        write is not read.
+        write is not read. What a damaged one tells before the damage counts, and is written down
+        again, since the segment is set aside; groups of which nothing is left start again.
         """
         mesh, job = self._mesh, self._job
         on_record = await rows.claim_shard(mesh.state, job, mesh.name, mesh.token)
         restored = Restored()
         mentioned: set[int] = set()
-        for path in segments(self._ledger.directory):
-            sealed = on_record.get(path.name, -1)
-            length, here = 0, set()
-            for record, end in scan(path, sealed):
-                restored.apply(record, seed_of)
-                here |= groups_of(record)
-                length = end
-            if sealed < 0:
-                await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
-            self._ledger.adopt(path, here)
-            mentioned |= here
+        found: list[_Found] = []
+        here = {path.name for path in segments(self.directory)}
+        for name in sorted(here | on_record.keys()):
+            one = _Found(self.directory / name, on_record.get(name, -1))
+            found.append(one)
+            one.read(restored, seed_of)
+            mentioned |= one.groups
+        open_now = {a.group for a in await rows.open_groups(mesh.state, job, mesh.name)}
+        for one in found:
+            if one.never_begun and open_now - mentioned:
+                one.damage = "it is gone, or empty"
+            if not one.damage:
+                await self._adopt(one)
         await self._new_segment()
         left = restored.by_group()
-        still_open = {a.group for a in await rows.open_groups(mesh.state, job, mesh.name)}
-        for group in left.keys() - still_open:
+        if any(one.damage for one in found):
+            await self._go_on_without(found, restored, open_now)
+        for group in left.keys() - open_now:
             await self.log((Kind.CLOSE, [group, "ended"]))
-        for group in mentioned - still_open:
+        for group in mentioned - open_now:
             await self.forget(group)
         return left
+
+    async def _adopt(self, one: _Found) -> None:
+        mesh, job, name = self._mesh, self._job, one.path.name
+        if not one.path.exists():
+            return await rows.forget_segment(mesh.state, job, mesh.name, mesh.token, name)
+        if one.sealed < 0:
+            await rows.note_segment(mesh.state, job, mesh.name, mesh.token, name, one.length)
+        self._ledger.adopt(one.path, one.groups)
+
+    async def _go_on_without(
+        self, found: Sequence[_Found], restored: Restored, open_now: set[int]
+    ) -> None:
+        """Sets damaged segments aside when all that counts of open groups is written down again,
+        in the new segment: each trajectory from its beginning.
+        """
+        batch: list[tuple[Kind, Any]] = []
+        for record in _counted(found, open_now):
+            batch.append((record.kind, record.payload))
+            if len(batch) == AGAIN:
+                await self.log(*batch, groups=open_now)
+                batch = []
+        await self.log(*batch, groups=open_now)
+        await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_S)
+        cut = {t.group for key, t in restored.trajectories.items() if key in restored.cut}
+        for one in found:
+            if one.damage:
+                then = _then(open_now - restored.by_group().keys(), cut & open_now)
+                await self._set_aside(one, then)
+
+    async def _set_aside(self, one: _Found, then: str) -> None:
+        mesh, path = self._mesh, one.path
+        aside = damage.set_aside(path, self._run_dir) if path.exists() else None
+        told = damage.fields("ledger", path, one.damage, then, job=self._job, aside=aside)
+        mesh.telemetry.log.error("damaged", **told)
+        await patiently(mesh.clock, lambda: events.append(mesh.state, damage.EVENT, told))
+        await rows.forget_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
 
     async def _new_segment(self) -> None:
         """Goes on in a new segment, on record before its first byte."""
@@ -97,6 +219,7 @@ class ShardLedger:
         mesh = self._mesh
         for path in self._ledger.forget(group):
             await rows.forget_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
+            self._ledger.delete(path)  # after that: one that is on record and gone is damage
 
     def defer(self, kind: Kind, payload: Any, group: int) -> None:
         """A record that may go with the next one: see `Ledger.defer`."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from common.errors import Overloaded
 from common.records.experts import NO_EXPERTS, UNKNOWN
-from common.records.token_record import TokenRows
+from common.records.token_record import TokenRows, some
 from services.rollout.trajectory import Trajectory
 
 ROW_BITS = 20  # low bits of a request's number: its row; above them, earlier uses of the row
@@ -210,13 +210,3 @@ class Staging:
         self._used[row] = 0
         columns = self._tokens[part], self._logprobs[part], self._versions[part]
         request.trajectory.buffer.sampled(*columns, self._experts[part])
-
-
-def some(rows: TokenRows, chosen: NDArray[np.bool_]) -> TokenRows:
-    """The chosen rows with their tokens."""
-    if rows.counts[~chosen].any():
-        tokens = np.repeat(chosen, rows.counts)
-        columns = rows.columns(tokens)
-    else:
-        columns = rows.columns(slice(None))
-    return TokenRows(rows.ids[chosen], rows.counts[chosen], *columns)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, Damaged
 from common.job.authored import beginning_of, place_of, placed
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
@@ -22,13 +22,14 @@ from common.model.decoder import Decoder
 from common.model.hf import load_model
 from common.model.tokenizer import Tokenizer
 from common.random import Random
+from common.records import damage
 from kernels.build import TRAINING, library
 from services.trainer.arithmetic.forward import checkpoint_layers
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.core import warm_start
 
 L = TypeVar("L", bound=Learner)
-
+Tell = Callable[[dict[str, Any]], None]  # takes the fields of an event `damaged`
 
 COMPILE_S = 600.0  # some 10 s on a quiet core; processes of one host wait for each other
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,7 +77,7 @@ def outline(data: JobData) -> tuple[ModelConfig, int]:
 
 
 def first_weights(
-    data: JobData, progress: Callable[[int, float], None]
+    data: JobData, progress: Callable[[int, float], None], tell: Tell
 ) -> tuple[dict[str, Tensor] | None, bool]:
     """What `start` makes of a learner that lives no longer than this, and what it returns; None for
     the weights that every fresh learner has.
@@ -84,13 +85,15 @@ def first_weights(
     if not data.config.warm_start.demonstrations:
         return None, False
     learner = fresh_learner(data)
-    cached = start(data, learner, progress)
+    cached = start(data, learner, progress, tell)
     return learner.copied_weights(), cached
 
 
-def start(data: JobData, learner: Learner, progress: Callable[[int, float], None]) -> bool:
+def start(
+    data: JobData, learner: Learner, progress: Callable[[int, float], None], tell: Tell
+) -> bool:
     """Makes version 0 of a fresh learner; True when its warm start was in the cache."""
-    cached = bool(data.config.warm_start.demonstrations) and warm(data, learner, progress)
+    cached = bool(data.config.warm_start.demonstrations) and warm(data, learner, progress, tell)
     adapt(data, learner)
     return cached
 
@@ -101,13 +104,22 @@ def adapt(data: JobData, learner: Learner) -> None:
         learner.adapt(data.config.lora, data.config.seed)
 
 
-def warm(data: JobData, learner: Learner, progress: Callable[[int, float], None]) -> bool:
-    """Runs the job's warm start in place, or takes it from the cache; True when it was cached."""
+def warm(
+    data: JobData, learner: Learner, progress: Callable[[int, float], None], tell: Tell
+) -> bool:
+    """Runs the job's warm start in place, or takes it from the cache; True when it was cached. One
+    that is damaged there is set aside, and made again.
+    """
     config = data.config
     path = None
     if config.cache:
         path = warm_start.cache_path(config.cache, cache_key(data), sources(data))
-        weights = warm_start.load(path)
+        try:
+            weights = warm_start.load(path)
+        except Damaged as error:
+            weights, aside = None, damage.set_aside(path, path.parent)
+            then = "the warm start is made again"
+            tell(damage.fields("warm start", path, error.message, then, job=data.id, aside=aside))
         if weights is not None:
             learner.load_weights(weights)
             return True

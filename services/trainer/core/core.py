@@ -5,6 +5,8 @@ commits.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from common.api.engine import Engine
@@ -28,16 +30,17 @@ from common.errors import MeshError, NotFound, RankLost
 from common.job.changing import in_force
 from common.job.config import JobConfig
 from common.job.job_data import JobData
+from common.records import damage
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
-from common.state import jobs, registry, steps
+from common.state import events, jobs, registry, steps
 from common.wire.bulk import BulkClient
 from kernels.cost import Calibration, expected
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.stats import update_metrics
 from services.trainer.core.batch import Batch, Refill, staleness
-from services.trainer.core.beginning import adapt, first_weights, outline, start
+from services.trainer.core.beginning import Tell, adapt, first_weights, outline, start
 from services.trainer.core.checkpointing import Checkpoints
 from services.trainer.core.evaluation_gate import evaluated
 from services.trainer.core.intake import POLL_S, Intake
@@ -73,6 +76,7 @@ class TrainerCore(Actor):
         self.busy_s, self.wait_s = 0.0, 0.0
         self.warm_fraction = 0.0
         self._restaging = asyncio.Lock()
+        self._born = 0  # the lineage that the current version was made in
         self.compute: Compute = (
             LocalCompute(mesh, arithmetic) if isinstance(arithmetic, Learner) else arithmetic
         )
@@ -136,7 +140,7 @@ class TrainerCore(Actor):
         async with self._restaging:  # who asks meanwhile finds it done
             if not self.ready or request.manifest != self.manifest:
                 return Restaged(False)
-            about = self.lineage, self.steps_done
+            about = self._born, self.steps_done
             weights = await self.compute.weights()
             done = await self.publisher.stage_again(*about, weights, request.manifest)
         self.mesh.telemetry.log.warning("restage", manifest=request.manifest, done=done)
@@ -156,7 +160,7 @@ class TrainerCore(Actor):
         if row.version < 0:
             if row.phase == jobs.Phase.QUEUED:
                 await self._phase(jobs.Phase.WARM_START)
-            self.lineage = row.lineage  # above 0 where Redis has lost what there was
+            self.lineage = self._born = row.lineage  # above 0 where Redis has lost what there was
             with self.mesh.loading():
                 cached = await self._first_weights()
             await self._commit_initial(cached)
@@ -189,6 +193,7 @@ class TrainerCore(Actor):
             stands.lineage,
             stands.manifest,
         )
+        self._born = stands.born
         self.checkpoints.name, self.checkpoints.step = stands.checkpoint, stands.checkpoint_step
         self.gradients.announce(self.manifest)
 
@@ -216,10 +221,18 @@ class TrainerCore(Actor):
         def progress(step: int, loss: float) -> None:
             self.warm_fraction = step / total
 
+        damaged: list[dict[str, Any]] = []
+        cached = await self._made(progress, damaged.append)
+        for told in damaged:
+            state = self.mesh.state
+            await patiently(self.mesh.clock, partial(events.append, state, damage.EVENT, told))
+        return cached
+
+    async def _made(self, progress: Callable[[int, float], None], tell: Tell) -> bool:
         run = self.mesh.host.run_blocking
         if self.learner is not None:
-            return await run(start, self.data, self.learner, progress, deadline_s=COMPUTE_S)
-        weights, cached = await run(first_weights, self.data, progress, deadline_s=COMPUTE_S)
+            return await run(start, self.data, self.learner, progress, tell, deadline_s=COMPUTE_S)
+        weights, cached = await run(first_weights, self.data, progress, tell, deadline_s=COMPUTE_S)
         await self.compute.form()  # now, because ranks hold memory from here on
         if weights is not None:
             await self.compute.load_weights(weights)
@@ -348,7 +361,7 @@ class TrainerCore(Actor):
                 covered=self.checkpoints.step,
             ),
         )
-        self.steps_done, self.manifest = committed.version, manifest
+        self.steps_done, self.manifest, self._born = committed.version, manifest, self.lineage
         self.gradients.announce(manifest)
         self.enter("telling", step)
         await self._tell_engines()

@@ -33,6 +33,7 @@ class Standing:
     version: int
     lineage: int
     manifest: str
+    born: int  # the lineage that the version was made in, as its manifest says
     checkpoint: str
     checkpoint_step: int
 
@@ -74,7 +75,8 @@ class Recovery:
         # lineage that is new. In one that began there, records say which ranks made the steps.
         alike = checkpoint.account.get("ranks", 1) == self._compute.ranks
         if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):
-            return Standing(row.version, row.lineage, row.manifest, name, checkpoint.step)
+            born = row.lineage if row.version > checkpoint.step else checkpoint.lineage
+            return Standing(row.version, row.lineage, row.manifest, born, name, checkpoint.step)
         if row.version > checkpoint.step:
             await self._restoring.restore(name, checkpoint)
         return await self._reopened(name, checkpoint, row)
@@ -102,7 +104,8 @@ class Recovery:
         self._mesh.telemetry.log.warning(
             "new lineage", lineage=lineage, version=checkpoint.step, was=row.version
         )
-        return Standing(checkpoint.step, lineage, checkpoint.weights, name, checkpoint.step)
+        held = checkpoint
+        return Standing(held.step, lineage, held.weights, held.lineage, name, held.step)
 
     async def _replayed(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
         """Whether the steps since the checkpoint gave the committed weights again."""

@@ -50,7 +50,7 @@ class Restoring:
                 return name, checkpoint
         raise ConfigError(
             f"no checkpoint of the run is whole: {first.message if first else ''}",
-            where=first.where if first else str(self._directory),
+            where=str(_place(first, self._directory / f"{last}.json")),
             fix=f"Put {last}.json and the directory {last} back below {self._directory} from a "
             f"copy, and resume; or start over: meshrl run JOB. What is damaged lies in "
             f"{self._data.run_dir / damage.QUARANTINE}",
@@ -88,13 +88,14 @@ class Restoring:
         version = self._data.id, lineage, step, weights, checkpoint.weights
         if not await stage_again(self._mesh, self._bulk, *version):
             raise error
-        await self._tell("weights", Path(error.where), error, f"written again from {directory}")
+        path = _place(error, Path(checkpoint.weights))
+        await self._tell("weights", path, error, f"written again from {directory}")
 
     async def _set_aside(self, name: str, error: MeshError, before: str) -> None:
         manifest = self._directory / f"{name}.json"
         aside = await self._mesh.host.run_blocking(set_aside, manifest, deadline_s=SAVE_S)
         then = f"training goes on from {before}" if before else "the job fails: there is no other"
-        await self._tell("checkpoint", Path(error.where or manifest), error, then, aside)
+        await self._tell("checkpoint", _place(error, manifest), error, then, aside)
 
     async def _tell(
         self, kind: str, path: Path, error: MeshError, then: str, aside: Path | None = None
@@ -103,3 +104,9 @@ class Restoring:
         told = damage.fields(kind, path, error.message, then, job=self._data.id, aside=aside)
         state = self._mesh.state
         await patiently(self._mesh.clock, lambda: events.append(state, damage.EVENT, told))
+
+
+def _place(error: MeshError | None, otherwise: Path) -> Path:
+    """The file that an error names, which has come from another process with that one's address."""
+    named = error is not None and error.where.startswith("/")
+    return Path(error.where) if error is not None and named else otherwise

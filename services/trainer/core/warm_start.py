@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from common.errors import ConfigError
+from common.errors import ConfigError, Damaged
 from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
 from common.model.tokenizer import Tokenizer
 from common.random import Random
@@ -25,7 +26,8 @@ Segments = list[tuple[str, bool]]  # text, and whether the model writes it; the 
 Demonstrate = Callable[[Random, float], Segments]  # a generator, progress from 0 to 1
 Progress = Callable[[int, float], None]  # steps done, loss per token
 
-FORMAT = 2  # part of the cache's key: raise it when the same job would learn something else
+FORMAT = 3  # part of the cache's key: raise it when the same job would learn something else
+DIGEST = "xxh3_128"  # of the tensors, among the metadata of the cache's file
 MAX_REFUSED = 10_000  # demonstrations in a row that cannot be used, before giving up
 
 
@@ -131,14 +133,33 @@ def cache_path(directory: str, document: Mapping[str, Any], sources: Iterable[by
 
 
 def save(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Appears whole or not at all."""
+    """Appears whole or not at all, with a digest of what is in it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, unfinished)
+    whole = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(whole, unfinished, metadata={DIGEST: _digest_of(whole)})
     os.replace(unfinished, path)
 
 
 def load(path: Path) -> dict[str, Tensor] | None:
-    """The weights, or None if there are none yet."""
-    found: dict[str, Tensor] | None = load_file(path) if path.is_file() else None
+    """The weights, or None if there are none yet; Damaged when they are not what was kept."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            told = (file.metadata() or {}).get(DIGEST)
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise Damaged(f"a warm start does not read: {error}", where=str(path)) from error
+    if _digest_of(found) != told:
+        raise Damaged("a warm start is not what its digest says", where=str(path))
     return found
+
+
+def _digest_of(weights: Mapping[str, Tensor]) -> str:
+    """The xxh3_128 of tensors with their names, types and shapes."""
+    hashed = xxhash.xxh3_128()
+    for name, tensor in sorted(weights.items()):
+        hashed.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        hashed.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()

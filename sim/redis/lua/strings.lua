@@ -17,6 +17,14 @@ command('FLUSHALL', 1, 'wo', function(space)
   return {ok = 'OK'}
 end)
 
+command('DBSIZE', 1, 'o', function(space)
+  local found = 0
+  for key in pairs(space.keys) do
+    if exists(space, key) then found = found + 1 end
+  end
+  return found
+end)
+
 command('EXISTS', -2, '', function(space, args, n)
   local found = 0
   for i = 2, n do

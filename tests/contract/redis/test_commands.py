@@ -170,6 +170,7 @@ def test_what_the_client_makes_of_replies_is_what_redis_py_makes_of_them(pair: P
         ("SET", "a", 1.5, "NX"),
         ("GET", "a"),
         ("GET", "none"),
+        ("DBSIZE",),
         ("HMGET", "none", "f"),
         ("SCRIPT", "LOAD", "return 1"),
         ("EVALSHA", "e0e1f9fabfc9d4800c877a703b823ac0578ff8db", 0),

@@ -107,6 +107,13 @@ async def test_tokens_are_whole_numbers_after_many_generations(bench: Bench) -> 
     assert await bench.seat(SHARD) == floor + 4
 
 
+async def test_a_first_token_is_above_the_clock_so_that_it_rises_without_any_record(
+    bench: Bench,
+) -> None:
+    await rollback.raise_tokens(bench.state, rollback.TOKENS_APART)
+    assert await bench.seat(SHARD) > 1_700_000_000_000
+
+
 async def _incarnation(bench: Bench) -> str:
     entry = await registry.lookup(bench.state, TRAINER)
     assert entry is not None

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from common.records import lines
 from meshrl.observe import samples
-from meshrl.observe.lines import lines_of
 from tests.mesh.running import Run
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,7 +31,7 @@ def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
     assert mesh.audit()["lost"] == 0
     assert "reward raised at digits.py:" in mesh.said
     assert "reward timed out at digits.py:" in mesh.said
-    rows = lines_of(mesh.directory / "metrics.jsonl")
+    rows = lines.whole(mesh.directory / "metrics.jsonl")
     assert summary["failed_share"] > 0 and any(row["failed_share"] for row in rows)
     kinds = {failure["kind"]: failure["count"] for failure in summary["failures"]}
     assert min(kinds["reward raised"], kinds["reward timed out"]) > 0

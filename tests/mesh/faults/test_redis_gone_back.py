@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from loadtests.history.checking import check
 from tests.mesh.running import Run
 
 STEPS = 8
@@ -39,5 +40,7 @@ def test_a_run_whose_redis_goes_back_goes_on_from_its_checkpoint_in_a_new_lineag
     opened = Counter(group for event in mesh.events("opened") for group in event["groups"])
     assert max(opened.values()) == 1
     found, summary = mesh.audit(), mesh.summary()
+    history = check(mesh.directory)
+    assert history["problems"] == [] and found.items() <= history.items()
     assert (found["lost"], found["trained_twice"]) == (0, 0)
     assert found["host_lost"] > 0 and summary["steps"] == STEPS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.clock import SystemClock
-from common.errors import ConfigError
+from common.errors import ConfigError, PeerLost
 from common.model.config import ModelConfig
 from common.process.host import SystemHost
 from services.engine.sglang import startup
@@ -26,12 +26,39 @@ Path(__file__).with_name("noted").write_text(json.dumps(about))
 """
 
 
-async def test_neither_name_nor_key_is_in_its_command_line(tmp_path: Path) -> None:
-    (tmp_path / "notes.py").write_text(NOTES)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/notes.py "$@"\n')
+# Stands where SGLang's interpreter would: as a server of somebody else's, who has another key.
+OTHER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Other(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/ready" else 401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Other).serve_forever()
+"""
+
+
+def standing_in(directory: Path, program: str) -> str:
+    """An interpreter that runs a program of ours, whatever it is told."""
+    (directory / "program.py").write_text(program)
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {directory}/program.py "$@"\n')
     python.chmod(0o755)
-    how = startup.launch(str(python), MODEL, tmp_path / "engine", 4, 64)
+    return str(python)
+
+
+async def test_a_server_with_another_key_is_somebody_elses(tmp_path: Path) -> None:
+    python = standing_in(tmp_path, OTHER)
+    how = startup.launch(python, MODEL, tmp_path / "engine", 4, 64)
+    with pytest.raises(PeerLost, match="another server"):
+        await startup.start(SystemHost(), SystemClock(), how, "auto", 60.0)
+
+
+async def test_neither_name_nor_key_is_in_its_command_line(tmp_path: Path) -> None:
+    how = startup.launch(standing_in(tmp_path, NOTES), MODEL, tmp_path / "engine", 4, 64)
     with pytest.raises(ConfigError, match="before it was ready"):
         await startup.start(SystemHost(), SystemClock(), how, "auto")
     words, secrets, mode = json.loads((tmp_path / "noted").read_text())

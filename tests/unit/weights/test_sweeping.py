@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +16,9 @@ from common.state import events, jobs, steps
 from common.wire.weight_store import STORE
 from services.weights.records import JobRecords
 from sim.host import SimulatedHost
+from tests.unit.common.records.harms import HARMS, Harm, delete, flip, older_copy
 from tests.unit.weights.store_bench import EVERY, JOB, STEPS, StoreBench, on_store
 
-Harm = Callable[[Path, bytes], None]
-
-
-def flip(path: Path, older: bytes) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def truncate(path: Path, older: bytes) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path, older: bytes) -> None:
-    path.write_bytes(b"")
-
-
-def delete(path: Path, older: bytes) -> None:
-    path.unlink()
-
-
-def older_copy(path: Path, older: bytes) -> None:
-    path.write_bytes(older)
-
-
-HARMS = [flip, truncate, empty, delete, older_copy]
 SOON_S = 15.0  # two sweeps and something
 LONG_S = 80.0  # longer than every grace but that of what nobody has named
 HOUR_S = 3600.0

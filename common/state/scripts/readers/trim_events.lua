@@ -8,7 +8,7 @@ local STEPS = 500 -- of a job at a time, so that no script takes long
 local function trim_steps(job, recorded)
   local prefix = '{' .. job .. '}'
   local covered = tonumber(redis.call('HGET', prefix .. ':job', 'covered') or '-1')
-  local last = math.min(covered, recorded)
+  local last = math.min(covered - 1, recorded) -- the checkpoint's own row may yet be asked for
   local freed = 0
   for _, id in ipairs(redis.call('ZRANGE', prefix .. ':steps', 0, STEPS - 1)) do
     local row = redis.call('HMGET', prefix .. ':step:' .. id, 'step', 'committed_ms')

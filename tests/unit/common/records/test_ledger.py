@@ -10,16 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.clock import SystemClock
-from common.errors import BadMessage, Refused, StorageFull
+from common.errors import BadMessage, Damaged, Refused, StorageFull
 from common.process.host import SystemHost
 from common.random import Random
 from common.records.ledger import (
+    FORMAT,
     HEADER,
+    MAGIC,
     Kind,
     Ledger,
     Record,
     frame,
     groups_of,
+    header,
     read,
     scan,
     trajectory_id,
@@ -116,17 +119,84 @@ def test_a_record_with_a_wrong_byte_is_not_read(
     place = len(HEADER) + place % (3 * len(one))
     content[place] ^= flip
     path.write_bytes(content)
-    assert len(list(scan(path))) == (place - len(HEADER)) // len(one)
+    hit = (place - len(HEADER)) // len(one)
+    assert len(list(read(path.parent))) == hit
+    for sealed, is_damage in ((len(content), True), (-1, hit < 2)):  # the last one may be torn
+        found, damaged = read_until_damaged(path, sealed)
+        assert (len(found), damaged) == (hit, is_damage)
 
 
-def test_a_segment_of_another_format_is_refused_and_an_empty_one_is_not(tmp_path: Path) -> None:
+def read_until_damaged(path: Path, sealed: int = -1) -> tuple[list[Record], bool]:
+    found: list[Record] = []
+    try:
+        found.extend(record for record, _ in scan(path, sealed))
+    except Damaged as error:
+        assert error.where == str(path)
+        return found, True
+    return found, False
+
+
+@pytest.mark.parametrize("version", [1, 2, 4, 200])
+def test_a_segment_of_another_format_is_told_from_a_damaged_one(
+    tmp_path: Path, version: int
+) -> None:
     path = tmp_path / "1-00001.ledger"
-    path.write_bytes(HEADER[:-1] + bytes([HEADER[-1] + 1]) + frame(Kind.CLOSE, [1, "ready"]))
-    with pytest.raises(BadMessage, match="begins with"):
+    whole = frame(Kind.CLOSE, [1, "ready"])
+    began = header(version) if version > FORMAT else MAGIC + bytes([version])
+    path.write_bytes(began + whole)
+    with pytest.raises(BadMessage, match=f"format {version};"):
         list(scan(path))
+    path.write_bytes(MAGIC + bytes([version]) + HEADER[len(MAGIC) + 1 :] + whole)
+    with pytest.raises(Damaged, match="header"):
+        list(scan(path))
+
+
+@pytest.mark.parametrize("place", range(len(HEADER)))
+@pytest.mark.parametrize("bit", range(8))
+def test_any_flipped_bit_of_a_header_is_damage(tmp_path: Path, place: int, bit: int) -> None:
+    path = tmp_path / "1-00001.ledger"
+    content = bytearray(HEADER + frame(Kind.CLOSE, [1, "ready"]))
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+    assert read_until_damaged(path) == read_until_damaged(path, len(content)) == ([], True)
+
+
+def test_a_torn_segment_is_damage_only_if_it_was_sealed_further(tmp_path: Path) -> None:
+    path = tmp_path / "1-00001.ledger"
     for content in (b"", HEADER[:5], HEADER, bytes(4096)):
         path.write_bytes(content)
-        assert list(scan(path)) == []
+        assert list(scan(path)) == list(scan(path, 0)) == []
+        assert read_until_damaged(path, 5000) == ([], True)
+    path.write_bytes(HEADER + 3 * frame(Kind.CLOSE, [1, "ready"]) + b"torn")
+    assert len(list(scan(path))) == 3
+    path.unlink()
+    assert list(scan(path, 0)) == []
+    assert read_until_damaged(path, len(HEADER) + 1) == ([], True)
+
+
+def test_of_a_damaged_trajectory_counts_what_came_before_the_gap_and_what_begins_anew() -> None:
+    one, other = trajectory_id(1, 0), trajectory_id(2, 0)
+    restored = Restored()
+
+    def apply(*records: tuple[Kind, Any]) -> None:
+        for kind, payload in records:
+            restored.apply(Record(kind, payload), lambda group, member: 0)
+
+    apply(opened(1, 0), sampled(one, [10], 0))
+    restored.gap()
+    both = TokenRows(
+        ids=np.array([one, other]),
+        counts=np.array([1, 2], np.int32),
+        tokens=np.array([11, 20, 21], np.int32),
+        logprobs=np.zeros(3, np.float32),
+        versions=np.zeros(3, np.int32),
+    )
+    apply(opened(2, 0), (Kind.TOKENS, both), (Kind.END, [one, "done", 1.0, ""]))
+    assert restored.trajectories[one].turn.tolist() == [10]
+    assert restored.trajectories[one].ending is None
+    assert restored.trajectories[other].turn.tolist() == [20, 21]
+    apply(opened(1, 0), sampled(one, [10], 0), sampled(one, [12], 0))
+    assert restored.trajectories[one].turn.tolist() == [10, 12], "it was written down again"
 
 
 def test_what_a_zombie_writes_after_the_seal_is_not_read(tmp_path: Path) -> None:
@@ -144,6 +214,7 @@ def test_a_segment_goes_when_no_group_needs_it(tmp_path: Path) -> None:
     assert ledger.begin() == (first, first.stat().st_size)
     assert ledger.forget(1) == []
     assert ledger.forget(2) == [first]
+    ledger.delete(first)
     assert not first.exists()
 
 

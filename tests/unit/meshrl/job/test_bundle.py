@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshrl.job.bundle import digest_of, pack
+from common.job.bundle_files import digest_of, listed
+from meshrl.job.bundle import pack
 from meshrl.job.jobfile import load
 from meshrl.job.references import neighbours
 from tests.unit.meshrl.conftest import NO_TENSORS
@@ -23,8 +24,10 @@ def test_a_bundle_holds_code_rows_and_tokenizer(job: Path, tmp_path: Path) -> No
     ]
     assert (directory / "data/train.jsonl").read_text().count("\n") == 2
     assert document["dataset"]["train"] == "data/train.jsonl"
+    files = document["bundle"].pop("files")
     assert document["bundle"] == {"dir": str(directory), "digest": directory.name}
-    assert digest_of(directory) == directory.name
+    assert list(files) == held and files == listed(directory)
+    assert digest_of(listed(directory)) == directory.name
 
 
 def test_packing_twice_gives_one_bundle_and_a_change_gives_another(

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from common.clock import SystemClock
-from common.process.birth import NURSERY_ENV
-from common.process.handle import start_time
+from common.process.birth import NURSERY_ENV, answers
+from common.process.handle import Child, start_time
 from common.process.host import SystemHost
+from common.process.supervisor import End
 from meshrl.launch import plan
 from meshrl.launch.nursery import MeshNursery
 from meshrl.launch.places import MeshPlace
@@ -123,6 +124,28 @@ async def test_it_is_started_again_and_what_it_forked_lives_on(
     await mine.stop(5.0)
     assert start_time(pid)
     os.kill(pid, signal.SIGKILL)
+
+
+async def test_one_that_is_stopped_for_good_is_replaced_and_its_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(NURSERY_ENV, raising=False)
+    monkeypatch.setattr(plan, "NURSERY", ())
+    told: list[str] = []
+
+    async def ended(child: Child, end: End) -> None:
+        told.append(child.name)
+
+    mine = MeshNursery(SystemHost(), SystemClock(), MeshPlace(tmp_path), {}, (5, 60.0), ended)
+    await mine.start()
+    await mine.listens()
+    first = mine.supervisor.children["nursery"].pid
+    assert answers(MeshPlace(tmp_path).nursery)
+    os.kill(first, signal.SIGSTOP)
+    await until(lambda: not start_time(first))
+    await until(lambda: MeshPlace(tmp_path).nursery.exists())
+    assert told == ["nursery"] and answers(MeshPlace(tmp_path).nursery)
+    await mine.stop(5.0)
 
 
 async def test_one_that_does_not_stay_up_is_done_without_and_said(

@@ -17,11 +17,11 @@ from common.errors import Fenced, StateUnavailable
 from common.process.host import SystemHost
 from common.process.supervisor import Hooks
 from common.records import damage
-from common.state import events, jobs, rollback
+from common.state import embedded, events, jobs, rollback
 from common.state.client import State
 from meshrl.launch.places import MeshPlace
 from meshrl.launch.redis.server import MeshRedis
-from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats
+from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, running_server
 
 BUDGET = (20, 120.0)
 SECRETS = ("5e" * 32, "c7" * 32)
@@ -44,6 +44,7 @@ class Mesh:
         secret, self.starts = SECRETS[self.starts % 2], self.starts + 1
         args = SystemHost(), SystemClock(), self.place, secret, BUDGET, Hooks(), self._went_back
         self.redis = MeshRedis(*args)
+        self.place.directory.mkdir(exist_ok=True)
         try:
             await self.redis.connect()
             await self.redis.admit()
@@ -229,3 +230,42 @@ async def test_a_note_that_is_damaged_is_set_aside_and_the_state_goes_on(mesh: M
     async with mesh.up() as bench:
         assert mesh.redis.why == "" and (await jobs.job(bench.state, JOB)).version == 1
     assert (mesh.place.root / damage.QUARANTINE / "mesh/redis-note.json").is_file()
+
+
+async def test_a_server_of_the_users_is_compared_too_and_nothing_in_it_is_deleted(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(embedded.find_server()) as server:
+        monkeypatch.setenv("MESHRL_REDIS_URL", server.url)
+        async with mesh.up() as bench:
+            await train(bench, await bench.training_job(), 1, 2)
+        async with mesh.up() as bench:
+            assert mesh.redis.why == "" and (await jobs.job(bench.state, JOB)).version == 2
+            await mesh.noted(2)
+            await bench.state.command("HSET", f"{{{JOB}}}:job", "version", 1)
+            async with asyncio.timeout(WITHIN_S):
+                await mesh.back.wait()
+        assert "was at version 2 of lineage 0" in mesh.why
+        async with mesh.up() as bench:
+            assert mesh.redis.why == mesh.why and await jobs.jobs(bench.state) == []
+            held = await bench.state.command("KEYS", "aside:*:job")
+            assert await bench.state.command("HGET", held[0], "version") == "1"
+        async with mesh.up():
+            assert mesh.redis.why == "it does not know the job job"  # until it is put back
+
+
+async def test_a_disk_without_room_for_the_note_delays_the_mesh_and_no_more(mesh: Mesh) -> None:
+    async with mesh.up() as bench:
+        seats = await bench.training_job()
+        await train(bench, seats, 1)
+        note = mesh.place.redis_note
+        note.with_name(note.name + ".new").mkdir()  # it cannot be written
+        mesh.kill()
+        await asyncio.sleep(0)
+        with pytest.raises(StateUnavailable):
+            await State.open(mesh.redis.url, connect_s=0.5)
+        note.with_name(note.name + ".new").rmdir()
+        async with asyncio.timeout(WITHIN_S):
+            while (await jobs.job(bench.state, JOB)).version != 1:
+                pass
+        assert not mesh.back.is_set()

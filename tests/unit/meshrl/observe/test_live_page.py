@@ -71,10 +71,8 @@ async def test_what_keeps_the_page_from_being_written_is_said_once_and_it_is_tri
     followed: Followed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "PAGE_S", 0.1)
-    record = followed.run_dir / "events.jsonl"
-    whole = record.read_bytes()
-    with record.open("ab") as file:
-        file.write(b"\0\0\0\n")
+    samples = followed.run_dir / "samples.jsonl"
+    samples.mkdir()
     followed.follow()
     said = ""
 
@@ -86,9 +84,9 @@ async def test_what_keeps_the_page_from_being_written_is_said_once_and_it_is_tri
     await followed.until(told)
     for _ in range(3):
         await followed.another_look()  # which tries again
-    record.write_bytes(whole)
-    followed.page.mkdir()  # another trouble, of the system's
-    await followed.until(lambda: told() and "directory" in said)
+    samples.rmdir()
+    followed.page.mkdir()
+    await followed.until(lambda: told() and "report.html" in said)
     followed.page.rmdir()
     await followed.until(followed.page.is_file)
     await followed.end()
@@ -99,16 +97,14 @@ async def test_what_keeps_the_page_from_being_written_is_said_once_and_it_is_tri
 async def test_a_page_that_takes_for_ever_holds_up_nothing_and_is_not_written_later(
     followed: Followed,
 ) -> None:
-    job_file = followed.run_dir / "job.json"
-    content = job_file.read_bytes()
-    job_file.unlink()
-    os.mkfifo(job_file)  # whoever reads it waits for who writes it
+    samples = followed.run_dir / "samples.jsonl"
+    os.mkfifo(samples)  # whoever reads it waits for who writes it
     followed.follow()
     opened: list[int] = []
 
     def reader() -> bool:
         try:
-            opened.append(os.open(job_file, os.O_WRONLY | os.O_NONBLOCK))
+            opened.append(os.open(samples, os.O_WRONLY | os.O_NONBLOCK))
         except OSError:
             return False
         return True
@@ -118,7 +114,6 @@ async def test_a_page_that_takes_for_ever_holds_up_nothing_and_is_not_written_la
         await followed.end()
         followed.page.write_text("of who comes after")
     finally:
-        os.write(opened[0], content)
         os.close(opened[0])
     await asyncio.get_running_loop().shutdown_default_executor()
     assert followed.page.read_text() == "of who comes after"

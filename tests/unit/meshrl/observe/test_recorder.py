@@ -12,11 +12,12 @@ import pytest
 
 from common.errors import StorageFull
 from common.job.config import JobConfig
+from common.records.lines import LineFile, read
 from common.state.events import Event
 from meshrl.launch.launcher import Launcher, Shape
 from meshrl.launch.places import MeshPlace, write_json
 from meshrl.observe import watch
-from meshrl.observe.recorder import Recorder, append_lines, evaluated, read_lines
+from meshrl.observe.recorder import Recorder, evaluated
 
 JOB = "j"
 
@@ -76,13 +77,13 @@ def test_rows_that_stay_outlive_a_full_disk_when_those_after_them_are_cut_off(
 ) -> None:
     metrics = tmp_path / "metrics.jsonl"
     rows = [{"step": step} for step in (1, 2, 3)]
-    append_lines(metrics, rows)
+    LineFile(metrics).append(rows)
     document = JobConfig(name=JOB).document()
     write_json(tmp_path / "job.json", {"job": JOB, "document": document})
     recorder = Recorder(Launcher(MeshPlace(tmp_path), Shape()), JOB, tmp_path)
     back = [event("lineage", lineage=1, version=2)]
     with no_room(), pytest.raises(StorageFull):
         recorder._abandon(3, back)
-    assert read_lines(metrics) == recorder.rows == rows
+    assert read(metrics).rows == recorder.rows == rows
     recorder._abandon(3, back)
-    assert read_lines(metrics) == recorder.rows == rows[:2]
+    assert read(metrics).rows == recorder.rows == rows[:2]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.job.config import JobConfig, TrackingConfig
+from common.records.damage import EVENT
 from common.state import events, jobs
 from common.state.registry import Entry, register
 from meshrl.launch.launcher import Launcher, Shape
@@ -129,7 +130,7 @@ async def test_the_report_is_there_while_the_job_goes_on_and_a_resumed_job_is_re
 
 
 @pytest.mark.parametrize("damage", ["{}", "no JSON", '{"job": "one"}'])
-async def test_a_damaged_job_file_costs_the_other_jobs_nothing(
+async def test_a_damaged_job_file_is_written_again_from_redis(
     recorded: Recorded, damage: str
 ) -> None:
     one = recorded.directory / "one"
@@ -137,10 +138,13 @@ async def test_a_damaged_job_file_costs_the_other_jobs_nothing(
     (one / "job.json").write_text(damage)
     document = JobConfig(name="one").document()
     await jobs.submit(recorded.launcher.state, "one", document, str(one), "one")
-    other = await recorded.submit("other")
-    await recorded.note("other", "first")
-    await recorded.noted(other, "first")
-    await recorded.unrecorded("one")
+    await recorded.note("one", "first")
+    await recorded.noted(one, "first")
+    held = read_json(one / "job.json")
+    assert held == {"job": "one", "document": document, "mesh": str(recorded.directory)}
+    (told,) = [e for e in read_events(one) if e.kind == EVENT]
+    assert (one / "quarantine/job.json").read_text() == damage
+    assert told.fields["path"] == str(one / "job.json")
     await recorded.end()
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from common.state.ended import Ended
 from common.state.gangs import Gang
+from common.state.jobs import COUNTS, JobRow, Phase
 from common.state.registry import LEASE_MS, Entry
+from meshrl.observe.quiet import doing, working
 from meshrl.observe.stalled import Stall, diagnose, redis_silent
 
 NOW = 1_000_000
@@ -181,3 +183,69 @@ def test_a_reward_that_sleeps_is_named_and_not_the_sandbox_that_waits_for_it() -
     stalls = diagnose(entries, [], NOW)
     assert pairs(stalls) == {("rollout/0", reward), ("sandbox/0", reward)}
     assert all("it has not ended yet" in stall.reason for stall in stalls)
+
+
+def at_work(quiet_s: float, slowest_s: float = 0.0, phase: Phase = Phase.TRAINING) -> JobRow:
+    """A job that came further `quiet_s` ago."""
+    counts = dict.fromkeys(COUNTS, 0)
+    return JobRow(
+        id="calc",
+        phase=phase,
+        document={"budget": {"steps": 48}},
+        run_dir="",
+        lineage=0,
+        version=3,
+        manifest="",
+        checkpoint="",
+        steps_done=3,
+        cursor=0,
+        admitted=0,
+        error="",
+        progress_ms=NOW - int(quiet_s * 1000),
+        slowest_ms=int(slowest_s * 1000),
+        **counts,
+    )
+
+
+def test_a_job_without_progress_is_never_nothing_though_nobody_waits() -> None:
+    (stall,) = diagnose([entry("rollout/0")], [], NOW, jobs=[at_work(400.0)])
+    assert (stall.waiter, stall.culprit, stall.since_s) == ("", "job calc", 400.0)
+    assert "in phase training, at step 3 of 48" in stall.reason
+    assert diagnose([], [], NOW, jobs=[at_work(100.0)]) == []
+    assert diagnose([], [], NOW, jobs=[at_work(400.0, slowest_s=300.0)]) == [], "it is a slow one"
+    assert diagnose([], [], NOW, jobs=[at_work(400.0, phase=Phase.FAILED)]) == []
+
+
+def test_a_job_that_waits_for_its_turn_is_not_without_progress() -> None:
+    behind = replace(at_work(900.0, phase=Phase.QUEUED), id="next")
+    assert diagnose([], [], NOW, jobs=[at_work(1.0), behind]) == []
+    (stall,) = diagnose([], [], NOW, jobs=[behind])
+    assert stall.culprit == "job next"
+
+
+def test_what_a_process_does_is_said_with_its_lag_and_its_longest_wait() -> None:
+    engine = replace(entry("engine/g1"), pid=7, stats={"loop_lag_ms": 4200.0, "running": 3})
+    trainer = entry("trainer/calc", ("rollout/0", 3.0), ("weights", 40.0))
+    assert [e.name for e in working([engine, entry("weights"), trainer])] == [
+        "trainer/calc",
+        "engine/g1",
+    ]
+    assert doing(engine, NOW) == (
+        "engine/g1 (7): ready, its event loop is 4.2 s late, running 3, waits for nobody"
+    )
+    assert "waits for weights (ask) since 40 s" in doing(trainer, NOW)
+
+
+def test_a_wait_for_room_leads_to_the_disk_that_is_full() -> None:
+    entries = [entry("trainer/job", ("rollout/0", 5.0)), entry("rollout/0", ("disk", 4.0))]
+    stalls = diagnose(entries, [], NOW, full="the disk of /runs is full (0 KiB are free)")
+    assert pairs(stalls) == {("trainer/job", "disk"), ("rollout/0", "disk")}
+    assert all("the disk of /runs is full" in stall.reason for stall in stalls)
+
+
+def test_a_loop_that_stands_still_is_the_cause_though_its_lease_is_renewed() -> None:
+    still = replace(entry("engine/g1"), stats={"loop_lag_ms": 5000.0})
+    entries = [entry("trainer/job", ("rollout/0", 6.0)), entry("rollout/0", ("engine/g1", 5.0))]
+    stalls = diagnose([*entries, still], [], NOW)
+    assert {stall.culprit for stall in stalls} == {"engine/g1"}
+    assert all("its event loop has stood still for 5.0 s" in stall.reason for stall in stalls)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -10,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from common.records import lines
 from common.state.registry import Entry
 from meshrl.observe import storage
-from meshrl.observe.recorder import read_lines
 from meshrl.observe.view import Lines
 from meshrl.observe.watch import History, snapshot
 from tests.unit.meshrl.observe.test_watch import reading
@@ -32,11 +31,11 @@ def test_rows_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
         import resource
         from pathlib import Path
         from common.errors import StorageFull
-        from meshrl.observe.recorder import append_lines
+        from common.records.lines import LineFile
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
         try:
             for step in range(20):
-                append_lines(Path({str(path)!r}), [{{"step": step}}, {{"also": step}}])
+                LineFile(Path({str(path)!r})).append([{{"step": step}}, {{"also": step}}])
         except StorageFull as error:
             print(error.where, step)
     """
@@ -44,8 +43,8 @@ def test_rows_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     where, step = said.split()
     assert where == str(path)
     before = path.read_text()
-    assert before.endswith("\n") and len(read_lines(path)) == 2 * int(step)
-    assert json.loads(before.splitlines()[-1]) == {"also": int(step) - 1}
+    assert before.endswith("\n") and len(lines.read(path).rows) == 2 * int(step)
+    assert lines.read(path).rows[-1] == {"also": int(step) - 1}
 
 
 def test_a_log_on_a_full_disk_fails_nobody() -> None:

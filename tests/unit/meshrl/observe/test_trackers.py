@@ -218,6 +218,12 @@ def run(tmp_path: Path) -> Iterator[Path]:
     yield run_dir
 
 
+def trackers_of(run_dir: Path) -> Trackers:
+    path = run_dir / "tracking.json"
+    known = read_json(path) if path.is_file() else {}
+    return Trackers.of(run_dir, read_json(run_dir / "job.json"), known, SystemHost(), SystemClock())
+
+
 async def shown_by(run_dir: Path, **tracking: Any) -> dict[str, Any]:
     """Three rows and an evaluation, in two sessions; what is kept of the tracker."""
     document = JobConfig(tracking=TrackingConfig(**tracking)).document()
@@ -225,7 +231,7 @@ async def shown_by(run_dir: Path, **tracking: Any) -> dict[str, Any]:
     kept_one = sample(0, 0.5, set="held_out.greedy", evaluation="before")
     (run_dir / "samples.jsonl").write_text(json.dumps(kept_one) + "\n")
     for last in (2, 3):
-        told = Trackers.of(run_dir, SystemHost(), SystemClock())
+        told = trackers_of(run_dir)
         told.offer(rows(1, last), [evaluation("before", 0)])
         await told.close()
     (name,) = tracking
@@ -257,7 +263,7 @@ async def test_tensorboard_forgets_an_abandoned_lineage(run: Path) -> None:
 
     document = JobConfig(tracking=TrackingConfig(tensorboard=str(run / "tb"))).document()
     (run / "job.json").write_text(json.dumps({"job": "j", "document": document}))
-    told = Trackers.of(run, SystemHost(), SystemClock())
+    told = trackers_of(run)
     told.offer(rows(1, 4), [])
     await until(lambda: told.trackers[0].progress.step == 4)
     told.rewind(2)

@@ -14,7 +14,7 @@ from common.job.config import JobConfig
 from common.state.jobs import Phase
 from meshrl.job import jobfile
 from meshrl.launch.claims import claimed
-from meshrl.launch.places import MeshPlace
+from meshrl.launch.places import MeshPlace, read_json, write_json
 from meshrl.launch.session import pack_run
 from meshrl.run.resuming import resume
 from tests.unit.meshrl.run.conftest import HeldMesh
@@ -95,9 +95,9 @@ def test_what_is_no_run_is_no_traceback(tmp_path: Path) -> None:
 @pytest.fixture
 def submitted(held: HeldMesh) -> Iterator[HeldMesh]:
     """A job on a mesh that runs, whose lock somebody holds."""
-    record = json.loads((held.run / "job.json").read_text())
+    record = read_json(held.run / "job.json")
     record["document"]["bundle"] = {"dir": str(held.run / "bundle/d"), "digest": "d"}
-    (held.run / "job.json").write_text(json.dumps(record))
+    write_json(held.run / "job.json", record)
     with MeshPlace(held.root).lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield held

@@ -19,6 +19,8 @@ from common.job.job_data import JobData
 from common.model.tokenizer import Tokenizer
 from common.process.host import SystemHost
 from common.random import Random
+from common.secret import SECRET_BYTES
+from common.settings import REDIS_ENV, SETTINGS_ENV, MeshSettings
 from loadtests.chat_templates import directory_of
 from services.environment.environments import made, parser
 from services.rollout.environments.pool import EnvironmentPool, command
@@ -84,6 +86,25 @@ async def test_a_killed_process_is_replaced_and_its_environments_are_rebuilt(
         text, action, said = await pool.step(1, two, lambda: [{}, [["step", two]]])
         assert (text, action) == ("2", "append")
         assert said == two, "the second step of an environment that was told of the first"
+
+
+async def test_an_environment_has_its_shard_alone(
+    pool: EnvironmentPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs its author's code: it is not told where a secret or a password is."""
+    secret = "5e" * SECRET_BYTES
+    settings = tmp_path / "settings.json"
+    MeshSettings("redis://:hush@localhost", str(tmp_path), secret=secret).to_file(settings)
+    monkeypatch.setenv(SETTINGS_ENV, str(settings))
+    monkeypatch.setenv(REDIS_ENV, "redis://:hush@localhost")
+    await encoded(pool, 2)
+    (pid,) = pool.pids.values()
+    process = psutil.Process(pid)
+    told = process.environ()
+    assert told.get(SETTINGS_ENV, "") == told.get(REDIS_ENV, "") == ""
+    for value in [*told.values(), *process.cmdline()]:
+        assert "hush" not in value and secret not in value and str(settings) not in value
+    assert process.net_connections("inet") == []
 
 
 async def test_a_stopped_process_costs_no_trajectory(pool: EnvironmentPool) -> None:

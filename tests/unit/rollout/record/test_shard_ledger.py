@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from common.job.config import JobConfig
 from common.job.job_data import JobData
 from common.random import Random
-from common.records.ledger import Kind, read, segments
+from common.records.damage import EVENT, QUARANTINE
+from common.records.ledger import HEADER, Kind, frame, read, segments, trajectory_id
 from common.records.token_record import MEMBER_BITS, TokenRows
-from common.state import groups, jobs
+from common.runtime.mesh import Mesh
+from common.state import events, groups, jobs, registry, steps
 from services.rollout.record.shard_ledger import ShardLedger
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
@@ -25,7 +28,7 @@ JOB = "j"
 
 class Bench:
     def __init__(self, clock: VirtualClock, random: Random, directory: Path) -> None:
-        self.clock = clock
+        self.clock, self.random = clock, random
         self.host = SimulatedHost(clock, random.child("host"))
         self.mesh = alone("rollout/0", clock, random, self.host)
         self.data = JobData(JOB, JobConfig(name=JOB), directory, directory / "run")
@@ -37,6 +40,22 @@ class Bench:
         ledger = ShardLedger(self.mesh, self.data)
         await ledger.take_over(lambda group, member: 0)
         return ledger
+
+    async def admit(self, want: int) -> None:
+        """Opens groups 0, 1, ..."""
+        state, name, token = self.mesh.state, self.mesh.name, self.mesh.token
+        await steps.commit_initial(state, JOB, name, token, 0, "m0", "c0")
+        await jobs.set_phase(state, JOB, jobs.Phase.TRAINING, token, name)
+        opened = await groups.admit(state, JOB, name, token, want, "admit")
+        assert [a.group for a in opened] == list(range(want))
+
+    async def follow(self) -> Mesh:
+        """The shard dies, and starts again."""
+        state = self.mesh.state
+        await registry.evict(state, self.mesh.name, self.mesh.incarnation)
+        self.mesh = alone("rollout/0", self.clock, self.random, self.host, state=state)
+        await self.mesh.join(None)
+        return self.mesh
 
 
 def on_bench(directory: Path, story: Callable[[Bench], Any]) -> None:
@@ -128,5 +147,117 @@ def test_records_go_on_in_new_segments_and_finished_ones_are_struck_off(tmp_path
         assert len(left) == 1 and list(on_record) == left
         syncing.cancel()
         await ledger.close()
+
+    on_bench(tmp_path, story)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "flipped header": lambda path: flip(path, 3),
+    "flipped record": lambda path: flip(path, len(HEADER) + len(BEGUN) + 12),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: len(HEADER) + len(BEGUN) + 3]),
+    "empty": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+}
+BEGUN = frame(Kind.OPEN, [0, 0, 0, 0, [1, 2, 3]])
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def said(group: int, *tokens: int) -> TokenRows:
+    return TokenRows(
+        ids=np.array([trajectory_id(group, 0)]),
+        counts=np.array([len(tokens)], np.int32),
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.zeros(len(tokens), np.int32),
+    )
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_shard_goes_on_from_a_damaged_segment_with_what_was_read_before(
+    tmp_path: Path, damage: str
+) -> None:
+    """Groups 0 to 2 are begun in a sealed segment, which is damaged; 0 and 1 go on, and 3 begins,
+    in the next one. Only what lies before the damage, and group 3, is left.
+    """
+
+    async def story(bench: Bench) -> None:
+        ledger = await bench.start()
+        mesh = bench.mesh
+        await bench.admit(4)
+
+        async def begin(group: int) -> None:
+            await ledger.log((Kind.OPEN, [group, 0, group, 0, [1, 2, 3]]), groups=[group])
+
+        await begin(0)
+        for group in (1, 2):
+            await begin(group)
+            await ledger.tokens(said(group, 10 + group))
+        await ledger._new_segment()
+        await ledger.tokens(said(0, 20))
+        await ledger.tokens(said(1, 21))
+        await begin(3)
+        await ledger.tokens(said(3, 13))
+        await ledger.close()
+        first = segments(ledger.directory)[0]
+        DAMAGE[damage](first)
+        kept = [0] if damage in ("flipped record", "truncated") else []
+
+        def left(found: dict[int, list[Any]]) -> dict[int, list[int]]:
+            return {group: t.tokens.tolist() for group, (t,) in found.items()}
+
+        expected = {group: [1, 2, 3] for group in kept} | {3: [1, 2, 3, 13]}
+        heir = await bench.follow()
+        after = ShardLedger(heir, bench.data)
+        assert left(await after.take_over(lambda group, member: 0)) == expected
+        assert not first.exists()
+        aside = bench.data.run_dir / QUARANTINE / first.relative_to(bench.data.run_dir)
+        assert aside.exists() == (damage != "deleted")
+        (told,) = [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
+        assert told.fields["path"] == str(first) and told.fields["job"] == JOB
+        assert told.fields["aside"] == (str(aside) if aside.exists() else "")
+        again = sorted({0, 1, 2} - set(kept))
+        assert f"groups {', '.join(map(str, again))} from the prompt" in told.fields["then"]
+
+        await after.tokens(said(3, 14))
+        for group in kept:
+            await after.tokens(said(group, 30))
+            expected[group] = [*expected[group], 30]
+        expected[3] = [*expected[3], 14]
+        await after.close()
+        last = await bench.follow()
+        third = ShardLedger(last, bench.data)
+        assert left(await third.take_over(lambda group, member: 0)) == expected
+        assert sum(e.kind == EVENT for e in await events.read_all(mesh.state)) == 1
+        await third.close()
+
+    on_bench(tmp_path, story)
+
+
+def test_a_crash_before_a_segments_first_byte_alarms_nobody_and_a_deleted_open_one_does(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Bench) -> None:
+        ledger = await bench.start()
+        mesh, path = bench.mesh, segments(ledger.directory)[0]
+        await ledger.close()
+        path.unlink()  # as if it had never been created
+        heir = await bench.follow()
+        after = ShardLedger(heir, bench.data)
+        await after.take_over(lambda group, member: 0)
+        assert not [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
+        await bench.admit(1)
+        await after.close()
+        segments(after.directory)[0].unlink()
+        last = await bench.follow()
+        third = ShardLedger(last, bench.data)
+        assert await third.take_over(lambda group, member: 0) == {}
+        (told,) = [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
+        assert "group 0 from the prompt" in told.fields["then"]
+        await third.close()
 
     on_bench(tmp_path, story)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, Damaged
 from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
@@ -166,3 +166,15 @@ def test_the_cache_returns_what_was_kept_under_the_same_job_only(tokenizer, tmp_
     ]
     assert len({again, *others}) == 3
     assert [p.name for p in tmp_path.glob("*.safetensors*")] == [path.name]
+
+
+@pytest.mark.parametrize("left", [0, 20, -40, None])
+def test_a_damaged_cache_is_no_warm_start(tokenizer, tmp_path, left):
+    learner, _ = run(tokenizer)
+    path = tmp_path / "kept.safetensors"
+    warm.save(path, learner.weights())
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1  # of a weight
+    path.write_bytes(content[:left])
+    with pytest.raises(Damaged, match="a warm start"):
+        warm.load(path)

@@ -1,0 +1,169 @@
+"""The account of a history, and what in it cannot be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtests.history.files import IDS_APART, Files, read
+
+BEGUN_MS = 10_000  # so soon after its admission a group is in the ledger
+TERMS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+
+
+@dataclass
+class Story:
+    """What has happened so far, in the lineage that stands."""
+
+    lineage: int = 0
+    version: int = -1
+    restored: int = 0  # the lineage in which the job was put back last
+    base: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TERMS, 0))
+    sizes: dict[int, int] = field(default_factory=dict)  # trajectories of a group
+    since: dict[int, int] = field(default_factory=dict)  # when it was opened
+    ends: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
+    steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def end(self, group: int, term: str, trajectories: int, failed: int = 0) -> None:
+        self.ends.setdefault(group, []).append((term, trajectories, failed))
+
+
+def check(run: Path) -> dict[str, Any]:
+    """The account, and `problems`, which is empty for a history that is right."""
+    files = read(run)
+    problems, story = files.problems, Story()
+    ever: Counter[int] = Counter()
+    manifests: dict[tuple[int, int], list[str]] = {}
+    for event in files.events:
+        told = event["fields"]
+        if told["job"] != files.job:
+            continue
+        if event["kind"] == "opened":
+            ever.update(told["groups"])
+        if event["kind"] in ("step", "initial"):
+            known = manifests.setdefault((told["lineage"], told["version"]), [])
+            if told["manifest"] not in known:
+                known.append(told["manifest"])
+        story = _after(story, event, problems)
+    found = _account(story, files)
+    twice = [group for group, times in ever.items() if times > 1]
+    found["opened_twice"] = sum(times - 1 for times in ever.values())
+    found["committed_twice"] = sum(len(known) - 1 for known in manifests.values())
+    if twice:
+        problems.append(f"{len(twice)} groups were opened twice, group {min(twice)} first")
+    for (lineage, version), known in manifests.items():
+        if len(known) > 1:
+            problems.append(f"version {version} of lineage {lineage} is {' and '.join(known)}")
+    if found["lost"]:
+        problems.append(f"{found['lost']} trajectories are lost")
+    problems += _checkpoints(files, manifests)
+    problems += _ledger(files, story, set(ever))
+    return found | {"lineage": story.lineage, "version": story.version, "problems": problems}
+
+
+def _after(story: Story, event: dict[str, Any], problems: list[str]) -> Story:
+    told, kind = event["fields"], event["kind"]
+    if kind == "opened":
+        for group in told["groups"]:
+            story.sizes[group], story.since[group] = told["samples"], event["ms"]
+    elif kind == "ready":
+        story.ready.add(told["group"])
+    elif kind == "requeued":
+        story.end(told["group"], "host_lost", told["samples"])
+    elif kind == "dropped":
+        story.end(told["group"], "typed_drops", told["samples"])
+    elif kind == "filtered":
+        story.end(told["group"], "filtered", told["samples"], told["failed"])
+    elif kind == "stale":
+        for row in told["groups"]:
+            story.end(row["group"], "stale_requeued", row["samples"])
+    elif kind == "initial":
+        story.version = 0
+    elif kind == "step":
+        if (told["lineage"], told["step"]) != (story.lineage, story.version + 1):
+            problems.append(
+                f"step {told['step']} of lineage {told['lineage']} follows version "
+                f"{story.version} of lineage {story.lineage}"
+            )
+        story.version = told["step"]
+        story.steps[told["step"]] = told["groups"]
+    elif kind in ("lineage", "restored"):
+        if told["lineage"] <= story.lineage:
+            problems.append(f"lineage {told['lineage']} follows lineage {story.lineage}")
+        if kind == "restored":
+            return Story(told["lineage"], told["version"], told["lineage"], dict(told["counts"]))
+        story.lineage, story.version = told["lineage"], told["version"]
+        story.steps = {n: rows for n, rows in story.steps.items() if n <= told["version"]}
+    return story
+
+
+def _account(story: Story, files: Files) -> dict[str, Any]:
+    """Trajectories by what became of them; a group that ended twice, or was never opened, is a
+    problem.
+    """
+    found, ends = dict(story.base), {group: list(all_) for group, all_ in story.ends.items()}
+    trained: Counter[int] = Counter()
+    for number, rows in story.steps.items():
+        for row in rows:
+            term = "filtered" if row["filtered"] else "trained"
+            trained[row["group"]] += not row["filtered"]
+            failed = row["samples"] - row["scored"]
+            ends.setdefault(row["group"], []).append((term, row["scored"], failed))
+            if row["group"] not in story.sizes:
+                files.problems.append(f"step {number} took group {row['group']}: nobody opened it")
+    for group, hows in ends.items():
+        if len(hows) > 1:
+            terms = " and ".join(term for term, _, _ in hows)
+            files.problems.append(f"group {group} ended more than once: {terms}")
+        for term, trajectories, failed in hows:
+            found[term] += trajectories
+            found["typed_drops"] += failed
+    found["opened"] += sum(story.sizes.values())
+    found["in_flight"] = _in_flight(story, files, story.sizes.keys() - ends.keys())
+    found["lost"] = found["opened"] - sum(found[term] for term in (*TERMS[1:], "in_flight"))
+    by_group = {row["group"]: row["scored"] for rows in story.steps.values() for row in rows}
+    found["trained_twice"] = sum(by_group[group] for group, n in trained.items() if n > 1)
+    return found
+
+
+def _clean(files: Files) -> bool:
+    """Whether the run was stopped in order, so that what was in flight is on record."""
+    return bool(files.events) and files.mark.get("event") == files.events[-1]["id"]
+
+
+def _in_flight(story: Story, files: Files, without_end: set[int]) -> int:
+    if _clean(files):
+        return int(files.mark["samples"])
+    last = files.events[-1]["ms"] if files.events else 0
+    return sum(
+        story.sizes[group]
+        for group in without_end
+        if group in story.ready or group in files.ledger or last - story.since[group] < BEGUN_MS
+    )
+
+
+def _checkpoints(files: Files, manifests: dict[tuple[int, int], list[str]]) -> list[str]:
+    """One may hold a step that was never committed, and no other weights than one that was."""
+    found = []
+    for held in files.checkpoints:
+        committed = manifests.get((held["lineage"], held["step"]), [held["weights"]])
+        if held["weights"] not in committed:
+            found.append(
+                f"the checkpoint of version {held['step']} of lineage {held['lineage']} holds "
+                f"{held['weights']}, and {' and '.join(committed)} was committed"
+            )
+    return found
+
+
+def _ledger(files: Files, story: Story, opened: set[int]) -> list[str]:
+    """Groups since the job was put back last were opened; of those before, the record may have
+    missed what Redis forgot, and after a crash the last moment is missing.
+    """
+    if not _clean(files):
+        return []
+    least = story.restored * IDS_APART
+    strange = {group for group in files.ledger - opened if group >= least}
+    return [f"the ledger tells of group {group}: nobody opened it" for group in sorted(strange)]

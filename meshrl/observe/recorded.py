@@ -1,0 +1,174 @@
+"""A run's events and metrics in files: appended to while it goes on, made again when they are
+damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.errors import Damaged, HistoryLost
+from common.records import damage
+from common.records.lines import LineFile, Row, read
+from common.state import events, readers, steps
+from common.state.client import State
+from common.state.events import Event
+from meshrl.launch.places import read_json
+
+EVENTS, METRICS, MARK = "events.jsonl", "metrics.jsonl", "in_flight.json"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where the record stood when its mesh was stopped last, and what was in flight then."""
+
+    event: str = "0"  # the last one
+    events: int = 0  # lines
+    samples: int = 0
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Mark | None:
+        """None: there is none, as after a crash. Damaged."""
+        path = run_dir / MARK
+        if not path.is_file():
+            return None
+        held = read_json(path)
+        try:
+            return cls(str(held["event"]), int(held.get("events", 0)), int(held["samples"]))
+        except (KeyError, ValueError) as error:
+            raise Damaged(f"it has no {error}", where=str(path)) from error
+
+
+def event_of(row: Row) -> Event:
+    """The event of a line."""
+    return Event(str(row["id"]), int(row["ms"]), str(row["kind"]), row["fields"])
+
+
+@dataclass
+class Recorded:
+    """The two files of one run. `wrong` is what has to be mended, by the file's name."""
+
+    run_dir: Path
+    job: str
+    wrong: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._events = LineFile(self.run_dir / EVENTS)
+        self._metrics = LineFile(self.run_dir / METRICS)
+        for file in (self._events, self._metrics):
+            if file.found.damage:
+                self.wrong[file.path.name] = file.found.damage
+        self.known = [event_of(row) for row in self._events.found.rows]
+        self.rows = list(self._metrics.found.rows)
+        self.last = self.known[-1].id if self.known else "0"
+        self._expected = self._events.found.next  # lines up to `last`
+
+    def see(self, mark: Mark | None) -> None:
+        """Takes in where an earlier session stood: what ends before it is an older copy, or cut."""
+        if mark is not None and events.order(mark.event) > events.order(self.last):
+            self.wrong.setdefault(EVENTS, f"it ends before event {mark.event}, which was recorded")
+            self.last, self._expected = mark.event, mark.events
+
+    @property
+    def lines(self) -> int:
+        """Lines of events."""
+        return self._events.next
+
+    def look(self) -> None:
+        """Notes a file that somebody else has changed or removed."""
+        for file in (self._events, self._metrics):
+            try:
+                file.check()
+            except Damaged as error:
+                self.wrong.setdefault(file.path.name, error.message)
+
+    def add_events(self, new: Sequence[Event]) -> None:
+        """StorageFull, with nothing added."""
+        self._events.append([asdict(event) for event in new])
+        self.last, self._expected = new[-1].id, self._events.next
+
+    def add_rows(self, new: Sequence[Row]) -> None:
+        """StorageFull, with nothing added."""
+        self._metrics.append(new)
+        self.rows += new
+
+    def keep_rows(self, kept: Sequence[Row]) -> None:
+        """Makes them all that there are; StorageFull, with nothing changed."""
+        self._metrics.rewrite(kept)
+        self.rows = list(kept)
+
+    def mine(self, found: Sequence[Event]) -> list[Event]:
+        """Those that are the run's."""
+        return [e for e in found if e.fields.get("job") in (None, "", self.job)]
+
+    async def mend(self, state: State) -> list[dict[str, Any]]:
+        """Makes damaged files again from what is readable in them and what Redis has; the fields of
+        an event for each. StorageFull, with the rest to be done again.
+        """
+        told = []
+        if (why := self.wrong.get(EVENTS)) is not None:
+            told.append(await self._mend_events(state, why))
+            del self.wrong[EVENTS]
+        if (why := self.wrong.get(METRICS)) is not None:
+            told.append(await self._mend_metrics(state, why))
+            del self.wrong[METRICS]
+        return told
+
+    async def _mend_events(self, state: State, why: str) -> dict[str, Any]:
+        found = read(self._events.path)
+        readable = [event_of(row) for row in found.rows]
+        streamed = self.mine(await _still_there(state))
+        union = {event.id: event for event in (*readable, *streamed)}
+        known = sorted(union.values(), key=lambda event: events.order(event.id))
+        before = sum(events.order(event.id) <= events.order(self.last) for event in known)
+        gone = self._expected - before
+        then = "made again from the event stream in Redis"
+        if gone > 0:
+            then = f"{gone} of its events are lost: the event stream in Redis has them no more"
+        aside = self._events.replace([asdict(event) for event in known], self.run_dir)
+        if gone > 0:
+            since = readable[found.before - 1].id if found.before else "0"
+            lost = HistoryLost(then, since=since, through=self.last)
+            await readers.history_lost(state, self.job, str(self.run_dir), lost)
+        self.known = known
+        self.last = known[-1].id if known else "0"
+        self._expected = self._events.next
+        return damage.fields("events", self._events.path, why, then, job=self.job, aside=aside)
+
+    async def _mend_metrics(self, state: State, why: str) -> dict[str, Any]:
+        known = await steps.step_rows(state, self.job)
+        union = {int(row["step"]): row for row in (*self.rows, *known)}
+        rows = [union[step] for step in sorted(union)]
+        last = max(union, default=0)
+        then = "made again from the steps in Redis"
+        if len(rows) < last:
+            then = f"{last - len(rows)} of its steps are lost: Redis has them no more"
+        aside = self._metrics.replace(rows, self.run_dir)
+        self.rows = rows
+        return damage.fields("metrics", self._metrics.path, why, then, job=self.job, aside=aside)
+
+
+async def _still_there(state: State) -> list[Event]:
+    """All that the event stream holds, though what came before is gone."""
+    try:
+        return await events.read_all(state)
+    except HistoryLost as lost:
+        return await events.read_all(state, lost.through)
+
+
+def damaged(run_dir: Path) -> list[str]:
+    """What is damaged among the files of a run, a sentence each; nothing is changed."""
+    found = [
+        f"{run_dir / name}: {why}"
+        for name in (EVENTS, METRICS)
+        if (why := read(run_dir / name).damage)
+    ]
+    for name in (MARK, "job.json", "usage.json", "summary.json"):
+        try:
+            if (run_dir / name).is_file():
+                read_json(run_dir / name)
+        except Damaged as error:
+            found.append(f"{run_dir / name}: {error.message}")
+    return found

@@ -1,0 +1,1 @@
+"""What every transport does, the simulated network among them."""

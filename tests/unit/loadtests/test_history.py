@@ -1,0 +1,146 @@
+"""The history checker and `meshrl audit` agree on histories that are right and that cannot be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.records.ledger import HEADER, Kind, frame, trajectory_id
+from common.records.token_record import TokenRows
+from common.state.accounting import WRONG
+from loadtests.history.checking import check
+from meshrl.observe.audit import audit, show
+
+SAMPLES = 2
+Told = list[tuple[str, dict[str, Any]]]
+
+
+def opened(*groups: int) -> tuple[str, dict[str, Any]]:
+    return "opened", {"groups": list(groups), "samples": SAMPLES, "version": 0}
+
+
+def step(number: int, *groups: int, lineage: int = 0, manifest: str = "") -> Any:
+    rows = [{"group": g, "samples": SAMPLES, "scored": 2, "filtered": False} for g in groups]
+    manifest = manifest or f"m{lineage}.{number}"
+    fields = {"step": number, "version": number, "lineage": lineage, "groups": rows}
+    return "step", fields | {"manifest": manifest, "checkpoint": "c"}
+
+
+def restored(lineage: int, version: int, **counts: int) -> tuple[str, dict[str, Any]]:
+    zero = dict.fromkeys(("trained", "filtered", "stale_requeued", "typed_drops"), 0)
+    return "restored", {"lineage": lineage, "version": version, "counts": zero | counts}
+
+
+def right() -> Told:
+    """Redis goes back after the first step, with two groups in flight."""
+    ids = 1_000_000_000
+    return [
+        ("initial", {"lineage": 0, "version": 0, "manifest": "m0.0", "checkpoint": "c"}),
+        opened(0, 1, 2, 3),
+        ("ready", {"group": 0}),
+        step(1, 0),
+        ("dropped", {"group": 1, "samples": SAMPLES, "failed": 0}),
+        restored(1, 1, opened=8, trained=2, typed_drops=2, host_lost=4),
+        opened(ids, ids + 1, ids + 2),
+        step(2, ids, lineage=1),
+        ("requeued", {"group": ids + 1, "samples": SAMPLES, "failed": 0}),
+    ]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[Told], Path]:
+    def write(told: Told) -> Path:
+        (tmp_path / "job.json").write_text(json.dumps({"job": "j", "document": {}}))
+        rows = [
+            {
+                "id": f"{n * 60_000}-0",
+                "ms": n * 60_000,
+                "kind": kind,
+                "fields": {"job": "j"} | about,
+            }
+            for n, (kind, about) in enumerate(told, 1)
+        ]
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "events.jsonl").write_text(lines)
+        mark = {"event": rows[-1]["id"], "samples": SAMPLES}
+        (tmp_path / "in_flight.json").write_text(json.dumps(mark))
+        held = {"job": "j", "lineage": 0, "step": 1, "weights": "m0.1"}
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        (tmp_path / "checkpoints/step-000-000001-m0.1.json").write_text(json.dumps(held))
+        (tmp_path / "ledger/rollout-0").mkdir(parents=True, exist_ok=True)
+        return tmp_path
+
+    return write
+
+
+def records(group: int) -> bytes:
+    ids = np.array([trajectory_id(group, member) for member in range(SAMPLES)])
+    tokens = np.arange(SAMPLES, dtype=np.int32)
+    rows = TokenRows(ids, np.ones(SAMPLES, np.int32), tokens, np.zeros(SAMPLES, np.float32), tokens)
+    text = "a long turn " * 40  # is compressed
+    return b"".join(
+        frame(kind, payload)
+        for kind, payload in (
+            (Kind.OPEN, [group, 0, 0, 0, [1, 2]]),
+            (Kind.TOKENS, rows),
+            (Kind.TURN, [int(ids[0]), text]),
+        )
+    )
+
+
+def test_a_history_that_is_right_has_the_account_that_audit_gives(
+    run: Callable[[Told], Path],
+) -> None:
+    there = run(right())
+    segment = there / "ledger/rollout-0/1-1.ledger"
+    segment.write_bytes(HEADER + records(1_000_000_002) + records(3)[:-5])
+    found = check(there)
+    assert found["problems"] == []
+    assert audit(there).items() <= found.items()
+    assert (found["in_flight"], found["trained"], found["lineage"]) == (2, 4, 1)
+    (there / "in_flight.json").unlink()  # as after a crash: the ledger tells what is in flight
+    assert audit(there).items() <= check(there).items()
+    assert check(there)["problems"] == [] and show(there, as_json=True) == 0
+    program = [sys.executable, "-m", "loadtests.history", str(there)]
+    assert json.loads(subprocess.check_output(program)) == check(there)
+
+
+IDS = 1_000_000_000
+DOCTORED: dict[str, Callable[[Told], Told]] = {
+    "lost": lambda told: [*told[:-1], opened(IDS + 9)],
+    "trained_twice": lambda told: [*told, step(3, IDS, lineage=1)],
+    "opened_twice": lambda told: [*told, opened(3), ("dropped", told[4][1] | {"group": 3})],
+    "committed_twice": lambda told: [*told, step(1, lineage=0, manifest="other")],
+}
+
+
+@pytest.mark.parametrize("what", DOCTORED)
+def test_a_history_that_cannot_be_is_refused_by_both(
+    run: Callable[[Told], Path], what: str
+) -> None:
+    there = run(DOCTORED[what](right()))
+    found, audited = check(there), audit(there)
+    assert found["problems"] and show(there, as_json=True) == 1
+    assert found[what] and {key: found[key] for key in WRONG} == {
+        key: audited[key] for key in WRONG
+    }
+
+
+def test_what_no_event_tells_is_refused_by_the_files(run: Callable[[Told], Path]) -> None:
+    there = run(right())
+    (there / "ledger/rollout-0/1-1.ledger").write_bytes(HEADER + records(IDS + 7))
+    assert check(there)["problems"] == [f"the ledger tells of group {IDS + 7}: nobody opened it"]
+    (there / "ledger/rollout-0/1-1.ledger").write_bytes(b"another file")
+    assert "is no segment" in check(there)["problems"][0]
+    there = run([*right(), step(4, IDS + 2, lineage=1)])
+    assert "step 4 of lineage 1 follows version 2" in str(check(there)["problems"])
+    path = there / "checkpoints/step-000-000001-m0.1.json"
+    path.write_text(path.read_text().replace("m0.1", "other"))
+    assert "holds other, and m0.1 was committed" in str(check(there)["problems"])

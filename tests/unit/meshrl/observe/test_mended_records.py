@@ -1,0 +1,173 @@
+"""Damaged files of a run's record are made again, at rest and in mid-run, and it is said."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.job.config import JobConfig
+from common.records.damage import EVENT, QUARANTINE
+from common.records.lines import read
+from common.state import events, jobs, readers
+from meshrl.launch.launcher import Launcher, Shape
+from meshrl.launch.places import MeshPlace, read_json, write_json
+from meshrl.observe.recorder import Recorder, read_events
+from sim.state import simulated_state
+
+JOB = "one"
+
+
+def flip(path: Path, _: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path, _: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path, _: Path) -> None:
+    path.write_bytes(b"")
+
+
+def delete(path: Path, _: Path) -> None:
+    path.unlink()
+
+
+def older(path: Path, copy: Path) -> None:
+    path.write_bytes(copy.read_bytes())
+
+
+HARM: dict[str, Callable[[Path, Path], None]] = {
+    harm.__name__: harm for harm in (flip, truncate, empty, delete, older)
+}
+
+
+class Run:
+    """A recorded job on a mesh without processes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.launcher = Launcher(MeshPlace(directory), Shape())
+        self.launcher.state = simulated_state(self.launcher.clock)
+
+    async def begin(self) -> None:
+        document = JobConfig(name=JOB).document()
+        write_json(self.directory / "job.json", {"job": JOB, "document": document})
+        await jobs.submit(self.launcher.state, JOB, document, str(self.directory), JOB)
+
+    async def happen(self, *texts: str) -> None:
+        for text in texts:
+            await events.append(self.launcher.state, "note", {"job": JOB, "text": text})
+
+    def recorder(self) -> Recorder:
+        return Recorder(self.launcher, JOB, self.directory)
+
+    @property
+    def notes(self) -> list[str]:
+        return [e.fields["text"] for e in read_events(self.directory) if e.kind == "note"]
+
+    def told(self) -> list[dict[str, Any]]:
+        return [e.fields for e in read_events(self.directory) if e.kind == EVENT]
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    made = Run(tmp_path / "run")
+    await made.begin()
+    yield made
+    await made.launcher.state.close()
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("at_rest", [True, False], ids=["at rest", "in mid-run"])
+async def test_events_are_made_again_from_the_stream(run: Run, harm: str, at_rest: bool) -> None:
+    path, copy = run.directory / "events.jsonl", run.directory / "copy"
+    recorder = run.recorder()
+    await run.happen("a", "b")
+    await recorder.look()
+    shutil.copy(path, copy)
+    await run.happen("c", "d", "e")
+    await recorder.look()
+    if at_rest:
+        await recorder.close()
+    HARM[harm](path, copy)
+    if at_rest:
+        recorder = run.recorder()
+    await run.happen("f")
+    for _ in range(2):  # what has been mended is recorded by the next look
+        assert await recorder.look() is not None
+    assert run.notes == ["a", "b", "c", "d", "e", "f"]
+    assert not read(path).damage
+    (told,) = run.told()
+    assert (told["what"], told["path"]) == ("events", str(path))
+    assert "made again from the event stream" in told["then"]
+    assert (run.directory / QUARANTINE / "events.jsonl").exists() == (harm != "delete")
+    assert [e.kind for e in read_events(run.directory)].count(EVENT) == 1
+
+
+async def test_what_redis_has_no_more_either_is_said_to_be_lost(run: Run) -> None:
+    path = run.directory / "events.jsonl"
+    recorder = run.recorder()
+    await run.happen("a", "b", "c", "d", "e")
+    await recorder.look()
+    await recorder.close()
+    assert await readers.trim(run.launcher.state, 0, keep_ms=0) > 0
+    flip(path, path)
+    recorder = run.recorder()
+    for _ in range(2):
+        assert await recorder.look() is not None
+    (told,) = run.told()
+    assert "1 of its events are lost" in told["then"]
+    assert len(run.notes) in (4, 5) and not read(path).damage
+    assert [e.kind for e in read_events(run.directory)].count("history_lost") == 1
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty"])
+@pytest.mark.parametrize("name", ["usage.json", "in_flight.json", "tracking.json"])
+async def test_a_document_that_is_damaged_is_set_aside_and_the_run_goes_on(
+    run: Run, name: str, harm: str
+) -> None:
+    recorder = run.recorder()
+    await recorder.look()
+    await recorder.close()
+    path = run.directory / name
+    if not path.exists():
+        write_json(path, {"tensorboard": {"id": "one-1234"}})
+    HARM[harm](path, path)
+    recorder = run.recorder()
+    assert await recorder.look() is not None
+    (told,) = run.told()
+    assert told["path"] == str(path) and Path(told["aside"]).parent.name == QUARANTINE
+    await recorder.close()
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "delete"])
+async def test_the_job_file_is_put_back_while_the_run_goes_on(run: Run, harm: str) -> None:
+    recorder = run.recorder()
+    await recorder.look()
+    path = run.directory / "job.json"
+    before = read_json(path)
+    HARM[harm](path, path)
+    await recorder.look()
+    assert read_json(path) == before
+    (told,) = run.told()
+    assert told["then"] == "written again from memory"
+
+
+async def test_a_torn_tail_alarms_nobody(run: Run) -> None:
+    path = run.directory / "events.jsonl"
+    recorder = run.recorder()
+    await run.happen("a", "b")
+    await recorder.look()
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])  # a crash: there is no mark of a clean end
+    assert read(path).damage == "" and path.read_bytes() == content[:-20], "a reader cuts nothing"
+    recorder = run.recorder()
+    await recorder.look()
+    assert run.notes == ["a", "b"] and not run.told()

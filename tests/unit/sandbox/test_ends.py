@@ -1,0 +1,77 @@
+"""Workers and zygotes that end unasked are told, and count as what a run's processes did."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from common.api.sandbox import OK
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from common.random import Random
+from common.state import events
+from common.state.events import Event
+from meshrl.observe.watch import unforeseen
+from services.sandbox.ends import TELL_S, Ends, ToldEnds
+from services.sandbox.workers.pool import Pool, PoolLimits, Work
+from sim.host import SimulatedHost
+from sim.loop import VirtualClock, run_virtual
+from tests.meshes import alone
+
+
+def counted(found: list[Event]) -> list[tuple[str, int]]:
+    """Name and number of the ends that a run counts."""
+    return [(e.fields["name"], e.fields["count"]) for e in found if unforeseen(e)]
+
+
+def test_many_ends_of_one_name_are_one_event_each_few_seconds() -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        mesh = alone("sandbox/0", clock, random, SimulatedHost(clock, random))
+        ends = ToldEnds(mesh.state, clock, "sandbox/0")
+        ends.saw("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
+        await clock.sleep(0.1)
+        for _ in range(40):
+            ends.saw("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
+        ends.saw("zygote", -9, "it was killed: somebody has stopped it (pid 7)", None)
+        await clock.sleep(2 * TELL_S)
+        told = await events.read_all(mesh.state)
+        name = "worker of calc of sandbox/0"
+        assert counted(told) == [(name, 1), (name, 40), ("zygote of sandbox/0", 1)]
+        assert told[1].fields["times"] == 41 and told[1].fields["job"] == "calc"
+        ends.stop()
+
+    run_virtual(main)
+
+
+async def test_a_worker_that_is_killed_is_told_and_one_that_has_served_its_time_is_not(
+    tmp_path: Path,
+) -> None:
+    class Heard(Ends):
+        def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
+            heard.append((name, code, why))
+
+    heard: list[tuple[str, int, str]] = []
+    (tmp_path / "tools.py").write_text("import os\ndef pid(x): return os.getpid()\n")
+    pool = Pool(
+        SystemHost(),
+        SystemClock(),
+        "calc",
+        str(tmp_path),
+        {"tool:pid": "tools:pid"},
+        None,
+        PoolLimits(warm=1, most=1, recycle=2),
+        ends=Heard(),
+    )
+    await pool.start()
+    try:
+        seen = [(await pool.run([Work("tool:pid", [0], 20.0)]))[0] for _ in range(3)]
+        assert {answer.status for answer in seen} == {OK}
+        assert seen[1].value != seen[2].value and heard == [], "it has served its time"
+        os.kill(seen[2].value, signal.SIGKILL)
+        (answer,) = await pool.run([Work("tool:pid", [0], 20.0)])
+        assert answer.status == OK and answer.value != seen[2].value
+        ((name, code, _),) = heard
+        assert (name, code) == ("worker of calc", -signal.SIGKILL)
+    finally:
+        await pool.stop()

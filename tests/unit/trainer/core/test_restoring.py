@@ -1,0 +1,188 @@
+"""A trainer on real files of checkpoints: whatever became of one, training goes on from it, from
+the one before, or fails by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.api.weights import Fetch, Weights
+from common.errors import ConfigError
+from common.job.config import JobConfig, LoraConfig
+from common.job.job_data import JobData
+from common.model.config import ModelConfig
+from common.records.checkpoints import STATE
+from common.state import events, steps
+from common.wire.weight_store import STORE
+from services.trainer.core.beginning import adapt, fresh_learner
+from services.trainer.core.checkpointing import Checkpoints
+from services.trainer.core.publishing import Publisher
+from services.trainer.core.restoring import Restoring
+from services.trainer.ranks.compute import LocalCompute
+from sim.mesh.arithmetic import MODEL
+from sim.mesh.job import config_of, document_of
+from tests.unit.common.records.harms import HARMS, Harm, delete
+from tests.unit.weights.store_bench import JOB, StoreBench, on_store
+
+
+class Trained:
+    """A job with two checkpoints, and the trainer that wrote them."""
+
+    def __init__(self, store: StoreBench, config: JobConfig) -> None:
+        self.store = store
+        config = replace(config, name=JOB)
+        self.data = JobData.of(JOB, document_of(config, store.root), str(store.root))
+        self.learner = fresh_learner(self.data)
+        adapt(self.data, self.learner)
+        mesh, enter = store.trainer, lambda phase, step: None
+        compute = LocalCompute(mesh, self.learner)
+        shape = ModelConfig.from_hf(MODEL)
+        self.checkpoints = Checkpoints(mesh, self.data, compute, shape, enter)
+        self.publisher = Publisher(mesh, store.bulk, self.data)
+        self.restoring = Restoring(mesh, store.bulk, self.data, compute, enter)
+        self.names: list[str] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.manifests: list[str] = []
+
+    async def begin(self) -> None:
+        await self.store.submit()
+        for step in (0, 1):
+            await self.checkpoint(step)
+
+    async def checkpoint(self, step: int) -> None:
+        """One whose weights and state tell its step."""
+        torch.manual_seed(step)
+        gradient = torch.randn(self.learner.size)
+        self.learner.apply(gradient, 1.0, 1.0)
+        weights, state = self.learner.copied_weights(), self.store.state
+        before = self.manifests[-1] if self.manifests else ""
+        manifest = await self.publisher.stage(0, step, weights, before)
+        account: dict[str, Any] = {"version": step}
+        await self.checkpoints.begin(0, step, manifest, weights, account)
+        await self.checkpoints.settled(required=True)
+        name, token = self.checkpoints.name, self.store.trainer.token
+        if step == 0:
+            trainer = self.store.trainer.name
+            await steps.commit_initial(state, JOB, trainer, token, 0, manifest, name)
+        else:
+            await self.store.commit(step, manifest, name)
+        self.names.append(name)
+        self.weights.append(weights)
+        self.manifests.append(manifest)
+
+    async def usable(self) -> int:
+        """Which checkpoint is gone on from; the learner has its weights and its state."""
+        name, checkpoint = await self.restoring.usable(self.names[-1])
+        number = self.names.index(name)
+        found = self.learner.copied_weights()
+        assert all(torch.equal(found[key], self.weights[number][key]) for key in found)
+        assert self.learner.steps == number + 1 and checkpoint.step == number
+        return number
+
+    def manifest(self, number: int) -> Path:
+        return self.store.run_dir / f"checkpoints/{self.names[number]}.json"
+
+    def state(self, number: int) -> Path:
+        (file,) = (self.manifest(number).with_suffix("") / STATE).glob("*.safetensors")
+        return file
+
+    def model(self, number: int) -> Path:
+        return self.manifest(number).with_suffix("") / "model.safetensors"
+
+    async def chunks(self, number: int) -> list[Path]:
+        """The manifest of its weights, and their chunks."""
+        asked = Fetch(self.manifests[number])
+        held = await self.store.trainer.ref(STORE).call(Weights.manifest, asked)
+        names = dict.fromkeys([asked.digest, *(tensor.chunk for tensor in held.tensors)])
+        return [self.store.chunks.path(name) for name in names]
+
+    async def told(self) -> list[dict[str, Any]]:
+        found = await events.read_all(self.store.state)
+        return [event.fields for event in found if event.kind == "damaged"]
+
+
+def trained(
+    root: Path, story: Callable[[Trained], Awaitable[None]], config: JobConfig | None = None
+) -> None:
+    async def on(store: StoreBench) -> None:
+        asyncio.get_running_loop().limit = 1e6  # type: ignore[attr-defined]
+        bench = Trained(store, config or config_of(1, 1, 1, 9))
+        await bench.begin()
+        await story(bench)
+
+    on_store(root, on)
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("which", ["manifest", "state"])
+def test_the_checkpoint_before_takes_the_place_of_a_damaged_one(
+    tmp_path: Path, which: str, harm: Harm
+) -> None:
+    async def story(bench: Trained) -> None:
+        assert await bench.usable() == 1
+        path = getattr(bench, which)
+        harm(path(1), path(0).read_bytes())
+        assert await bench.usable() == 0
+        [one] = await bench.told()
+        assert one["what"] == "checkpoint" and bench.names[1] in one["path"]
+        assert bench.names[0] in one["then"]
+        kept = bench.store.run_dir / "quarantine/checkpoints"
+        assert (kept / bench.names[1] / STATE).is_dir()
+        assert (kept / f"{bench.names[1]}.json").is_file() or (which, harm) == ("manifest", delete)
+        assert not bench.manifest(1).exists() and not bench.manifest(1).with_suffix("").exists()
+
+    trained(tmp_path, story)
+
+
+@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+def test_weights_that_are_damaged_in_the_store_are_made_again_from_the_checkpoint(
+    tmp_path: Path, harm: Harm
+) -> None:
+    async def story(bench: Trained) -> None:
+        for path in await bench.chunks(1):
+            harm(path, b"of another")
+        await bench.store.restart_store()  # which remembers manifests
+        assert await bench.usable() == 1
+        assert await bench.store.stored(bench.manifests[1])
+        assert all("written again from" in one["then"] for one in (await bench.told())[-1:])
+
+    trained(tmp_path, story)
+
+
+def test_adapters_and_what_they_are_added_to_are_made_again_too(tmp_path: Path) -> None:
+    async def story(bench: Trained) -> None:
+        chunks = await bench.chunks(1)
+        assert len(chunks) == 3, "the manifest, the base and the adapters"
+        for path in chunks:
+            path.unlink()
+        await bench.store.restart_store()
+        assert await bench.usable() == 1
+        assert await bench.store.stored(bench.manifests[1])
+
+    trained(tmp_path, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)))
+
+
+def test_what_is_nowhere_whole_gives_its_place_too_and_in_the_end_the_job_fails_by_name(
+    tmp_path: Path,
+) -> None:
+    async def story(bench: Trained) -> None:
+        for path in await bench.chunks(1):
+            path.unlink()
+        HARMS[0](bench.model(1), b"")
+        await bench.store.restart_store()
+        assert await bench.usable() == 0
+        state = bench.state(0)
+        HARMS[0](state, b"")
+        with pytest.raises(ConfigError, match="no checkpoint of the run is whole") as told:
+            await bench.restoring.usable(bench.names[0])
+        assert str(state) in str(told.value) and "quarantine" in told.value.fix
+        assert "the job fails" in (await bench.told())[-1]["then"]
+
+    trained(tmp_path, story)
