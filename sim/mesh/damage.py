@@ -10,6 +10,7 @@ from pathlib import Path
 from common.random import Random
 from common.records.damage import QUARANTINE
 from common.records.durable import sync
+from common.wire.chunks import digest_of
 
 UNREAD_NS = 1  # access time of a damaged file until somebody reads it
 # Kinds of durable files (`common.records.damage.FATES`) of a virtual mesh, by where they lie. Its
@@ -39,10 +40,15 @@ class Damage:
         return self.how != "delete" and self.link.stat().st_atime_ns != UNREAD_NS
 
     def replaced(self, root: Path) -> bool:
-        """Whether it lies in quarantine, and another one where it was."""
-        inode = self.link.stat().st_ino
-        aside = (path.stat().st_ino for path in (root / QUARANTINE).rglob("*"))
-        return (root / self.path).is_file() and inode in aside
+        """Whether what was written is there again, and this one is in quarantine; of a chunk, which
+        is named by its digest, that it is there is enough.
+        """
+        inode, place = self.link.stat().st_ino, root / self.path
+        if not place.is_file() or place.stat().st_ino == inode:
+            return False
+        if self.kind == "chunk":
+            return digest_of(unnoticed(place)) == place.name
+        return inode in (path.stat().st_ino for path in (root / QUARANTINE).rglob("*"))
 
 
 def named_in(path: str, text: str) -> bool:
