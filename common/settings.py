@@ -66,13 +66,13 @@ def advertised_host(advertise: str) -> str:
     return found.group(1) if found else advertise
 
 
-def _refuse_shared(path: str) -> None:
+def _refuse_shared(path: Path) -> None:
     """ConfigError for a file that names servers and holds secrets, and is not this user's alone."""
-    found = os.stat(path)
+    found = path.stat()
     if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(
             f"settings of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}",
-            where=path,
+            where=str(path),
             fix=f"They hold the secret of a mesh: chown it to user {os.geteuid()}, chmod 600",
         )
 
@@ -103,11 +103,17 @@ class MeshSettings:
                 f"${SETTINGS_ENV} is not set",
                 fix="Start services through `meshrl up` or `meshrl run`",
             )
+        return cls.from_file(Path(path))
+
+    @classmethod
+    def from_file(cls, path: Path) -> MeshSettings:
+        """The settings in a file; ConfigError as for `from_env`."""
+        where = str(path)
         try:
             _refuse_shared(path)
-            return cls(**documents.decode(Path(path).read_bytes(), path))
+            return cls(**documents.decode(path.read_bytes(), where))
         except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(f"unusable settings: {error}", where=path) from None
+            raise ConfigError(f"unusable settings: {error}", where=where) from None
 
     def to_file(self, path: str | Path) -> None:
         """Writes the file whole or not at all, for this user's eyes: the URL of a Redis may hold a

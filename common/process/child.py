@@ -171,6 +171,9 @@ def main(argv: list[str]) -> None:
         os.execvp(name, [name, *arguments])
     import runpy
 
+    from common.process.streams import outlive_a_full_disk
+
+    outlive_a_full_disk()
     sys.argv = [name, *arguments]
     reserve = reserved()
     try:

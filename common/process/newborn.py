@@ -25,6 +25,7 @@ from pathlib import Path
 from common.process import failure
 from common.process.birth import GO, Order
 from common.process.child import CHANNEL_FD, ORPHANED, PRIVATE, end_with
+from common.process.streams import outlive_a_full_disk
 
 MALLOPT = {  # glibc reads these when a program starts; afterwards they are set by number
     "MALLOC_TRIM_THRESHOLD_": -1,
@@ -49,6 +50,7 @@ def become(
         environment[CHANNEL_FD] = str(descriptors["channel"])
     settle_environment(order, environment, paths)
     settle_libraries(environment)
+    outlive_a_full_disk()
     return run(order.module, order.arguments)
 
 

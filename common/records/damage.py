@@ -62,7 +62,10 @@ FATES: dict[str, Fate] = {
         "no older than what that note, the recorded events and the checkpoints tell",
         "set aside; jobs go on from their newest checkpoints, each under a new lineage",
     ),
-    "bundle": Fate("sizes and digests in job.json", "a named failure before the start"),
+    "bundle": Fate(
+        "bytes and digest of each file in the job's document; after a start, of weights the bytes",
+        "a named failure: of resume before it starts anything, of the process that reads it after",
+    ),
     "job": Fate(
         "a digest of job.json in itself",
         "set aside; written again from memory, or from the copy in Redis, else a named failure",
@@ -111,8 +114,9 @@ def set_aside(path: Path, root: Path) -> Path:
 
 def sentence(told: Mapping[str, Any]) -> str:
     """An event `damaged` as a person reads it."""
+    then = str(told["then"])
     aside = f" It lies in {told['aside']}." if told.get("aside") else ""
-    return f"{told['path']} is damaged: {told['why']}. {told['then'].capitalize()}.{aside}"
+    return f"{told['path']} is damaged: {told['why']}. {then[:1].upper()}{then[1:]}.{aside}"
 
 
 def fields(

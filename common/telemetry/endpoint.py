@@ -5,7 +5,9 @@ that they answer while the event loop stands still.
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,6 +17,7 @@ from common.settings import advertised_host, metrics_ports
 
 TURN_S = 0.5  # how often the thread looks whether it should end
 CLIENT_S = 5.0  # a client that neither sends nor reads for so long is hung up on
+CLIENTS = 32  # at once, each on a thread: whoever reaches the port may knock as often as they like
 PLAIN = "text/plain; charset=utf-8"
 
 Page = Callable[[], tuple[int, str, bytes]]  # status, content type, body
@@ -61,6 +64,29 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     pages: Mapping[str, Page]
+
+    def __init__(self, where: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(where, handler)
+        self._served: dict[Any, None] = {}  # connections, the oldest first; of several threads
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serves a client on a thread; the one that has been there for longest makes room."""
+        for oldest in list(self._served)[: max(0, len(self._served) + 1 - CLIENTS)]:
+            with suppress(OSError):  # it has gone by itself
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._served[request] = None
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread is to be had
+            del self._served[request]
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serves a client to its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            del self._served[request]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news."""

@@ -14,6 +14,7 @@ import selectors
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +56,7 @@ PIECE_BYTES = 1 << 20  # what one connection may move before the others have the
 LARGEST_BYTES = 4 << 30  # most in one transfer, at either end
 IDLE_S = 60.0
 TURN_S = 0.2  # how often the thread looks whether it should end
-PROOF_S = 3.0  # in which a client has proved who it is: it takes one round trip
+PROOF_S = 5.0  # in which a client has proved who it is: one round trip, on a busy host too
 CONNECTIONS = 256
 STRANGERS = 64  # connections without a proof yet; the oldest makes room for the next
 DEADLINE_S = 120.0
@@ -240,7 +241,7 @@ class _Connection:
                 yield selectors.EVENT_WRITE
         whole = hashed.hexdigest() == digest
         if there and not whole:
-            self._chunks.examine(digest)
+            self._chunks.whole(digest)
         yield from self._answer(bytes([whole and self._chunks.touch(digest)]))
 
     def _put(self, digest: str, length: int) -> _Steps:
@@ -309,6 +310,7 @@ class BulkClient:
     def __init__(self, mesh: Mesh, *, largest_bytes: int = LARGEST_BYTES) -> None:
         self._mesh, self._largest_bytes = mesh, largest_bytes
         self._key = bulk_key(mesh.settings)
+        self.untold: deque[tuple[Path, Path]] = deque()  # see ChunkStore
 
     async def get(self, entry: Entry, digest: str, *, deadline_s: float = DEADLINE_S) -> bytes:
         """The bytes of `digest`, checked. NotFound, PeerLost, Damaged when they were changed."""
@@ -355,7 +357,9 @@ class BulkClient:
         directory = Path(entry.bulk.partition("#")[2])
         near = entry.host == self._mesh.settings.host and directory.is_absolute()
         if near and os.access(directory, os.W_OK):
-            return ChunkStore(directory, self._mesh.clock.wall)
+            chunks = ChunkStore(directory, self._mesh.clock.wall)
+            chunks.untold = self.untold
+            return chunks
         return None
 
     def _session(self, entry: Entry, deadline_s: float) -> _Session:

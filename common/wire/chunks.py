@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +99,8 @@ class ChunkStore:
     def __init__(self, directory: Path, wall: Callable[[], float] | None = None) -> None:
         self.directory = directory.resolve()
         self._wall = wall
+        # Chunks that a writer found damaged, and where they lie now, until somebody tells of them.
+        self.untold: deque[tuple[Path, Path]] = deque()
 
     @property
     def local_address(self) -> str:
@@ -172,6 +175,13 @@ class ChunkStore:
         os.rename(aside, path)
         return True, None
 
+    def whole(self, digest: str) -> bool:
+        """What `examine` says, for one who writes the chunk if it is not."""
+        whole, aside = self.examine(digest)
+        if aside is not None:
+            self.untold.append((self.path(digest), aside))
+        return whole
+
     def write(self, content: bytes | memoryview) -> str:
         """Makes `content` durable and returns its digest. StorageFull leaves nothing behind.
 
@@ -179,7 +189,7 @@ class ChunkStore:
         again are read and not written; else nobody writes the same bytes twice.
         """
         digest = digest_of(content)
-        if self.has(digest) and self.examine(digest)[0] and self.touch(digest):
+        if self.has(digest) and self.whole(digest) and self.touch(digest):
             return digest
         scratch = self.scratch(digest)
         try:

@@ -4,14 +4,20 @@ weights.
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
+from pathlib import Path
+
 from common.api.weights import Examine, Weights
 from common.errors import Damaged, PeerLost
+from common.records import damage
 from common.runtime.mesh import Mesh
 from common.runtime.patience import NotThere, patiently
-from common.state import registry
+from common.state import events, registry
 from common.wire.bulk import BulkClient
 
 STORE = "weights"  # its name in the registry
+WHY = "it is not what its name says"  # what is told of a damaged chunk
 
 
 async def store_entry(mesh: Mesh) -> registry.Entry:
@@ -29,7 +35,18 @@ async def put(mesh: Mesh, bulk: BulkClient, content: bytes | memoryview, what: s
         return await bulk.put(await store_entry(mesh), content)
 
     with mesh.wait(what, on=STORE):
-        return await patiently(mesh.clock, once)
+        digest = await patiently(mesh.clock, once)
+        await tell(mesh, bulk.untold)
+    return digest
+
+
+async def tell(mesh: Mesh, untold: deque[tuple[Path, Path]]) -> None:
+    """Tells of chunks that a writer has found damaged, and written again."""
+    while untold:
+        path, aside = untold[0]
+        told = damage.fields("weights", path, WHY, "it is written again", aside=aside)
+        await patiently(mesh.clock, partial(events.append, mesh.state, damage.EVENT, told))
+        untold.popleft()
 
 
 async def get(

@@ -38,20 +38,16 @@ RUN_S = 400.0  # for the rest of the run
 SHOWN = 40  # answers that are told in full
 
 
-def settings_of(place: MeshPlace) -> MeshSettings:
-    """Those of the mesh in `place`."""
-    return MeshSettings(**json.loads(place.settings.read_text()))
-
-
 async def until_training(place: MeshPlace, run: asyncio.subprocess.Process) -> None:
     """Returns when the first step is done; SystemExit when the run ends before."""
     async with asyncio.timeout(UP_S):
         while True:
             if run.returncode is not None:
                 sys.exit(f"the run ended before it trained, with status {run.returncode}")
-            with contextlib.suppress(MeshError, OSError, ValueError, TypeError):
-                if await _trains(settings_of(place)):
-                    return
+            if place.settings.exists():
+                with contextlib.suppress(MeshError):  # Redis is not up yet
+                    if await _trains(MeshSettings.from_file(place.settings)):
+                        return
             await asyncio.sleep(0.5)
 
 
@@ -143,7 +139,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     try:
         await until_training(place, mesh)
-        settings = settings_of(place)
+        settings = MeshSettings.from_file(place.settings)
         plan = await plan_of(place, settings)
         plan.server_key = server_key(settings)
         tried = await tried_by_nobody(plan)

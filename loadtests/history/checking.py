@@ -96,8 +96,31 @@ def _after(story: Story, event: dict[str, Any], problems: list[str]) -> Story:
         if kind == "restored":
             return Story(told["lineage"], told["version"], told["lineage"], dict(told["counts"]))
         story.lineage, story.version = told["lineage"], told["version"]
-        story.steps = {n: rows for n, rows in story.steps.items() if n <= told["version"]}
+        gone = {n: rows for n, rows in story.steps.items() if n > told["version"]}
+        story.steps = {n: rows for n, rows in story.steps.items() if n not in gone}
+        if "lost_through" in told:  # back behind what covered steps: their groups are in no row
+            for rows in (rows for n, rows in gone.items() if n <= told["lost_through"]):
+                for row in rows:
+                    story.end(row["group"], "host_lost", 0)  # counted as one, by what is told
+            stands = _by_term(story)
+            story.base["host_lost"] += told["host_lost"]
+            for term, count in told["counts"].items():
+                story.base[term] += count - stands[term]
     return story
+
+
+def _by_term(story: Story) -> Counter[str]:
+    """Trajectories by how they ended, in the steps that stand and by themselves."""
+    found = Counter(story.base)
+    for ends in story.ends.values():
+        for term, trajectories, failed in ends:
+            found[term] += trajectories
+            found["typed_drops"] += failed
+    for rows in story.steps.values():
+        for row in rows:
+            found["filtered" if row["filtered"] else "trained"] += row["scored"]
+            found["typed_drops"] += row["samples"] - row["scored"]
+    return found
 
 
 def _account(story: Story, files: Files) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from common.process.failure import end_of
 from common.process.handle import Child
 from common.process.host import SystemHost, own_start_time
 from common.process.lease_watch import LeaseWatch
+from common.process.streams import outlive_a_full_disk
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.records import damage
 from common.secret import SECRET_BYTES
@@ -108,7 +109,7 @@ class Launcher(Hooks):
             self._reports = Reports(self.state, self.clock)
             await forget_all(self.state)
             if self._redis.why:
-                await put_all_back(self.state, self._redis.known)
+                await put_all_back(self.state, self._redis.known, needed=False)
             if begin is not None:
                 await begin()
             await self._nursery.listens()
@@ -229,7 +230,7 @@ class Launcher(Hooks):
         await self._kill_services()
         await self._redis.begin_anew(why)
         await self._redis.readmit()
-        await put_all_back(self.state, self._redis.known)
+        await put_all_back(self.state, self._redis.known, needed=True)
         await self._nursery.start()
         await self._nursery.listens()
         await self._start_services()
@@ -421,6 +422,7 @@ async def serve(root: Path, shape: Shape) -> int:
     """`meshrl up`: a mesh that runs until SIGTERM, recording each job that is submitted to it."""
     from meshrl.observe.records import record_all
 
+    outlive_a_full_disk()
     stop = asyncio.Event()
     launcher = Launcher(MeshPlace(root), shape)
     interruptible(stop, launcher)

@@ -102,6 +102,7 @@ def find_mesh(chosen: Path | None) -> MeshPlace:
     for root in (chosen, chosen.parent, chosen.parent.parent):
         place = MeshPlace(root)
         if place.settings.is_file():
+            refuse_foreign(place.directory)
             refuse_foreign(place.settings)
             return place
     raise NotFound(f"there is no mesh at {chosen}", fix="Start one with `meshrl up`")

@@ -4,11 +4,12 @@ its own.
 
 from __future__ import annotations
 
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
-from common.errors import NotFound
+from common.errors import ConfigError, Damaged, MeshError, NotFound
 from common.records.checkpoints import best, committed, is_first, last_lineage, manifest_of
 from common.state import jobs, steps
 from common.state.client import State
@@ -57,14 +58,25 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return None if found is None or is_first(found) else found
 
 
-async def put_all_back(state: State, known: Mark) -> None:
-    """Puts back every job that was known, had not ended, and is not there, and says so."""
-    there = {row.id for row in await jobs.jobs(state)}
+async def put_all_back(state: State, known: Mark, needed: bool) -> None:
+    """Puts back every job that was known, had not ended, and is not there, and says so.
+
+    One that cannot be keeps no other from going on; `needed`: its error is raised when none can.
+    """
+    there, errors, back = {row.id for row in await jobs.jobs(state)}, list[MeshError](), 0
     for job, one in known.jobs.items():
         if job in there or one.phase in jobs.ENDED or not one.run_dir:
             continue
         run_dir = Path(one.run_dir)
-        document = read_json(run_dir / "job.json")["document"]
-        checkpoint = await put_back(state, run_dir, job, document, one.lineage)
+        try:
+            document = read_json(run_dir / "job.json")["document"]
+            checkpoint = await put_back(state, run_dir, job, document, one.lineage)
+        except (NotFound, Damaged, ConfigError, OSError) as error:
+            errors.append(NotFound(f"{job} cannot go on: {error}", where=str(run_dir)))
+            print(errors[-1], file=sys.stderr, flush=True)
+            continue
+        back += 1
         at = checkpoint.name if checkpoint is not None else "its beginning"
         print(f"{job} starts again from {at}", flush=True)
+    if needed and errors and not back:
+        raise errors[0]

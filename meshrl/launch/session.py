@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import Refused
 from common.job.config import JobConfig
+from common.process.streams import outlive_a_full_disk
 from common.state import embedded, jobs
 from common.state.accounting import wrong
 from meshrl.job import bundle, edited
@@ -86,6 +87,7 @@ async def session(
     """A mesh from its start to the end of a run; the exit status. `begin` gives Redis the job,
     before any service looks for one; `started` is called when all services are there.
     """
+    outlive_a_full_disk()
     run = run_in(run_dir)
     launcher = Launcher(run.place, shape)
     stop = asyncio.Event()

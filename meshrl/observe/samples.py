@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from common.errors import NotFound
+from common.records.lines import row_of
 
 Sample = dict[str, Any]
 OLDER = ".older.jsonl"  # ends the name of a file that another has followed
@@ -30,6 +31,8 @@ def show(
 ) -> None:
     """Prints samples of a run; NotFound when it has none and is not followed."""
     read_to = ends(run_dir)
+    for line in damaged(run_dir):
+        print(f"damaged: {line}; the others are shown", file=sys.stderr)
     found = [s for s in read(run_dir) if step is None or s["step"] == step]
     if not found and not follow:
         of = "" if step is None else f" of step {step}"
@@ -61,12 +64,17 @@ def read(run_dir: Path) -> list[Sample]:
 
 
 def parsed(content: bytes) -> Iterator[Sample]:
-    """The whole lines of a file; one that a crash has cut short is left out."""
-    for line in content[: content.rfind(b"\n") + 1].splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+    """The whole lines of a file; those that are damaged or cut short are left out."""
+    for line in content.split(b"\n")[:-1]:
+        if (sample := row_of(line)) is not None:
+            yield sample
+
+
+def damaged(run_dir: Path) -> list[str]:
+    """Which files have lines that are damaged, and how many."""
+    counts = {p: p.read_bytes().split(b"\n")[:-1] for p in files(run_dir)}
+    wrong = {path: sum(row_of(line) is None for line in lines) for path, lines in counts.items()}
+    return [f"{path}: {count} samples cannot be read" for path, count in wrong.items() if count]
 
 
 def ends(run_dir: Path) -> dict[Path, int]:

@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from common.records import lines
+from common.records.damage import EVENT, sentence
+from common.state.accounting import wrong
 from common.state.events import Event
 from common.state.jobs import ENDED, Phase
 from meshrl.launch.places import read_json
+from meshrl.observe.recorded import damaged
 from meshrl.observe.watch import told
 from meshrl.run.target import Run, may_live
 
 FINISHED, FAILED, STOPPED = 0, 1, 3  # exit statuses of commands that follow a run to its end
 INTERRUPTED = 130  # after Ctrl-C, as shells have it
+NAMED = 5  # damaged files that are told of, the last ones
 RUNNING, STILL = "running", "stopped"
 # What is read of a run: a mesh gives up with a process that ends and is not started again.
-TELLING = tuple(f'"kind": "{kind}"' for kind in ("phase", "step", "evaluation", "process_ended"))
+TELLING = tuple(
+    f'"kind": "{kind}"' for kind in ("phase", "step", "evaluation", "process_ended", EVENT)
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Outcome:
     reward: float | None  # of the last step
     held_out: float | None  # sampled, as measured last
     error: str
+    damaged: tuple[str, ...] = ()  # what was or is damaged among its files, and what followed
 
     @property
     def status(self) -> int:
@@ -46,6 +53,9 @@ class Outcome:
 
     def lines(self) -> list[str]:
         """It in words."""
+        return [*self._lines(), *(f"damaged: {line}" for line in self.damaged)]
+
+    def _lines(self) -> list[str]:
         at = f"at step {self.step} of {self.steps}"
         figures = [] if self.reward is None else [f"reward {self.reward:.3f}"]
         figures += [] if self.held_out is None else [f"held-out {self.held_out:.3f}"]
@@ -76,6 +86,7 @@ class Outcome:
             "reward": self.reward,
             "held_out": self.held_out,
             "error": self.error,
+            "damaged": list(self.damaged),
             "resume": self.resume,
         }
 
@@ -83,9 +94,12 @@ class Outcome:
 def outcome_of(run: Run, live: bool | None = None) -> Outcome:
     """How the run stands; `live`: whether its mesh runs, None: look."""
     held = read_json(run.directory / "job.json")
+    harm: list[str] = []
     phase, error, held_out, gave_up = Phase.QUEUED.value, "", None, ""
     for event in lines.whole(run.directory / "events.jsonl", *TELLING):
         kind, fields = event["kind"], event["fields"]
+        if kind == EVENT and fields.get("job") in ("", run.job):
+            harm.append(sentence(fields))
         if kind == "process_ended" and fields.get("final"):
             gave_up = told(Event(event["id"], int(event["ms"]), kind, fields))
         if fields.get("job") != run.job:
@@ -103,6 +117,8 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
         state = RUNNING
     else:
         state, error = ("failed", gave_up) if gave_up and phase != Phase.STOPPED else (STILL, "")
+    if state == Phase.FINISHED and (bad := _wrong(run)):
+        state, error = "failed", f"its account is wrong: {bad}"
     return Outcome(
         run=run.shown,
         job=run.job,
@@ -113,7 +129,14 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
         reward=float(rows[-1]["reward"]) if rows else None,
         held_out=held_out,
         error=error,
+        damaged=(*harm[-NAMED:], *damaged(run.directory)),
     )
+
+
+def _wrong(run: Run) -> str:
+    """What its summary says that must not be; empty while there is none."""
+    summary = run.directory / "summary.json"
+    return wrong(read_json(summary)) if summary.is_file() else ""
 
 
 def over(phase: str) -> bool:

@@ -14,12 +14,13 @@ from common.errors import ConfigError, MeshError, ToolFailed
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.tokenizer import Tokenizer
+from common.records import damage
 from common.records.ledger import Kind
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
 from common.runtime.tasks import all_of
+from common.state import events, jobs, registry
 from common.state import groups as rows
-from common.state import jobs, registry
 from common.wire.bulk import BulkClient
 from services.rollout.broken import Broken
 from services.rollout.environments.pool import EnvironmentPool
@@ -65,7 +66,11 @@ class ShardJob:
         self.environments = EnvironmentPool(mesh, job, logs, self.failures)
         self.ledger = ShardLedger(mesh, job)
         buckets = self._buckets()
-        self.history = LengthHistory(mesh.host, self.ledger.directory) if len(buckets) > 1 else None
+        self.history = (
+            LengthHistory(mesh.host, self.ledger.directory, root=job.run_dir)
+            if len(buckets) > 1
+            else None
+        )
         lengths = Lengths(self.history.latest if self.history else ())
         scheduler = Scheduler(buckets, len(self.train_rows), lengths)
         self.commits = GroupCommit(mesh, self.ledger)
@@ -121,9 +126,20 @@ class ShardJob:
 
     async def take_over(self) -> None:
         """Claims the shard and goes on with what its predecessor left of the open groups."""
+        await self._tell_of_lengths()
         known = await self.ledger.take_over(self.seed_of)
         for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
             self.start(a, known.get(a.group, []))
+
+    async def _tell_of_lengths(self) -> None:
+        """Says once that lengths of past trajectories were damaged."""
+        if self.history is None or not self.history.damage:
+            return
+        then, why = damage.FATES["lengths"].then, self.history.damage
+        path, aside = self.history.path, self.history.aside
+        told = damage.fields("lengths", path, why, then, job=self.job.id, aside=aside)
+        await events.append(self.mesh.state, damage.EVENT, told)
+        self.history.damage = ""
 
     # -- engines ---------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import numpy as np
 from common.errors import StorageFull
 from common.job.job_data import JobData
 from common.records.append_file import AppendFile
+from common.records.lines import line_of
 from common.runtime.mesh import Mesh
 from services.rollout.record.buffers import NOT_SAMPLED
 from services.rollout.trajectory import Trajectory
@@ -45,6 +46,7 @@ class Samples:
         self._chance = CHANCE / (algorithm.group_size * algorithm.groups_per_step)
         self._file: AppendFile | None = None
         self._full = False
+        self._number = 0  # of the next line since this shard has begun: it tells no gaps
         self._begin(-1)
 
     def _begin(self, step: int) -> None:
@@ -133,8 +135,7 @@ class Samples:
 
     def _write(self, sample: dict[str, Any]) -> None:
         """Appends it; what a full disk has no room for is left out."""
-        line = json.dumps(sample, ensure_ascii=False, default=str)
-        content = (line + "\n").encode("utf-8", "replace")
+        content = line_of(json.dumps(sample, ensure_ascii=False, default=str), self._number)
         try:
             if self._file is not None and self._file.tell() + len(content) > FILE_BYTES:
                 self.close()
@@ -142,7 +143,7 @@ class Samples:
             if self._file is None:
                 self._file = self._mesh.host.open_append(self._path)
             self._file.write(content)
-            self._full = False
+            self._full, self._number = False, self._number + 1
         except StorageFull as error:
             if not self._full:
                 self._mesh.telemetry.log.warning("a sample is not kept", error=str(error))

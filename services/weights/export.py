@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from common.api.weights import Manifest
-from common.errors import MeshError, NotFound, Refused
+from common.errors import Damaged, MeshError, NotFound, Refused
 from common.job.job_data import JobData
 from common.job.model_shape import model_config
-from common.model.output import write_version
+from common.model.output import ADAPTER, BASE, write_version
 from common.model.transfer import tensors_of
-from common.records.checkpoints import all_checkpoints, best
+from common.records.checkpoints import STATE, all_checkpoints, best, check_files, manifest_of
 from common.wire.blob import unpack
 from common.wire.bulk import ChunkStore
 
@@ -51,7 +52,7 @@ def versions(run: Path) -> list[Version]:
             found[step] = fields["manifest"]
     if not found:  # nothing was recorded
         for path in all_checkpoints(run):
-            checkpoint = json.loads(path.read_text())
+            checkpoint = manifest_of(path)
             found[checkpoint["step"]] = checkpoint["weights"]
     return [Version(step, digest) for step, digest in sorted(found.items())]
 
@@ -84,9 +85,41 @@ def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Versio
 
 
 def export(data: JobData, version: Version, out: Path, final: Path) -> None:
-    """Writes a version to `out`, which is to become `final`; see `write_version`."""
-    tensors = read_tensors(ChunkStore(data.run_dir / "store"), version.manifest)
-    write_version(data, model_config(data), tensors, out, final)
+    """Writes a version to `out`, which is to become `final`; see `write_version`. What the store
+    has not whole is copied from the version's checkpoint; Damaged or NotFound without one.
+    """
+    try:
+        tensors = read_tensors(ChunkStore(data.run_dir / "store"), version.manifest)
+    except (Damaged, NotFound) as error:
+        checkpoint = _checkpoint(data.run_dir, version)
+        if checkpoint is None:
+            raise
+        print(f"{error}; the model is copied from {checkpoint}", file=sys.stderr)
+        _copy(checkpoint, out, final)
+    else:
+        write_version(data, model_config(data), tensors, out, final)
+
+
+def _checkpoint(run: Path, version: Version) -> Path | None:
+    """The directory of the version's checkpoint, if all of it is as it was written."""
+    for path in reversed(all_checkpoints(run)):
+        with suppress(Damaged, NotFound):
+            held = manifest_of(path)
+            if held["weights"] == version.manifest:
+                check_files(path.with_suffix(""), held["files"], "")
+                return path.with_suffix("")
+    return None
+
+
+def _copy(checkpoint: Path, out: Path, final: Path) -> None:
+    """The files of a checkpoint that `write_version` wrote, for another place."""
+    shutil.copytree(
+        checkpoint, out, ignore=lambda at, _: [STATE] * (Path(at) == checkpoint), dirs_exist_ok=True
+    )
+    about = out / ADAPTER / "adapter_config.json"
+    if about.is_file() and (out / BASE).is_dir():  # it names the model that it belongs to
+        told = json.loads(about.read_text()) | {"base_model_name_or_path": str(final / BASE)}
+        about.write_text(json.dumps(told, indent=2) + "\n")
 
 
 def read_tensors(chunks: ChunkStore, manifest: str) -> dict[str, Tensor]:
@@ -98,10 +131,12 @@ def read_tensors(chunks: ChunkStore, manifest: str) -> dict[str, Tensor]:
 
 def _is_stored(run: Path, version: Version) -> bool:
     chunks = ChunkStore(run / "store")
-    if not chunks.has(version.manifest):
-        return False
-    described = unpack(Manifest, chunks.read(version.manifest)).tensors
-    return all(chunks.has(chunk) for chunk in {t.chunk for t in described})
+    try:
+        described = unpack(Manifest, chunks.read(version.manifest)).tensors
+    except (Damaged, NotFound):
+        return _checkpoint(run, version) is not None
+    whole = all(chunks.has(chunk) for chunk in {t.chunk for t in described})
+    return whole or _checkpoint(run, version) is not None
 
 
 def _events(run: Path) -> Iterator[dict[str, Any]]:

@@ -29,6 +29,7 @@ from common.state import events, jobs
 from common.wire.blob import pack, unpack
 from common.wire.bulk import ChunkStore
 from common.wire.chunks import digest_of, failure
+from common.wire.weight_store import WHY
 from services.weights.records import IO_S, JobRecords
 from services.weights.retention import Number
 from services.weights.sweeping import Sweeper
@@ -138,8 +139,8 @@ class WeightStore(Actor):
         look = self.chunks.examine
         whole, aside = await self.mesh.host.run_blocking(look, digest, deadline_s=IO_S)
         if aside is not None:
-            path, why = self.chunks.path(digest), "it is not what its name says"
-            told = damage.fields(kind, path, why, FATES[kind].then, job=job, aside=aside)
+            path = self.chunks.path(digest)
+            told = damage.fields(kind, path, WHY, FATES[kind].then, job=job, aside=aside)
             await events.append(self.mesh.state, damage.EVENT, told)
         return whole
 

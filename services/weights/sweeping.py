@@ -19,6 +19,7 @@ from common.records.checkpoints import manifest_of, newest_due, set_aside
 from common.runtime.mesh import Mesh
 from common.state import events, groups, jobs, steps
 from common.wire.bulk import ChunkStore
+from common.wire.weight_store import tell
 from services.weights.records import IO_S, JobRecords, JobVersions
 from services.weights.retention import Number, awaited, expired, pinned
 
@@ -75,6 +76,7 @@ class Sweeper:
                 self._removal.cancel()
 
     async def sweep(self) -> None:
+        await tell(self._mesh, self._chunks.untold)  # what clients on other hosts wrote again
         rows = await jobs.jobs(self._mesh.state)
         for row in rows:
             await self._make_known(row)

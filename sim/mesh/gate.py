@@ -20,7 +20,6 @@ from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.guard import INTERVAL_S
 from meshrl.launch.redis.note import Note
 from meshrl.launch.redis.recorded import recorded
-from meshrl.launch.redis.server import FROM_CHECKPOINTS
 from sim.mesh.job import JOB
 from sim.mesh.redis import VirtualRedis
 
@@ -88,7 +87,8 @@ class VirtualGate:
         notes.write(self._note, Note(self.known, {}, self._floor), durable=True)
         await rollback.raise_tokens(self._state, self._floor)
         if why:
-            told = damage.fields("redis", self._root / "redis", why, FROM_CHECKPOINTS)
+            then = damage.FATES["redis"].then
+            told = damage.fields("redis", self._root / "redis", why, then)
             ms = max(int(self._redis.clock.wall() * 1000), order(self.known.event)[0] + 1)
             fields = ("kind", damage.EVENT, "fields", json.dumps(told), "extra", "{}")
             await self._state.command("XADD", EVENTS, f"{ms}-0", *fields)

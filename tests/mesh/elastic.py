@@ -54,7 +54,8 @@ class ElasticMesh:
         self.children: dict[str, SystemChild] = {}
         self._nursery = TestNursery()
         self.state: State
-        self.mesh: Mesh
+        self.mesh: Mesh  # as a trainer, who may ask for weights
+        self.worker: Mesh  # as who may ask a role process to drain
         self.token = 0
 
     async def open(self) -> None:
@@ -72,6 +73,7 @@ class ElasticMesh:
         self.run("weights", "services.weights", [])
         self.mesh = await Mesh.open("test", "trainer", settings)
         self.mesh.start()
+        self.worker = await Mesh.open("worker/test", "worker", settings)
         self.bulk = BulkClient(self.mesh)
         entry = registry.Entry(SHARD, "rollout", incarnation=uuid.uuid4().hex)
         self.token = await registry.register(self.state, entry, 600_000)
@@ -82,6 +84,7 @@ class ElasticMesh:
         for child in self.children.values():
             await child.wait(5.0)
         self._nursery.close()
+        await self.worker.leave()
         await self.mesh.leave()
         await self.state.close()
 

@@ -24,7 +24,7 @@ from common.process.handle import Child
 from common.process.host import Host
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
 from common.records import damage
-from common.state import embedded, rollback
+from common.state import embedded, events, rollback
 from common.state.client import State
 from common.state.events import order
 from common.state.keys import EVENTS, MESH, job_prefix
@@ -37,7 +37,6 @@ from meshrl.launch.redis.recorded import recorded
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 NOTE_S = 4.0  # for one look at how far it has come
-FROM_CHECKPOINTS = "jobs go on from their newest checkpoints, each in a new lineage"
 # A line in which a server says that its file is no good, and one that blames the host for it.
 UNLOADABLE = re.compile(r"append.?only|\bAOF\b|\bRDB\b|loading DB|manifest", re.IGNORECASE)
 OF_THE_HOST = re.compile(
@@ -303,7 +302,8 @@ class MeshRedis(Hooks):
 
     async def _tell(self, why: str) -> None:
         """An event whose id is above all that were seen, whatever the clock says."""
-        told = damage.fields("redis", self._place.redis, why, FROM_CHECKPOINTS, aside=self._aside)
+        then = damage.FATES["redis"].then
+        told = damage.fields("redis", self._place.redis, why, then, aside=self._aside)
         ms = max(int(self._clock.wall() * 1000), order(self.known.event)[0] + 1)
         fields = ("kind", damage.EVENT, "fields", json.dumps(told), "extra", "{}")
         await self._owned.command("XADD", EVENTS, f"{ms}-0", *fields)
@@ -325,12 +325,12 @@ class MeshRedis(Hooks):
             found = await rollback.held(self._owned, self.known)
             if why := rollback.older(found, self.known):
                 return why
-            newest = await rollback.held(self._owned, Mark())
+            newest = await events.last_id(self._owned)
             if not self._admitted:
                 return ""
             if self._own:
                 self._files = await asyncio.to_thread(self._aof.look)
-            self.known = rollback.joined([self.known, newest])
+            self.known = rollback.joined([self.known, found, Mark(newest)])
             note = Note(self.known, self._files, self._floor)
             notes.write(self._place.redis_note, note, durable)
         return ""
@@ -348,7 +348,7 @@ class MeshRedis(Hooks):
         self.why = why
         where = f"; its file lies in {self._aside}" if self._aside else ""
         print(f"redis is not as it was: {why}{where}", file=sys.stderr, flush=True)
-        print(f"redis begins empty; {FROM_CHECKPOINTS}", file=sys.stderr, flush=True)
+        print(f"what follows: {damage.FATES['redis'].then}", file=sys.stderr, flush=True)
 
     async def _rename(self) -> None:
         """The keys of the mesh in a server that is the user's."""

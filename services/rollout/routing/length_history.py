@@ -1,12 +1,12 @@
 """Keeps the lengths of past trajectories on disk, so that a shard that starts again knows them.
 
-One line of JSON for each trajectory: [prompt, [[tool, size class, status, sampled], ...], sampled].
-They only help to guess, so a line that was cut short or a full disk costs a guess and nothing else.
+One line of JSON for each trajectory: [prompt, [[tool, size class, status, sampled], ...], sampled],
+with a check. They only help to guess, so a line that was cut short or is damaged, or a full disk,
+costs a guess and nothing else.
 """
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -14,18 +14,24 @@ from pathlib import Path
 from common.errors import StorageFull
 from common.process.host import Host
 from common.records.append_file import AppendFile
+from common.records.damage import set_aside
+from common.records.lines import line, row_of
 from services.rollout.routing.lengths import HISTORY, Past
 
 NAME = "lengths.jsonl"
 
 
 class LengthHistory:
-    """The latest trajectories of a shard, in `directory`."""
+    """The latest trajectories of a shard, in `directory`; a damaged file is set aside in `root`."""
 
-    def __init__(self, host: Host, directory: Path, limit: int = HISTORY) -> None:
+    def __init__(
+        self, host: Host, directory: Path, limit: int = HISTORY, root: Path | None = None
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._host, self._path, self._limit = host, directory / NAME, limit
-        self._latest = deque(_read(self._path), maxlen=limit)
+        found, self.damage = _read(self._path)  # what is wrong with what was there; empty: nothing
+        self.aside = set_aside(self._path, root or directory) if self.damage else None
+        self._latest = deque(found, maxlen=limit)
         self._file: AppendFile | None = None
         self._lines = 0
         self._rewrite()
@@ -34,6 +40,11 @@ class LengthHistory:
     def latest(self) -> list[Past]:
         """Oldest first."""
         return list(self._latest)
+
+    @property
+    def path(self) -> Path:
+        """Where they lie."""
+        return self._path
 
     def append(self, past: Past) -> None:
         self._latest.append(past)
@@ -60,19 +71,21 @@ class LengthHistory:
             self._file.close()
 
 
-def _line(past: Past) -> bytes:
+def _line(past: Past, number: int = 0) -> bytes:
     returns = [[*state, sampled] for state, sampled in past.returns]
-    return json.dumps([past.prompt, returns, past.sampled]).encode() + b"\n"
+    return line({"past": [past.prompt, returns, past.sampled]}, number)
 
 
-def _read(path: Path) -> list[Past]:
-    """All whole lines."""
+def _read(path: Path) -> tuple[list[Past], str]:
+    """All whole lines, and whether others are damaged."""
     found = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            prompt, returns, sampled = json.loads(line)
-            states = [((tool, size, status), n) for tool, size, status, n in returns]
-        except ValueError:
+    content = path.read_bytes() if path.exists() else b""
+    rows = [row_of(text) for text in content.split(b"\n")[:-1]]
+    for row in rows:
+        if row is None or "past" not in row:
             continue
+        prompt, returns, sampled = row["past"]
+        states = [((tool, size, status), n) for tool, size, status, n in returns]
         found.append(Past(prompt, tuple(states), sampled))
-    return found
+    gone = len(rows) - len(found)
+    return found, f"{gone} of {len(rows)} lines are damaged" if gone else ""

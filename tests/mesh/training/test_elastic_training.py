@@ -72,7 +72,7 @@ async def come_and_go(training: Training) -> None:
     elastic.kill(f"hybrid/{first}")
     await training.release(5)
     await training.start_hybrid(third)  # joins while steps run
-    leaving = elastic.mesh.ref(f"hybrid/{second}")
+    leaving = elastic.worker.ref(f"hybrid/{second}")
     await leaving.call(Drainable.drain, Drain("it is needed elsewhere"))
     await training.caught_up()
     await training.hybrid_waits(third)

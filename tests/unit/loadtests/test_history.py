@@ -112,6 +112,39 @@ def test_a_history_that_is_right_has_the_account_that_audit_gives(
     assert json.loads(subprocess.check_output(program)) == check(there)
 
 
+def back_behind_a_checkpoint() -> Told:
+    """The checkpoint of version 2 is damaged: that of version 1 tells not which groups step 2
+    trained, nor that group 3 was dropped; step 3 is on record.
+    """
+    back = {"lineage": 1, "version": 1, "manifest": "m0.1", "checkpoint": "c"}
+    counts = {"trained": 2, "filtered": 0, "typed_drops": 0}
+    return [
+        ("initial", {"lineage": 0, "version": 0, "manifest": "m0.0", "checkpoint": "c"}),
+        opened(0, 1, 2, 3),
+        *(("ready", {"group": group}) for group in range(3)),
+        *(step(number, number - 1) for number in (1, 2, 3)),
+        ("dropped", {"group": 3, "samples": SAMPLES, "failed": 0}),
+        ("lineage", back | {"counts": counts, "host_lost": 4, "lost_through": 2}),
+        opened(4, 5),
+        step(2, 4, lineage=1),
+        ("dropped", {"group": 5, "samples": SAMPLES, "failed": 0}),
+    ]
+
+
+def test_an_older_checkpoint_loses_nothing_unseen(run: Callable[[Told], Path]) -> None:
+    there = run(back_behind_a_checkpoint())
+    found = check(there)
+    assert found["problems"] == []
+    assert audit(there).items() <= found.items()
+    terms = ("trained", "host_lost", "typed_drops", "in_flight", "lost")
+    assert [found[term] for term in terms] == [4, 4, 2, 2, 0]
+    (there / "in_flight.json").unlink()
+    assert audit(there).items() <= check(there).items()
+    told = back_behind_a_checkpoint()
+    told[-4][1]["host_lost"] = 2
+    assert check(run(told))["lost"] == audit(run(told))["lost"] == 2
+
+
 IDS = 1_000_000_000
 DOCTORED: dict[str, Callable[[Told], Told]] = {
     "lost": lambda told: [*told[:-1], opened(IDS + 9)],

@@ -13,18 +13,23 @@ from torch import Tensor
 
 from common.api.weights import Manifest
 from common.api.weights import Tensor as Described
-from common.errors import NotFound, Refused
+from common.errors import Damaged, NotFound, Refused
 from common.job.config import JobConfig, LoraConfig
+from common.job.job_data import JobData
 from common.model.attention import causal_attention
 from common.model.config import ModelConfig
 from common.model.decoder import Decoder
 from common.model.hf import load_model, save_model
+from common.model.output import write_version
 from common.model.tokenizer import character_tokenizer
 from common.model.transfer import NAMES
-from common.wire.blob import pack
+from common.records.checkpoints import STATE, checkpoint_name, digests_below
+from common.records.sealed import sealed
+from common.wire.blob import pack, unpack
 from common.wire.bulk import ChunkStore
 from services.trainer.arithmetic import lora
 from services.weights.export import Version, chosen, versions, write
+from tests.unit.common.records.harms import flip
 
 SHAPE = ModelConfig(
     architecture="llama",
@@ -102,6 +107,29 @@ def run(tmp_path: Path) -> Run:
     for version in range(4):
         made.commit(version, weights(model(version)), "initial" if version == 0 else "step")
     return made
+
+
+def test_what_the_store_has_not_whole_is_copied_from_its_checkpoint(
+    run: Run, tmp_path: Path
+) -> None:
+    held = json.loads((run.directory / "job.json").read_text())
+    data = JobData.of(held["job"], held["document"], str(run.directory))
+    tensors, manifest = weights(model(3)), versions(run.directory)[-1].manifest
+    kept = run.directory / "checkpoints" / checkpoint_name(0, 3, manifest)
+    write_version(data, SHAPE, tensors, kept, kept)
+    (kept / STATE).mkdir()
+    (kept / STATE / "shard.safetensors").write_bytes(b"state")
+    about = {"lineage": 0, "step": 3, "weights": manifest, "files": digests_below(kept)}
+    Path(f"{kept}.json").write_bytes(sealed(about))
+    [chunk] = {t.chunk for t in unpack(Manifest, run.chunks.read(manifest)).tensors}
+    flip(run.chunks.path(chunk), b"")
+    out = tmp_path / "out"
+    assert write(run.directory, out, None, False).step == 3
+    assert torch.equal(logits(load_model(out)[1]), logits(model(3)))
+    assert not (out / STATE).exists()
+    flip(kept / "model.safetensors", b"")
+    with pytest.raises(Damaged):
+        write(run.directory, out, None, False)
 
 
 def test_the_last_version_is_exported_and_reads_as_a_model(run: Run, tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.errors import ConfigError
 from common.process.host import SystemHost
 from common.settings import metrics_ports
-from common.telemetry.endpoint import MetricsEndpoint, health
+from common.telemetry.endpoint import CLIENTS, MetricsEndpoint, health
 from common.transport.zmq import ZmqTransport
 
 ROOT = Path(__file__).parents[4]
@@ -169,3 +171,22 @@ async def test_a_whole_endpoint_is_advertised_as_it_is() -> None:
 def test_a_place_that_is_none_is_refused(where: str) -> None:
     with pytest.raises(ConfigError, match="no place to serve metrics"):
         metrics_ports(where)
+
+
+def test_clients_that_stay_cost_few_threads_and_keep_nobody_out() -> None:
+    endpoint = MetricsEndpoint("127.0.0.1:*", "", SystemHost(), {"/livez": health(lambda: "")})
+    host, _, port = endpoint.address.removeprefix("http://").rpartition(":")
+    before = threading.active_count()
+    staying = []
+    for _ in range(4 * CLIENTS):
+        staying.append(socket.create_connection((host, int(port)), timeout=SOON_S))
+        staying[-1].sendall(b"GET /livez HTTP/1.0\r\n")  # and no end of it
+    with urllib.request.urlopen(f"{endpoint.address}/livez", timeout=SOON_S) as answer:
+        assert answer.read() == b"ok\n"
+    for hung_up in staying[: 3 * CLIENTS]:
+        with suppress(ConnectionResetError):
+            assert hung_up.recv(1) == b""
+    assert threading.active_count() - before <= 2 * CLIENTS
+    for stays in staying:
+        stays.close()
+    endpoint.close()

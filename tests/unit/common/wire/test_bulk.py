@@ -20,6 +20,7 @@ from common.errors import (
     StorageFull,
 )
 from common.process.host import SystemHost
+from common.records import damage
 from common.settings import MeshSettings
 from common.state.registry import Entry
 from common.wire.bulk import BulkClient, BulkServer, ChunkStore, bulk_key
@@ -149,3 +150,41 @@ def test_a_name_that_is_no_digest_never_becomes_a_path(tmp_path: Path) -> None:
     for name in ("../../etc/passwd", "0" * 31, "Z" * 32, ""):
         with pytest.raises(BadMessage):
             ChunkStore(tmp_path).path(name)
+
+
+def damaged(chunks: ChunkStore) -> tuple[str, Path]:
+    path = chunks.path(digest := chunks.write(b"content"))
+    path.write_bytes(b"c0ntent")
+    return digest, path
+
+
+def test_two_who_find_a_chunk_damaged_set_it_aside_once(tmp_path: Path) -> None:
+    chunks = ChunkStore(tmp_path)
+    digest, path = damaged(chunks)
+    with path.open("rb"):
+        whole, aside = chunks.examine(digest)
+    assert not whole and aside is not None and aside.read_bytes() == b"c0ntent"
+    assert chunks.examine(digest) == (False, None)
+    assert chunks.write(b"content") == digest
+    assert chunks.examine(digest) == (True, None) and chunks.read(digest) == b"content"
+    path.write_bytes(b"")
+    assert chunks.write(b"content") == digest, "whoever has the bytes writes them again"
+    assert chunks.read(digest) == b"content"
+    assert [(told, kept.name) for told, kept in chunks.untold] == [(path, f"{digest}.1")]
+
+
+def test_what_is_written_again_while_somebody_finds_it_damaged_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, set_aside = ChunkStore(tmp_path), damage.set_aside
+    digest, _ = damaged(chunks)
+
+    def late(path: Path, root: Path) -> Path:
+        monkeypatch.setattr(damage, "set_aside", set_aside)
+        assert chunks.write(b"content") == digest
+        return set_aside(path, root)
+
+    monkeypatch.setattr(damage, "set_aside", late)
+    assert chunks.examine(digest) == (True, None)
+    assert chunks.read(digest) == b"content"
+    assert [file.read_bytes() for file in tmp_path.glob("quarantine/*/*")] == [b"c0ntent"]

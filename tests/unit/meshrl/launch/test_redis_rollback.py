@@ -269,3 +269,24 @@ async def test_a_disk_without_room_for_the_note_delays_the_mesh_and_no_more(mesh
             while (await jobs.job(bench.state, JOB)).version != 1:
                 pass
         assert not mesh.back.is_set()
+
+
+async def test_on_a_port_it_stays_there_and_asks_for_the_password_again(mesh: Mesh) -> None:
+    deep = mesh.place.root / ("deep" * 25)  # too long for a socket
+    deep.mkdir()
+    mesh.place = MeshPlace(deep)
+    async with mesh.up() as bench:
+        assert mesh.redis.url.startswith(f"redis://{embedded.USER}:")
+        seats = await bench.training_job()
+        await train(bench, seats, 1)
+        mesh.kill()
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                try:
+                    assert (await jobs.job(bench.state, JOB)).version == 1
+                    break
+                except StateUnavailable:
+                    continue
+        stranger = mesh.redis.url.replace(f"{embedded.USER}:", f"{embedded.USER}:x")
+        with pytest.raises(StateUnavailable):
+            await State.open(stranger, connect_s=0.3)

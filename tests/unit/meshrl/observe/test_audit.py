@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from common.records import lines
 from common.state.events import Event
 from common.state.jobs import Phase
 from meshrl.launch.session import status
 from meshrl.observe.audit import audit, show, without_fate
-from meshrl.observe.recorder import append_lines
 
 LATE_MS = 60_000
 
@@ -86,7 +86,8 @@ def test_an_account_that_is_wrong_fails_the_run_and_says_by_how_much(
     for row in rows:
         for group in row["fields"]["groups"] if row["kind"] == "step" else []:
             group.update(samples=4, scored=4, filtered=False)
-    append_lines(tmp_path / "events.jsonl", rows)
+    written = b"".join(lines.line(row, number) for number, row in enumerate(rows))
+    (tmp_path / "events.jsonl").write_bytes(written)
     assert show(tmp_path, as_json=True) == (1 if what else 0)
     said = capsys.readouterr().err
     found = audit(tmp_path)

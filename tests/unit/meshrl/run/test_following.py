@@ -68,6 +68,15 @@ def test_a_run_that_nobody_runs_says_how_it_ended(
     assert (run / "events.jsonl").read_bytes() == torn, "a look changes nothing"
 
 
+def test_a_run_that_finished_with_a_wrong_account_has_failed(tmp_path: Path) -> None:
+    run = written_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.25, 0.5])
+    (run / "summary.json").write_text('{"phase": "finished", "lost": 0, "trained_twice": 0}')
+    assert meshrl("wait", str(run)).exit_code == 0
+    (run / "summary.json").write_text('{"phase": "finished", "lost": 4, "trained_twice": 0}')
+    found = meshrl("wait", str(run))
+    assert found.exit_code == 1 and "lost = 4" in found.stdout, found.output
+
+
 def test_a_mesh_that_gave_up_is_a_failure_with_its_cause_until_the_run_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -45,3 +45,20 @@ def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
     whole = (tmp_path / NAME).read_bytes()
     (tmp_path / NAME).write_bytes(whole[:-7])
     assert kept(tmp_path, 10) == pasts(4)
+
+
+def test_a_flipped_bit_costs_its_line_and_the_file_is_set_aside(tmp_path: Path) -> None:
+    history = LengthHistory(SystemHost(), tmp_path / "ledger", limit=10, root=tmp_path)
+    for past in pasts(5):
+        history.append(past)
+    history.close()
+    path = tmp_path / "ledger" / NAME
+    content = bytearray(path.read_bytes())
+    content[12] ^= 1  # a digit of the first line
+    path.write_bytes(content)
+    after = LengthHistory(SystemHost(), tmp_path / "ledger", limit=10, root=tmp_path)
+    assert after.latest == pasts(5)[1:] and after.damage == "1 of 5 lines are damaged"
+    assert after.aside == tmp_path / "quarantine" / "ledger" / NAME
+    assert after.aside.read_bytes() == content
+    after.close()
+    assert not LengthHistory(SystemHost(), tmp_path / "ledger", limit=10).damage

@@ -27,6 +27,7 @@ from services.trainer.core.intake import Intake
 from services.weights.store import WeightStore
 from sim.state import simulated_state
 from tests.meshes import on_sockets
+from tests.unit.common.records.harms import flip
 from tests.unit.trainer.core.groups_under_test import group, job
 
 JOB, SHARD = "job", "rollout/0"
@@ -149,6 +150,29 @@ async def test_a_garbled_group_goes_back_to_the_cursor_and_another_comes(rollout
         (another,) = await rollout.finish([0.0, 1.0])
         assert [one.group for one in await taking] == [good, another]
     assert (await rollout.account())["lost"] == 0
+
+
+async def test_a_group_whose_file_is_damaged_goes_back_and_is_told(
+    rollout: Rollout, tmp_path: Path
+) -> None:
+    ids = await rollout.finish([1.0, 0.0], [1.0, 0.0])
+    leased = await groups.lease_groups(
+        rollout.mesh.state, JOB, rollout.mesh.name, rollout.mesh.token, 1
+    )
+    path = ChunkStore(tmp_path / "store").path(leased.groups[0].digest)
+    flip(path, b"")
+    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
+    async with asyncio.timeout(20):
+        while not (await rollout.account())["host_lost"]:
+            await asyncio.sleep(0.01)
+        (another,) = await rollout.finish([0.0, 1.0])
+        assert [one.group for one in await taking] == [ids[1], another]
+    assert (await rollout.account())["lost"] == 0
+    found = await events.read_all(rollout.mesh.state)
+    [told] = [event.fields for event in found if event.kind == "damaged"]
+    assert (told["what"], told["job"], told["path"]) == ("group", JOB, str(path))
+    kept = ChunkStore(tmp_path / "store").directory / "quarantine" / path.parent.name / path.name
+    assert told["aside"] == str(kept)
 
 
 async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: Rollout) -> None:
