@@ -48,7 +48,7 @@ class Damage:
             return False
         if self.kind == "chunk":
             return digest_of(unnoticed(place)) == place.name
-        return inode in (path.stat().st_ino for path in (root / QUARANTINE).rglob("*"))
+        return inode in (path.stat().st_ino for path in root.glob(f"**/{QUARANTINE}/**/*"))
 
 
 def named_in(path: str, text: str) -> bool:

@@ -216,7 +216,7 @@ def ledgers(facts: Facts, terms: Terms) -> Violations:
     """Segments hold whole records up to at most one torn one."""
     damaged = {damage.path for damage in facts.damages}
     for name, content in facts.ledgers.items():
-        if name in damaged or name.startswith(QUARANTINE):
+        if name in damaged or QUARANTINE in Path(name).parts:
             continue
         if content and not content.startswith(_HEADER) and any(content[: len(_HEADER)]):
             yield f"{name} begins with {content[:8]!r}"
