@@ -13,7 +13,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,10 @@ class LineFile:
             file.close()
             self._seen = signature(self.path)
         self._next += len(lines)
+
+    def let_go(self) -> None:
+        """Forgets the rows that were found, which may be many; `found` tells only the rest."""
+        self.found = replace(self.found, rows=[])
 
     def check(self) -> None:
         """Damaged when the file is not as it was left; where it is read, it tells no more."""

@@ -28,6 +28,7 @@ from common.runtime.calling import Caller, Outstanding
 from common.runtime.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Directory
 from common.runtime.interface import Call, Cast, Method, Stream
 from common.runtime.lease import Lease
+from common.runtime.patience import WAITS
 from common.runtime.serving import Server
 from common.runtime.sweep import Sweep
 from common.runtime.waits import WaitTable
@@ -94,6 +95,7 @@ class Mesh:
         self.ready: bool | None = None  # published with the stats once it is set
         self.telemetry = Telemetry(name)
         self.waits = WaitTable(clock)
+        WAITS.set(self.waits)
         self._directory = Directory(state, clock, self.waits)
         self._watchdog = Watchdog(clock, stall_s)
         self._sweep = Sweep(clock.monotonic)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -26,19 +25,27 @@ from common.errors import (
     BadMessage,
     ConfigError,
     Damaged,
-    DeadlineExceeded,
     MeshError,
     NotFound,
-    PeerLost,
     Refused,
     to_wire,
 )
-from common.errors import from_wire as error_from_wire
 from common.secret import derived
 from common.settings import MeshSettings, advertised_host
+from common.wire.bulk_session import (
+    ANSWER,
+    FAILED,
+    GET,
+    HAS,
+    OK,
+    PIECE_BYTES,
+    PUT,
+    REQUEST,
+    Session,
+)
 from common.wire.chunks import ChunkStore, Scratch, digest_of
-from common.wire.frames import pack_error, unpack_error
-from common.wire.handshake import CHALLENGE, HELLO, TAG_BYTES, Answering, Asking
+from common.wire.frames import pack_error
+from common.wire.handshake import HELLO, TAG_BYTES, Answering
 
 if TYPE_CHECKING:
     from common.process.host import Host
@@ -48,11 +55,6 @@ if TYPE_CHECKING:
 __all__ = ["BulkClient", "BulkServer", "ChunkStore"]
 
 T = TypeVar("T")
-GET, PUT, HAS = b"G", b"P", b"H"
-_REQUEST = struct.Struct("<c16sQ")
-_ANSWER = struct.Struct("<BQ")
-OK, FAILED = 0, 1
-PIECE_BYTES = 1 << 20  # what one connection may move before the others have their turn
 LARGEST_BYTES = 4 << 30  # most in one transfer, at either end
 IDLE_S = 60.0
 TURN_S = 0.2  # how often the thread looks whether it should end
@@ -194,7 +196,7 @@ class _Connection:
         if not self.proven:
             return
         while True:
-            verb, digest, length = _REQUEST.unpack((yield from self._whole(_REQUEST.size)))
+            verb, digest, length = REQUEST.unpack((yield from self._whole(REQUEST.size)))
             if length > self._largest_bytes:
                 return
             try:
@@ -208,7 +210,7 @@ class _Connection:
                     return
             except MeshError as error:
                 text = pack_error(*to_wire(error))
-                yield from self._send_all(_ANSWER.pack(FAILED, len(text)) + text)
+                yield from self._send_all(ANSWER.pack(FAILED, len(text)) + text)
 
     def _get(self, digest: str) -> _Steps:
         path = self._chunks.path(digest)
@@ -218,7 +220,7 @@ class _Connection:
             raise NotFound(f"no chunk {digest}", where=str(self._chunks.directory)) from None
         with file:
             size = os.fstat(file.fileno()).st_size
-            yield from self._send_all(_ANSWER.pack(OK, size))
+            yield from self._send_all(ANSWER.pack(OK, size))
             offset = 0
             while offset < size:
                 yield selectors.EVENT_WRITE
@@ -276,7 +278,7 @@ class _Connection:
         yield from self._answer(b"")
 
     def _answer(self, content: bytes) -> _Steps:
-        yield from self._send_all(_ANSWER.pack(OK, len(content)) + content)
+        yield from self._send_all(ANSWER.pack(OK, len(content)) + content)
 
     def _send_all(self, content: bytes) -> _Steps:
         view = memoryview(content)
@@ -362,84 +364,8 @@ class BulkClient:
             return chunks
         return None
 
-    def _session(self, entry: Entry, deadline_s: float) -> _Session:
-        return _Session(entry.bulk, self._key, deadline_s, self._largest_bytes)
+    def _session(self, entry: Entry, deadline_s: float) -> Session:
+        return Session(entry.bulk, self._key, deadline_s, self._largest_bytes)
 
     async def _off_loop(self, work: Callable[[], T], deadline_s: float) -> T:
         return await self._mesh.host.run_blocking(work, deadline_s=deadline_s)
-
-
-class _Session:
-    """A connection to a BulkServer that knows `key`, blocking; used in a thread."""
-
-    def __init__(self, address: str, key: bytes, deadline_s: float, largest_bytes: int) -> None:
-        self._address, self._largest_bytes = address.partition("#")[0], largest_bytes
-        self._asking = Asking(key, self._address)
-        self._proof = b""  # goes out with the first request
-        self._ends = time.monotonic() + deadline_s
-
-    def __enter__(self) -> _Session:
-        host, _, port = self._address.removeprefix("tcp://").rpartition(":")
-        if not host:
-            raise PeerLost("it serves chunks to its own host only", where=self._address or "bulk")
-        try:
-            self._socket = socket.create_connection((host, int(port)), timeout=self._left())
-        except OSError as error:
-            raise PeerLost(f"no bulk port: {error}", where=self._address) from error
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            self._socket.sendall(self._asking.hello())
-            proof = self._asking.proof(self._receive(CHALLENGE.size))
-        except TimeoutError:
-            self._socket.close()
-            raise DeadlineExceeded("a bulk port says nothing", where=self._address) from None
-        except OSError as error:
-            self._socket.close()
-            raise PeerLost(
-                f"a bulk port does not take the key of this mesh: {error}", where=self._address
-            ) from error
-        if proof is None:
-            self._socket.close()
-            raise PeerLost("another program has taken a bulk port", where=self._address)
-        self._proof = proof
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def ask(self, verb: bytes, digest: str, content: bytes | memoryview = b"") -> bytes:
-        try:
-            head = _REQUEST.pack(verb, bytes.fromhex(digest), len(content))
-            self._socket.settimeout(self._left())
-            self._socket.sendall(self._proof + head)
-            self._proof = b""
-            if content:
-                self._socket.sendall(content)
-            status, length = _ANSWER.unpack(self._receive(_ANSWER.size))
-            answer = self._receive(length)
-        except TimeoutError:
-            raise DeadlineExceeded("a transfer took too long", where=self._address) from None
-        except OSError as error:
-            raise PeerLost(f"a transfer broke off: {error}", where=self._address) from error
-        if status != OK:
-            raise error_from_wire(*unpack_error(answer), where=self._address)
-        return answer
-
-    def _receive(self, length: int) -> bytes:
-        if length > self._largest_bytes:
-            raise BadMessage(f"an answer of {length} bytes", where=self._address)
-        content = bytearray(length)
-        view = memoryview(content)
-        while view:
-            self._socket.settimeout(self._left())
-            received = self._socket.recv_into(view, min(len(view), PIECE_BYTES))
-            if received == 0:
-                raise ConnectionError("the server closed the connection")
-            view = view[received:]
-        return bytes(content)
-
-    def _left(self) -> float:
-        left = self._ends - time.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded("a transfer took too long", where=self._address)
-        return left

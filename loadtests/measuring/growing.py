@@ -4,7 +4,9 @@ of Redis, bytes of the run's files.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -18,7 +20,6 @@ from common.state.client import State
 from loadtests.measuring.meter import kind_of
 
 SCAN = 1000  # keys that Redis looks at in one go
-SCRATCH = ("ledger", "store", "checkpoints", "bundle", "tensorboard", "model")  # told as one each
 
 Reading = dict[str, float]  # quantity -> value
 
@@ -108,15 +109,13 @@ def _pattern(key: str) -> str:
 def files(run_dir: Path) -> Reading:
     """Bytes of each file or folder of a run; logs as one."""
     found: Counter[str] = Counter()
-    for path in run_dir.rglob("*"):
-        try:
-            if path.is_symlink() or not path.is_file():
-                continue
-            size = path.stat().st_size
-        except OSError:
-            continue  # it has gone meanwhile
-        parts = path.relative_to(run_dir).parts
-        found["/".join(parts[:2]) if parts[0] == "mesh" else parts[0]] += size
+    for directory, _, names in os.walk(run_dir):  # passes over what goes meanwhile
+        for name in names:
+            path = Path(directory, name)
+            with contextlib.suppress(FileNotFoundError):
+                size = path.lstat().st_size
+                parts = path.relative_to(run_dir).parts
+                found["/".join(parts[:2]) if parts[0] == "mesh" else parts[0]] += size
     return {name: float(size) for name, size in found.items()}
 
 

@@ -4,19 +4,23 @@ damaged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.errors import Damaged, HistoryLost
 from common.records import damage
-from common.records.lines import LineFile, Row, read
+from common.records.lines import LineFile, Row, read, whole
 from common.state import events, readers, steps
 from common.state.client import State
 from common.state.events import Event
 from meshrl.launch.places import read_json
 
+RECENT = 1000  # rows that are held in memory, of 7 KB each; the others are in the file
+# What is kept of events that were recorded before: what tells which evaluations stand.
+STANDING = ("evaluation", "changed", "lineage")
+FREQUENT = ("opened", "ready", "stale", "requeued", "dropped", "filtered", "step")
 EVENTS, METRICS, MARK = "events.jsonl", "metrics.jsonl", "in_flight.json"
 
 
@@ -46,6 +50,31 @@ def event_of(row: Row) -> Event:
     return Event(str(row["id"]), int(row["ms"]), str(row["kind"]), row["fields"])
 
 
+def rare_events(run_dir: Path) -> Iterator[Event]:
+    """The events of a run, less those of each group and step but the first of them."""
+    seen: set[str] = set()
+    for row in whole(run_dir / EVENTS):
+        kind = str(row["kind"])
+        if kind not in FREQUENT or kind not in seen:
+            seen.add(kind)
+            yield event_of(row)
+
+
+def thinned(rows: Iterable[Row], most: int = RECENT) -> list[Row]:
+    """Some rows for a curve, evenly spaced, `most` to twice as many where there are more, and the
+    last one.
+    """
+    kept: list[Row] = []
+    every, last = 1, None
+    for place, row in enumerate(rows):
+        last = row
+        if place % every == 0:
+            kept.append(row)
+        if len(kept) > 2 * most:
+            kept, every = kept[::2], 2 * every
+    return kept if last is None or kept[-1] is last else [*kept, last]
+
+
 @dataclass
 class Recorded:
     """The two files of one run. `wrong` is what has to be mended, by the file's name."""
@@ -60,10 +89,13 @@ class Recorded:
         for file in (self._events, self._metrics):
             if file.found.damage:
                 self.wrong[file.path.name] = file.found.damage
-        self.known = [event_of(row) for row in self._events.found.rows]
-        self.rows = list(self._metrics.found.rows)
-        self.last = self.known[-1].id if self.known else "0"
+        found = self._events.found.rows
+        self.known = [event_of(row) for row in found if row["kind"] in STANDING]
+        self.rows = self._metrics.found.rows[-RECENT:]  # the last ones
+        self.last = str(found[-1]["id"]) if found else "0"
         self._expected = self._events.found.next  # lines up to `last`
+        self._events.let_go()
+        self._metrics.let_go()
 
     def see(self, mark: Mark | None) -> None:
         """Takes in where an earlier session stood: what ends before it is an older copy, or cut."""
@@ -93,11 +125,18 @@ class Recorded:
         """StorageFull, with nothing added."""
         self._metrics.append(new)
         self.rows += new
+        if len(self.rows) > 2 * RECENT:
+            del self.rows[:-RECENT]
 
-    def keep_rows(self, kept: Sequence[Row]) -> None:
-        """Makes them all that there are; StorageFull, with nothing changed."""
+    def every_row(self) -> Iterator[Row]:
+        """All rows, one by one from the file."""
+        return whole(self._metrics.path)
+
+    def keep_rows(self, last: int) -> None:
+        """Cuts off the rows of steps after `last`; StorageFull, with nothing changed."""
+        kept = [row for row in self.every_row() if row["step"] <= last]
         self._metrics.rewrite(kept)
-        self.rows = list(kept)
+        self.rows = kept[-RECENT:]
 
     def mine(self, found: Sequence[Event]) -> list[Event]:
         """Those that are the run's."""
@@ -132,21 +171,21 @@ class Recorded:
             since = readable[found.before - 1].id if found.before else "0"
             lost = HistoryLost(then, since=since, through=self.last)
             await readers.history_lost(state, self.job, str(self.run_dir), lost)
-        self.known = known
+        self.known = [event for event in known if event.kind in STANDING]
         self.last = known[-1].id if known else "0"
         self._expected = self._events.next
         return damage.fields("events", self._events.path, why, then, job=self.job, aside=aside)
 
     async def _mend_metrics(self, state: State, why: str) -> dict[str, Any]:
         known = await steps.step_rows(state, self.job)
-        union = {int(row["step"]): row for row in (*self.rows, *known)}
+        union = {int(row["step"]): row for row in (*self.every_row(), *self.rows, *known)}
         rows = [union[step] for step in sorted(union)]
         last = max(union, default=0)
         then = "made again from the steps in Redis"
         if len(rows) < last:
             then = f"{last - len(rows)} of its steps are lost: Redis has them no more"
         aside = self._metrics.replace(rows, self.run_dir)
-        self.rows = rows
+        self.rows = rows[-RECENT:]
         return damage.fields("metrics", self._metrics.path, why, then, job=self.job, aside=aside)
 
 

@@ -100,7 +100,7 @@ class Recorder:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the steps so far."""
+        """The rows of the last steps, a thousand at least where there are as many."""
         return self.recorded.rows
 
     @property
@@ -153,8 +153,8 @@ class Recorder:
         """A last look, when the services have ended: what is in flight now stays so. Waits for room
         on a full disk, until it is `given_up`: the next session records what is left.
         """
-        self._count_cpu(force=True)
         room = Room(self._clock, given_up)
+        await room.write(lambda: self._count_cpu(force=True))
         await self.look()
         while self._refused and not room.over(self._refused):
             await room.wait()
@@ -176,7 +176,8 @@ class Recorder:
     async def _read(self) -> Snapshot:
         if self._unshown:
             self._unshown = False
-            self.trackers.offer(self.rows, self._evaluated)
+            if self.trackers.trackers:
+                self.trackers.offer(list(self.recorded.every_row()), self._evaluated)
         state = self.launcher.state
         await self._mend()
         row = await jobs.job(state, self.job)
@@ -257,7 +258,7 @@ class Recorder:
         """Cuts off the rows of steps that a new lineage has left behind."""
         last = standing(steps_done, new, self.job)
         if last < last_step(self.rows):
-            self.recorded.keep_rows([row for row in self.rows if row["step"] <= last])
+            self.recorded.keep_rows(last)
             self.trackers.rewind(last)
 
     def _keep(self, rows: list[dict[str, Any]], new: list[events.Event]) -> None:

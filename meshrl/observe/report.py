@@ -20,7 +20,7 @@ from common.errors import MeshError, StorageFull
 from common.job.evaluation_plan import HELD_OUT
 from common.process.failure import NO_ROOM
 from common.records import documents
-from common.state.accounting import account
+from common.state.accounting import WRONG, account
 from common.state.events import Event
 from common.state.gangs import Role
 from common.state.jobs import Phase
@@ -29,6 +29,7 @@ from meshrl.launch.places import write_json
 from meshrl.observe import audit, charts, samples, sections, summary
 from meshrl.observe.charts import Series, Span
 from meshrl.observe.failures import Failure, counted, counts, of_share
+from meshrl.observe.recorded import rare_events, thinned
 from meshrl.observe.recorder import Recorder, read_events
 from meshrl.observe.room import Room
 from meshrl.observe.sections import column
@@ -71,14 +72,15 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
         seed=int(document["seed"]),
         wall_s=recorder.wall_s,
         warm_start_cached=recorder.tally.warm_start_cached,
-        rows=recorder.rows,
+        rows=recorder.recorded.every_row(),
         evaluations=evaluations,
         events=events,
         tally=recorder.tally,
         account=account(events, audit.in_flight(run_dir, events), job),
     )
     kept = samples.read(run_dir)
-    page = html(found, recorder.rows, evaluations, events, document, kept=kept)
+    rows = thinned(recorder.recorded.every_row())
+    page = html(found, rows, evaluations, events, document, kept=kept)
     await room.write(lambda: write_page(run_dir, page))
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
         await export_model(run_dir)
@@ -110,7 +112,7 @@ class LivePage:
             self._making.result()  # raises what is a fault of ours
         if recorder.shot is None or recorder.launcher.clock.monotonic() < self._due:
             return
-        making = self._make(list(recorder.rows), recorder.shot)
+        making = self._make(recorder.shot)
         self._making = asyncio.create_task(making, name="live page")
 
     async def aclose(self) -> None:
@@ -123,11 +125,11 @@ class LivePage:
             if not self._making.cancelled():
                 self._making.result()
 
-    async def _make(self, rows: list[dict[str, Any]], shot: Snapshot) -> None:
+    async def _make(self, shot: Snapshot) -> None:
         clock = self._recorder.launcher.clock
         started, trouble = clock.monotonic(), ""
         try:
-            await asyncio.to_thread(self._write, rows, shot, self._recorder.wall_s)
+            await asyncio.to_thread(self._write, shot, self._recorder.wall_s)
         except (OSError, ValueError, MeshError) as error:
             full = isinstance(error, StorageFull)
             if not (
@@ -140,24 +142,26 @@ class LivePage:
         now = clock.monotonic()
         self._due = now + max(PAGE_S, PAGE_SHARE * (now - started))
 
-    def _write(self, rows: list[dict[str, Any]], shot: Snapshot, wall_s: float) -> None:
-        run_dir = self._recorder.run_dir
+    def _write(self, shot: Snapshot, wall_s: float) -> None:
+        """Reads the record line by line, since all of a long one would take hundreds of MB."""
+        run_dir, recorded = self._recorder.run_dir, self._recorder.recorded
         job, document = self._recorder.job, self._recorder.held["document"]
-        events = read_events(run_dir)
+        events = list(rare_events(run_dir))
         found = summary.summarize(
             job=job,
             phase=shot.phase,
             seed=shot.seed,
             wall_s=wall_s,
             warm_start_cached=self._recorder.tally.warm_start_cached,
-            rows=rows,
+            rows=recorded.every_row(),
             evaluations=shot.evaluations,
             events=events,
             tally=copy.deepcopy(self._recorder.tally),
-            account=account(events, shot.in_flight, job),
+            account=dict.fromkeys(WRONG, 0) | shot.counts | {"in_flight": shot.in_flight},
         )
         found["lost"] = None  # known when nothing is in flight any more
-        kept = samples.read(run_dir)
+        kept = samples.evaluated(run_dir)
+        rows = thinned(recorded.every_row())
         page = html(found, rows, shot.evaluations, events, document, PAGE_S, kept)
         with self._placing:
             if not self._over:

@@ -63,6 +63,16 @@ def read(run_dir: Path) -> list[Sample]:
     return sorted(found, key=lambda sample: float(sample["at"]))
 
 
+def evaluated(run_dir: Path) -> list[Sample]:
+    """Those of evaluations, oldest first; the others, which may be many, are not held."""
+    found: list[Sample] = []
+    for path in files(run_dir):
+        with path.open("rb") as file:
+            for line in file:
+                found += (sample for sample in parsed(line) if sample.get("evaluation"))
+    return sorted(found, key=lambda sample: float(sample["at"]))
+
+
 def parsed(content: bytes) -> Iterator[Sample]:
     """The whole lines of a file; those that are damaged or cut short are left out."""
     for line in content.split(b"\n")[:-1]:

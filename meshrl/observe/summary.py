@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from common.state.events import Event
@@ -22,20 +22,27 @@ def summarize(
     seed: int,
     wall_s: float,
     warm_start_cached: bool,
-    rows: Sequence[dict[str, Any]],
+    rows: Iterable[dict[str, Any]],
     evaluations: Sequence[Evaluation],
     events: Sequence[Event],
     tally: Tally,
     account: dict[str, int],
 ) -> dict[str, Any]:
-    """The summary of a run from its record."""
+    """The summary of a run from its record; rows are gone through once."""
     cpu_s = tally.cpu_by_name()
-    gaps = [float(row["logprob_gap"]) for row in rows if row.get("logprob_gap") is not None]
+    steps = tokens = tokens_trained = 0
+    gap: float | None = None
+    for row in rows:
+        steps += 1
+        tokens += int(row["tokens"])
+        tokens_trained += int(row["tokens_trained"])
+        if row.get("logprob_gap") is not None:
+            gap = max(gap or 0.0, float(row["logprob_gap"]))
     return {
         "job": job,
         "phase": phase,
         "seed": seed,
-        "steps": len(rows),
+        "steps": steps,
         "held_out": {
             "before": _accuracy(evaluations, "before"),
             "after": _accuracy(evaluations, "after"),
@@ -46,9 +53,9 @@ def summarize(
         "warm_start_cached": warm_start_cached,
         "cpu_s": cpu_s,
         "cpu_total_s": round(sum(cpu_s.values()), 1),
-        "tokens_rolled_out": sum(int(row["tokens"]) for row in rows),
+        "tokens_rolled_out": tokens,
         "tokens_sampled": tally.total_tokens("rollout/"),
-        "tokens_trained": sum(int(row["tokens_trained"]) for row in rows),
+        "tokens_trained": tokens_trained,
         "opened": account["opened"],
         "trained": account["trained"],
         "filtered": account["filtered"],
@@ -63,7 +70,7 @@ def summarize(
         "failed_share": _share(account),
         "failures": listed(events),
         "workers_moved": len(stage_time_moves(events)),
-        "logprob_gap_max": max(gaps, default=None),
+        "logprob_gap_max": gap,
         "processes_ended": sum(int(e.fields.get("count", 1)) for e in events if unforeseen(e)),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -86,13 +87,14 @@ class Lines:
             self.say(f"[{clock(shot.elapsed_s)}] {alert}")
         self._alerts = len(shot.alerts)
         if self._steps < 0:  # what a resumed run did before is not news
-            self._steps = 0 if len(rows) <= 1 else len(rows)
-        stepped = len(rows) > self._steps
-        for row in rows[self._steps :]:
+            self._steps = 0 if len(rows) <= 1 else int(rows[-1]["step"])
+        new = list(takewhile(lambda row: row["step"] > self._steps, reversed(rows)))[::-1]
+        stepped = bool(new)
+        for row in new:
             self.say(step_line(row, shot))
         for line in self._failures.news(shot.failures, stepped, shot.elapsed_s):
             self.say(f"[{clock(shot.elapsed_s)}] {line}")
-        self._steps = len(rows)
+        self._steps = int(rows[-1]["step"]) if rows else 0
         self._show_phase(shot)
         for evaluation in shot.evaluations[self._evaluations :]:
             self.say(evaluation_line(evaluation))

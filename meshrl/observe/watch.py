@@ -10,6 +10,7 @@ from typing import Any
 
 from common.process.failure import told as failure_text
 from common.records import damage
+from common.state.accounting import COUNTED
 from common.state.events import Event
 from common.state.gangs import Gang, Role
 from common.state.jobs import ENDED, JobRow, Phase
@@ -28,6 +29,7 @@ ALERTS = {
     "history_lost",
     damage.EVENT,
 }  # worth a line anywhere
+CURVE = 500  # the last steps whose rewards are shown
 ETA_STEPS = 8  # the last steps that the time to go is judged by
 
 
@@ -77,6 +79,7 @@ class Snapshot:
     entropy: float = 0.0
     workers: tuple[WorkerLine, ...] = ()
     in_flight: int = 0
+    counts: dict[str, int] = field(default_factory=dict)  # trajectories by what became of them
     bounds: tuple[int, ...] = ()  # upper lengths of the histogram's buckets
     histogram: tuple[int, ...] = ()
     news: tuple[str, ...] = ()  # the last events worth a line
@@ -149,7 +152,7 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         elapsed_s=reading.at,
         eta_s=time_to_go(rows, steps),
         warm_start=max((float(e.stats.get("warm_start", 0)) for e in reading.entries), default=0),
-        rewards=tuple(float(row["reward"]) for row in rows),
+        rewards=tuple(float(row["reward"]) for row in rows[-CURVE:]),
         evaluations=tuple(map(evaluation, reading.evaluations)),
         rolled_out_s=history.rate(reading.at, sum(e.stats.get("tokens", 0) for e in rollouts)),
         trained_s=trained_rate(rows),
@@ -159,6 +162,7 @@ def snapshot(reading: Reading, history: History) -> Snapshot:
         entropy=float(last.get("entropy", 0)),
         workers=tuple(worker(gang, reading.entries) for gang in reading.gangs),
         in_flight=sum(int(e.stats.get("in_flight", 0)) for e in rollouts),
+        counts={term: getattr(reading.job, term) for term in COUNTED},
         news=tuple(history.news),
         alerts=tuple(history.alerts),
         failures=history.failures.all,

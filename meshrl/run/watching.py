@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from common.records import lines
 from common.state import events, gangs, registry, steps
 from common.state.client import State
 from meshrl.launch.places import read_if_whole
+from meshrl.observe.recorded import RECENT
 from meshrl.observe.recorder import (
     ANSWER_S,
     LOOK_S,
@@ -41,7 +43,7 @@ class Onlooker:
 
     def __init__(self, state: State, run: Run) -> None:
         self._state, self._run = state, run
-        self.rows = lines.read(run.directory / "metrics.jsonl").rows
+        self.rows = list(deque(lines.whole(run.directory / "metrics.jsonl"), maxlen=RECENT))
         self._history, self._last_event = History(), "0"
         self._evaluated: list[events.Event] = []
         self._recorded: list[events.Event] | None = read_events(run.directory)
@@ -55,7 +57,7 @@ class Onlooker:
         if new:
             self._last_event = new[-1].id
         last = standing(row.steps_done, mine, run.job)
-        self.rows = [r for r in self.rows if r["step"] <= last]
+        self.rows = [r for r in self.rows[-RECENT:] if r["step"] <= last]
         self.rows += await steps.step_rows(state, run.job, since=last_step(self.rows))
         self._evaluated = evaluated([*self._evaluated, *mine], run.job)
         reading = Reading(

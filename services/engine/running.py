@@ -20,7 +20,7 @@ from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.lora import merged
 from common.runtime.mesh import Mesh, MeshSettings
-from common.runtime.patience import patiently
+from common.runtime.patience import Patience, patiently
 from common.state import jobs
 from services.engine.build import opened
 from services.engine.lacking import Versions
@@ -149,8 +149,10 @@ async def follow(
     plain: Callable[[Tensors], Tensors] = dict,
 ) -> None:
     """Keeps the engine at the job's committed version: looks at each hint, and each `look_s`.
-    ConfigError when a version's weights are damaged, and nobody can write them again.
+    ConfigError when a version's weights are damaged, and nobody can write them again; what else
+    keeps it from new ones for too long (`Patience`).
     """
+    patience = Patience(mesh.clock)
     versions = Versions(mesh, job)
     while True:
         service.changed.clear()
@@ -164,10 +166,12 @@ async def follow(
                     await service.swap(tensors, row.version, row.manifest, row.lineage)
             elif row is not None and not stale and row.lineage != service.lineage:
                 service.enter(row.lineage)  # it begins with these weights
+            patience.succeeded()
         except ConfigError:  # the weights cannot be had
             raise
         except MeshError as error:
             mesh.telemetry.log.warning("weights", error=str(error))
+            patience.failed(error)
         try:
             async with mesh.clock.timeout(look_s, "a hint"):
                 await service.changed.wait()

@@ -33,7 +33,7 @@ from meshrl.launch.places import MeshPlace
 from meshrl.launch.redis import aof, guard
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.note import Note
-from meshrl.launch.redis.recorded import recorded
+from meshrl.launch.redis.recorded import RunRecord
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 NOTE_S = 4.0  # for one look at how far it has come
@@ -70,6 +70,7 @@ class MeshRedis(Hooks):
         self._owner_url = self.url
         self._state: State | None = None  # as its owner
         self._children: list[Child] = []
+        self._records: dict[str, RunRecord] = {}  # of the mesh's runs
         self._aof = aof.Follower(place.redis)
         self._files: dict[str, aof.Extent] = {}
         self._log = place.log("redis")
@@ -268,7 +269,9 @@ class MeshRedis(Hooks):
         if about.is_file():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # told when it is read
                 runs[str(json.loads(about.read_bytes())["job"])] = self._place.root
-        return [recorded(directory, job) for job, directory in runs.items()]
+        for job, directory in runs.items():
+            self._records.setdefault(job, RunRecord(directory, job))
+        return [record.look() for record in self._records.values()]
 
     def _differs(self) -> str:
         try:
@@ -278,7 +281,8 @@ class MeshRedis(Hooks):
 
     async def _held(self) -> Mark:
         """What it holds now, to be compared with `known`, which is brought up to date."""
-        self.known = rollback.joined([self.known, *self._recorded(self.known)])
+        told = await asyncio.to_thread(self._recorded, self.known)
+        self.known = rollback.joined([self.known, *told])
         return await rollback.held(self._owned, self.known)
 
     @property

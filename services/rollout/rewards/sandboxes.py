@@ -373,7 +373,9 @@ class SandboxClient:
             try:
                 answer = await self._mesh.ref(name).call(method, request, deadline_s=deadline_s)
                 return list(answer.outcomes)
-            except NotFound:
+            except NotFound as error:
+                if clock.monotonic() - started > PATIENCE_S:
+                    return [ToolFailed(f"{name} does not keep the job: {error}")] * calls
                 await self._load_on(name)
             except MeshError as error:
                 if not error.retryable:

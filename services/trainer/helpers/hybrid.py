@@ -26,6 +26,7 @@ from common.job.job_data import JobData
 from common.model.transfer import Fetcher
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
+from common.runtime.patience import Patience
 from common.wire.bulk import BulkClient
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.arithmetic.packing import Bin
@@ -86,15 +87,18 @@ class Hybrid(Actor):
         return Drained()
 
     async def serve(self) -> None:
-        """Serves until drained; a core that is away is asked again."""
+        """Serves until drained; a core that is away is asked again, within a bound (`Patience`)."""
+        patience = Patience(self.mesh.clock)
         while not self._draining:
             try:
                 await self._help()
+                patience.succeeded()
             except Fenced as error:  # the core knows this join no more: from the beginning
                 self.mesh.telemetry.log.info("joining again", error=str(error))
                 self._generation = 0
             except MeshError as error:
                 self.mesh.telemetry.log.info("asking again", error=str(error))
+                patience.failed(error)
                 await self.mesh.clock.sleep(RETRY_S)
         await self._left.wait()  # or whoever drains it would get no answer
 
@@ -117,6 +121,7 @@ class Hybrid(Actor):
         except (Damaged, NotFound) as error:
             self.mesh.telemetry.log.error("weights are damaged", error=str(error))
             await self._core.call(Trainer.restage, Restage(manifest))
+            await self.mesh.clock.sleep(RETRY_S)
             return  # it asks for a round again, and learns which weights it needs by then
         load = self.learner.load_weights
         await self.mesh.host.run_blocking(load, weights, deadline_s=COMPUTE_S)

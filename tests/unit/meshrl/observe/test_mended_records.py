@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from common.records.lines import read
 from common.state import events, jobs, readers
 from meshrl.launch.launcher import Launcher, Shape
 from meshrl.launch.places import MeshPlace, read_json, write_json
+from meshrl.observe import report
 from meshrl.observe.recorder import Recorder, read_events
 from sim.state import simulated_state
 
@@ -171,3 +174,49 @@ async def test_a_torn_tail_alarms_nobody(run: Run) -> None:
     recorder = run.recorder()
     await recorder.look()
     assert run.notes == ["a", "b"] and not run.told()
+
+
+async def test_the_end_of_a_run_waits_for_room_says_for_which_file_and_loses_nothing(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = run.recorder()
+    await run.happen("a")
+    await recorder.look()
+    await run.happen("b", "c")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file of this process may grow
+    try:
+        ending = asyncio.create_task(recorder.close())
+        said = ""
+        async with asyncio.timeout(20):
+            while "waiting for room" not in said:
+                await asyncio.sleep(0.01)
+                said += capsys.readouterr().err
+        assert not ending.done() and "bytes" in said and str(run.directory) in said
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    async with asyncio.timeout(20):
+        await ending
+        await report.write(recorder)
+    assert run.notes == ["a", "b", "c"]
+    assert read_json(run.directory / "in_flight.json")["events"] == len(read_events(run.directory))
+    assert read_json(run.directory / "summary.json")["job"] == JOB
+
+
+async def test_a_mesh_that_is_to_stop_leaves_the_rest_to_the_next_start(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder = run.recorder()
+    await recorder.look()
+    await run.happen("a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        async with asyncio.timeout(20):
+            await recorder.close(lambda: True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.notes == [] and "waiting for room" in capsys.readouterr().err
+    recorder = run.recorder()
+    await recorder.look()
+    assert run.notes == ["a"] and not run.told()

@@ -1,0 +1,39 @@
+"""How far a run has come is read from its files, a part at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common.state.rollback import JobMark, Mark
+from meshrl.launch.redis.recorded import RunRecord, recorded
+
+
+def line(number: int, kind: str, **fields: Any) -> str:
+    told = {"id": f"{number}-0", "ms": number, "kind": kind, "fields": {"job": "j"} | fields}
+    return json.dumps(told) + "\n"
+
+
+def test_a_record_is_read_on_from_where_it_ended(tmp_path: Path) -> None:
+    record, file = RunRecord(tmp_path, "j"), tmp_path / "events.jsonl"
+    assert record.look() == Mark() and recorded(tmp_path, "j") == Mark()
+    begun = line(1, "registered", job="", token=7) + line(2, "opened", groups=[3, 4])
+    file.write_text(begun + line(3, "step", lineage=1, version=2)[:-9])
+    run_dir = str(tmp_path)
+    assert record.look() == Mark("2-0", 7, {"j": JobMark(next_group=5, run_dir=run_dir)})
+    file.write_text(begun + line(3, "step", lineage=1, version=2) + "no line\n")
+    now = Mark("3-0", 7, {"j": JobMark(1, 2, 5, run_dir)})
+    assert record.look() == recorded(tmp_path, "j") == now
+    with file.open("a") as more:
+        more.write(line(4, "opened", job="another", groups=[99]) + line(5, "phase", phase="failed"))
+    assert record.look() == Mark("5-0", 7, {"j": JobMark(1, 2, 5, run_dir, "failed")})
+    file.write_text(begun)  # made again, from what there was
+    assert record.look().event == "5-0"
+
+
+def test_a_checkpoint_tells_the_version_before_its_own(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/step-002-000006-abcd.json").write_text("{}")
+    found = recorded(tmp_path, "j").jobs["j"]
+    assert (found.lineage, found.version) == (2, 5)
