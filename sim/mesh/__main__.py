@@ -21,6 +21,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--jobs", type=int, default=1, help="processes that run seeds")
     found.add_argument("--faults", default="all", help=f"all, none, or some of {','.join(KINDS)}")
     found.add_argument("--hours", type=float, default=1 / 6, help="of virtual time with faults")
+    found.add_argument("--pace", type=float, default=1.0, help="more than 1: rarer faults")
+    found.add_argument("--budget", type=int, default=0, help="steps; 0: as many as fit")
     found.add_argument("--workers", type=int, default=2)
     found.add_argument("--shards", type=int, default=1)
     found.add_argument("--ranks", type=int, default=1)
@@ -29,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan_of(a: argparse.Namespace) -> Plan:
-    return Plan(a.seed, a.faults, a.hours, a.workers, a.shards, a.ranks)
+    return Plan(a.seed, a.faults, a.hours, a.workers, a.shards, a.ranks, a.pace, a.budget)
 
 
 def main() -> int:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.random import Random
+from common.records.damage import QUARANTINE
 from common.records.durable import sync
+from common.wire.chunks import digest_of
 
 UNREAD_NS = 1  # access time of a damaged file until somebody reads it
-# Kinds of durable files (`common.records.damage.FATES`), by where they lie.
+# Kinds of durable files (`common.records.damage.FATES`) of a virtual mesh, by where they lie. Its
+# recorder, launcher and Redis are not the product's own: what those write is spared.
 PLACES: dict[str, str] = {
     "checkpoint": "checkpoints/*.json",
     "state": "checkpoints/*/state/*",
@@ -19,9 +22,8 @@ PLACES: dict[str, str] = {
     "chunk": "store/??/*",
     "versions": "store/jobs/*.json",
     "ledger": "**/*.ledger",
-    "events": "events.jsonl",
 }
-APPENDED = ("ledger", "events")  # what is missing at their end may never have been written
+APPENDED = ("ledger",)  # what is missing at their end may never have been written
 HEADER_BYTES = 8
 
 
@@ -37,6 +39,17 @@ class Damage:
         """Whether anybody has read the file since."""
         return self.how != "delete" and self.link.stat().st_atime_ns != UNREAD_NS
 
+    def replaced(self, root: Path) -> bool:
+        """Whether what was written is there again, and this one is in quarantine; of a chunk, which
+        is named by its digest, that it is there is enough.
+        """
+        inode, place = self.link.stat().st_ino, root / self.path
+        if not place.is_file() or place.stat().st_ino == inode:
+            return False
+        if self.kind == "chunk":
+            return digest_of(unnoticed(place)) == place.name
+        return inode in (path.stat().st_ino for path in root.glob(f"**/{QUARANTINE}/**/*"))
+
 
 def named_in(path: str, text: str) -> bool:
     """Whether a message names the file, or the checkpoint that it is of."""
@@ -51,16 +64,11 @@ class Spoiler:
     def __init__(self, root: Path, links: Path, random: Random) -> None:
         self._root, self._links, self._random = root, links, random
         self.done: list[Damage] = []
-        self.off: frozenset[str] = frozenset()  # kinds of files that are spared
 
     def spoil(self) -> Damage | None:
         """One file of a kind drawn first; None: there is none yet."""
         random = self._random
-        there = {
-            kind: found
-            for kind, place in PLACES.items()
-            if kind not in self.off and (found := self._files(place))
-        }
+        there = {kind: found for kind, place in PLACES.items() if (found := self._files(place))}
         if not there:
             return None
         kind = random.choice(sorted(there))

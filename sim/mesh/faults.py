@@ -70,8 +70,11 @@ def kinds_of(text: str) -> tuple[str, ...]:
 class Schedule:
     """Faults of the given kinds until `settle`, after which all is well again."""
 
-    def __init__(self, world: World, random: Random, kinds: tuple[str, ...]) -> None:
-        self._world, self._random = world, random
+    def __init__(
+        self, world: World, random: Random, kinds: tuple[str, ...], pace: float = 1.0
+    ) -> None:
+        """`pace`: times as long between two faults as PACES says."""
+        self._world, self._random, self._pace = world, random, pace
         self._clock = world.clock
         self.spoiler = Spoiler(world.root, world.beside("damaged"), random.child("damaged files"))
         if {"power", "lies", "rollback", "damage"} & set(kinds):
@@ -99,7 +102,6 @@ class Schedule:
         world.machine.disk.well()
         world.machine.disk.lies = None
         world.switch_on()
-        await world.resume()  # if Redis was emptied last
 
     async def _keep(self, kind: str, random: Random) -> None:
         pace = PACES[kind]
@@ -116,7 +118,7 @@ class Schedule:
             "damage": self._damage,
         }
         while True:
-            await self._clock.sleep(random.expovariate(1 / pace.every_s))
+            await self._clock.sleep(random.expovariate(1 / (pace.every_s * self._pace)))
             self.count[kind] += 1
             await faults[kind](random, random.uniform(pace.least_s, pace.most_s))
 
@@ -176,8 +178,6 @@ class Schedule:
                 redis.lost = random.uniform(0.02, 0.4)
         await self._clock.sleep(for_s)
         redis.well()
-        if what == "emptied":
-            await self._world.resume()
 
     async def _disk(self, random: Random, for_s: float) -> None:
         disk = self._world.machine.disk
@@ -216,16 +216,20 @@ class Schedule:
         await world.power_cut(random, world.redis.server.copy())
 
     async def _roll_back(self, random: Random, for_s: float) -> None:
-        """The power goes, and Redis comes back as it was a while ago, perhaps with all files as
-        they were, or cannot load what it has.
+        """Redis comes back as it was a while ago, alone or with all processes, or it cannot load
+        what it has. (With all files as they were then nobody could tell.)
         """
         world, held = self._world, self._world.redis.server.copy()
-        what = random.choice(["older", "older", "all older", "unloadable"])
+        what = random.choice(["older", "alone", "unloadable"])
         world.record.say(f"redis will be {what} in {for_s:.3f}")
-        if what == "all older":
-            world.machine.disk.lies = lambda path: True
         await self._clock.sleep(for_s)
-        await world.power_cut(random, None if what == "unloadable" else held)
+        match what:
+            case "older":
+                await world.redis_lost(held)
+            case "alone":
+                world.redis.restart(held)
+            case "unloadable":
+                await world.redis_lost(None)
 
     async def _damage(self, random: Random, for_s: float) -> None:
         """A file is damaged, and perhaps read soon after."""

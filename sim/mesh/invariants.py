@@ -11,8 +11,8 @@ from pathlib import Path
 
 import xxhash
 
-from common.records.damage import EVENT
-from sim.mesh.damage import APPENDED, named_in
+from common.records.damage import EVENT, QUARANTINE
+from sim.mesh.damage import APPENDED, named_in, unnoticed
 from sim.mesh.witness import Facts
 
 Violations = Iterator[str]
@@ -101,10 +101,28 @@ def silence(facts: Facts, terms: Terms) -> Violations:
     told = [str(fields) for kind, fields in facts.history if kind == EVENT]
     told += [facts.refused, str(facts.job.get("error"))]
     for damage in facts.damages:
-        if damage.kind in APPENDED and damage.how in ("truncate", "empty"):
+        if damage.kind in APPENDED and not _whole_behind(unnoticed(damage.link)):
             continue  # as after a power cut
+        if damage.path in facts.replaced:
+            continue  # it was set aside when it was written again
         if damage.read and not any(named_in(damage.path, text) for text in told):
             yield f"{damage.path} ({damage.how}) was read, and nobody said so"
+
+
+def _whole_behind(segment: bytes) -> bool:
+    """Whether a whole record lies behind something that is none."""
+    gap = not segment.startswith(_HEADER)
+    offset = 0 if gap else len(_HEADER)
+    while offset + _FRAME.size <= len(segment):
+        length, crc, kind = _FRAME.unpack_from(segment, offset)
+        end = offset + _FRAME.size + length
+        if length and end <= len(segment) and zlib.crc32(segment[end - length : end], kind) == crc:
+            if gap:
+                return True
+            offset = end
+        else:
+            gap, offset = True, offset + 1
+    return False
 
 
 def _after(how: str, version: int) -> bool:
@@ -198,7 +216,7 @@ def ledgers(facts: Facts, terms: Terms) -> Violations:
     """Segments hold whole records up to at most one torn one."""
     damaged = {damage.path for damage in facts.damages}
     for name, content in facts.ledgers.items():
-        if name in damaged:
+        if name in damaged or QUARANTINE in Path(name).parts:
             continue
         if content and not content.startswith(_HEADER) and any(content[: len(_HEADER)]):
             yield f"{name} begins with {content[:8]!r}"

@@ -23,7 +23,8 @@ class VirtualLauncher(Hooks):
     def __init__(self, process: VirtualProcess, state: State, services: list[plan.Service]) -> None:
         self.clock: VirtualClock = process.machine.clock
         self.state, self.why = state, ""
-        specs = [
+        self._process = process
+        self._specs = [
             ChildSpec(
                 service.name,
                 list(service.argv),
@@ -34,16 +35,30 @@ class VirtualLauncher(Hooks):
             )
             for stage, service in enumerate(services)
         ]
-        self._supervisor = Supervisor(ProcessHost(process), self.clock, specs, hooks=self)
+        self._supervisor = self._supervised()
         self._watch = LeaseWatch(
             state, self.clock, HOST, lambda: self._supervisor.children.values()
         )
         self._reports = Reports(state, self.clock)
         self._stopping = False
 
+    def _supervised(self) -> Supervisor:
+        return Supervisor(ProcessHost(self._process), self.clock, self._specs, hooks=self)
+
     async def start(self) -> asyncio.Task[None]:
         await self._supervisor.start()
         return asyncio.create_task(self._watch.run(), name="watch leases")
+
+    async def kill_services(self) -> None:
+        """At once: Redis has gone back, and what has acted on it starts anew."""
+        self._stopping = True
+        for child in self._supervisor.children.values():
+            child.kill()
+        await self._supervisor.stop(GRACE_S)
+
+    async def start_again(self) -> None:
+        self._supervisor, self._stopping = self._supervised(), False
+        await self._supervisor.start()
 
     async def stop(self) -> None:
         self._stopping = True

@@ -35,19 +35,23 @@ class VirtualRedis:
         self.client, self.sync_client = SimulatedRedis(self.server), SimulatedSyncRedis(self.server)
         self.away = False
         self.slow_s = LATENCY_S
+        self.shut = False  # it has started again, and only its owner is let in
         self.lost = 0.0  # share of replies that do not come
         self.before: Callable[[tuple[Any, ...]], None] | None = None  # told of each command
         self.forgets: Callable[[], None] | None = None  # told when it will lose what it has
         self.returns: Callable[[], None] | None = None  # told when it is back without it
 
     def restart(self, held: Any = None) -> None:
-        """Starts again with what a `server.copy` held; None: with nothing."""
+        """Starts again with what a `server.copy` held; None: with nothing. Who owns it lets the
+        mesh in.
+        """
         if self.forgets is not None:
             self.forgets()
         if held is None:
             self.server.lose()
         else:
             self.server.restart(held)
+        self.shut = True
         if self.returns is not None:
             self.returns()
 
@@ -55,11 +59,11 @@ class VirtualRedis:
         """It is there, fast, and answers."""
         self.away, self.slow_s, self.lost = False, LATENCY_S, 0.0
 
-    async def asked(self, words: tuple[Any, ...]) -> Any:
+    async def asked(self, words: tuple[Any, ...], owner: bool) -> Any:
         """One try of a command."""
         if self.slow_s > LATENCY_S or self.random.random() < DELAYED:
             await self.clock.sleep(self.random.expovariate(1 / self.slow_s))
-        if self.away:
+        if self.away or (self.shut and not owner):
             raise RedisConnectionError("nobody listens")
         if self.before is not None:
             self.before(words)
@@ -69,7 +73,7 @@ class VirtualRedis:
         return reply
 
     def asked_now(self, words: tuple[Any, ...]) -> Any:
-        if self.away:
+        if self.away or self.shut:
             raise RedisConnectionError("nobody listens")
         reply: Any = self.sync_client.execute_command(*words)
         if self.lost and self.random.random() < self.lost:
@@ -78,16 +82,16 @@ class VirtualRedis:
 
 
 class _Client:
-    """For the loop of one process."""
+    """For the loop of one process; `owner`: it is let in before the mesh is."""
 
-    def __init__(self, server: VirtualRedis, process: VirtualProcess) -> None:
-        self._server, self._process = server, process
+    def __init__(self, server: VirtualRedis, process: VirtualProcess, owner: bool) -> None:
+        self._server, self._process, self._owner = server, process, owner
 
     async def execute_command(self, *words: Any) -> Any:
         self._process.machine.record.say(f"redis {self._process.label} {script_of(words)}")
         for attempt in range(RETRIES + 1):
             try:
-                return await self._server.asked(words)
+                return await self._server.asked(words, self._owner)
             except RedisConnectionError:
                 if attempt == RETRIES:
                     raise
@@ -111,9 +115,9 @@ class _SyncClient:
         raise AssertionError
 
 
-def state_of(server: VirtualRedis, process: VirtualProcess) -> State:
+def state_of(server: VirtualRedis, process: VirtualProcess, owner: bool = False) -> State:
     """The connection of a process."""
-    clients: tuple[Any, Any] = _Client(server, process), _SyncClient(server)
+    clients: tuple[Any, Any] = _Client(server, process, owner), _SyncClient(server)
     return State("simulated:", *clients, server.clock.monotonic)
 
 

@@ -33,10 +33,10 @@ from sim.record import Record
 T = TypeVar("T")
 MEMORY = Path("/dev/shm")  # files that nobody keeps need no disk
 STEP_S = 12.0  # of faulty time for each step of the budget
-LOOK_S = 2.0
+LOOK_S = 1.0
 SETTLED_S = 300.0  # from the last fault until the job must have finished, beside its steps
 LONGEST_STEP_S = 20.0
-IDLE_S = 8.0  # for gangs to come to rest when the job is over
+IDLE_S = 5.0  # for gangs to come to rest when the job is over
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,12 @@ class Plan:
     workers: int = 2
     shards: int = 1
     ranks: int = 1
+    pace: float = 1.0  # times as long between two faults as `faults.PACES` says
+    budget: int = 0  # steps of the job; 0: by the time that faults go on
 
     @property
     def steps(self) -> int:
-        return max(3, round(self.hours * 3600 / STEP_S))
+        return self.budget or max(3, round(self.hours * 3600 / STEP_S))
 
     @property
     def size(self) -> Size:
@@ -62,7 +64,7 @@ class Plan:
     def command(self) -> str:
         """What runs it again."""
         words = ["python -m sim.mesh", f"--seed {self.seed}", f"--faults {self.faults}"]
-        words.append(f"--hours {self.hours:g}")
+        words.append(f"--hours {self.hours:g} --pace {self.pace:g} --budget {self.budget}")
         words += [f"--{name} {getattr(self, name)}" for name in ("workers", "shards", "ranks")]
         return " ".join(words)
 
@@ -165,7 +167,7 @@ async def _story(
     loop.set_exception_handler(lambda _, told: _unhandled(world, told))
     witness = Witness(world.redis, root, JOB)
     await world.start()
-    faults = Schedule(world, random.child("faults"), kinds_of(plan.faults))
+    faults = Schedule(world, random.child("faults"), kinds_of(plan.faults), plan.pace)
     settled_at = plan.hours * 3600
     await _until_over(world, settled_at)
     await faults.settle()
@@ -178,6 +180,7 @@ async def _story(
     facts.left, facts.finished_late_s, facts.errors = left, late_s, world.machine.failures
     facts.damages, facts.lost = faults.spoiler.done, world.lost
     facts.refused = world.refused
+    facts.replaced = {d.path for d in facts.damages if d.replaced(root)}
     config = config_of(plan.workers, plan.shards, plan.ranks, plan.steps)
     terms = invariants.Terms(
         plan.steps, config.algorithm.max_staleness, config.training.keep_checkpoints

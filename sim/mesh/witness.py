@@ -44,6 +44,7 @@ class Facts:
     errors: list[str] = field(default_factory=list)  # that ended a process, and should not have
     damages: list[Damage] = field(default_factory=list)  # what was done to files
     lost: set[str] = field(default_factory=set)  # files that power cuts took, or a part of them
+    replaced: set[str] = field(default_factory=set)  # of those: in quarantine, and there again
     refused: str = ""  # why the mesh was not started again
     finished_late_s: float = 0.0  # beyond the bound; 0: in time
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from common.runtime.patience import patiently
 from common.state import jobs, registry
 from common.state.client import State
 from common.state.ended import forget_all
+from common.state.rollback import JobMark
 from common.wire.frames import Frame
 from meshrl.launch import plan
 from meshrl.launch.restoring import put_back
 from sim.loop import VirtualLoop
 from sim.machine import Machine, MachineClock
+from sim.mesh.gate import VirtualGate
 from sim.mesh.job import JOB, config_of, document_of
 from sim.mesh.launcher import VirtualLauncher
 from sim.mesh.programs import HOST, Surroundings
@@ -72,41 +75,57 @@ class World:
         size = self.size
         services = plan.services(size.workers, size.shards, "cpu", HOST, size.ranks, sandboxes=0)
         state = state_of(self.redis, process)
-        if argv and not await self._went_on(state):
-            return
+        gate = VirtualGate(self.redis, state_of(self.redis, process, owner=True), self.root)
         launcher = VirtualLauncher(process, state, services)
+        if not await self._tried(lambda: self._begin(gate, state, again=bool(argv))):
+            return
         watching = await launcher.start()
         recorder = VirtualRecorder(state, self.clock, self.root, JOB)
         recording = asyncio.create_task(recorder.run(), name="record")
+        guarding = asyncio.create_task(self._guard(gate, launcher, state), name="guard redis")
         await self._stop.wait()
+        guarding.cancel()
         await launcher.stop()
         watching.cancel()
         recording.cancel()
 
-    async def _went_on(self, state: State) -> bool:
-        """What a mesh that starts again does before its services start; False: it gave up."""
+    async def _begin(self, gate: VirtualGate, state: State, again: bool) -> None:
+        """What a mesh does before its services start."""
+        await gate.admit()
+        if not again:
+            return
         for entry in await registry.entries(state):  # whose processes are no more
             if entry.alive:
                 await registry.evict(state, entry.name, entry.incarnation)
         await forget_all(state)
-        await self.resume()
-        return not self.refused
+        await self._put_back(gate, state)
 
-    async def resume(self) -> None:
-        """What `meshrl resume` does when Redis has lost the job: it goes on at a checkpoint."""
+    async def _put_back(self, gate: VirtualGate, state: State) -> None:
+        """The job goes on at a checkpoint when Redis does not have it."""
+        if JOB not in {row.id for row in await jobs.jobs(state)}:
+            self.record.say("put the job back")
+            seen = gate.known.jobs.get(JOB, JobMark()).lineage
+            await put_back(state, self.root, JOB, self.document, seen)
+
+    async def _guard(self, gate: VirtualGate, launcher: VirtualLauncher, state: State) -> None:
+        """What a launcher does when Redis is not what it was."""
+        async for why in gate.went_back():
+            self.record.say(f"redis went back: {why}")
+            await launcher.kill_services()
+            await gate.begin_anew(why)
+            if await self._tried(lambda: self._put_back(gate, state)):
+                await launcher.start_again()
+
+    async def _tried(self, what: Callable[[], Awaitable[None]]) -> bool:
+        """Does what a command line does; False when that has given up, and says why."""
         try:
-            await patiently(self.clock, self._resume)
-        except MeshError as error:  # a command line prints it and ends
+            await patiently(self.clock, what)
+        except MeshError as error:
             self.refused = str(error)
-        except Exception as error:  # one would print its traceback
+        except Exception as error:  # it would print a traceback
             self.refused = f"{type(error).__name__}: {error}"
             self.machine.failures.append(f"meshrl resume: {self.refused}")
-
-    async def _resume(self) -> None:
-        known = {row.id for row in await jobs.jobs(self.state)}
-        if JOB not in known:
-            self.record.say("resume the job")
-            await put_back(self.state, self.root, JOB, self.document)
+        return not self.refused
 
     # -- the power goes --------------------------------------------------------------------------
 
@@ -115,9 +134,23 @@ class World:
         comes back with `held`, a copy of its server.
         """
         self.record.say("the power goes")
+        self._kill_all()
+        self.lost |= self.machine.disk.cut(random)
+        await self._come_back(held)
+
+    async def redis_lost(self, held: Any) -> None:
+        """Every process ends, and the mesh is started again on its files as they are, and a Redis
+        with `held`: an older copy, or None, where it cannot load its file.
+        """
+        self.record.say("redis has lost something")
+        self._kill_all()
+        await self._come_back(held)
+
+    def _kill_all(self) -> None:
         for process in self.machine.alive:
             process.kill()
-        self.lost |= self.machine.disk.cut(random)
+
+    async def _come_back(self, held: Any) -> None:
         self.redis.restart(held)
         await self.clock.sleep(BOOT_S)
         self.switch_on()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.records.durable import sync
+from common.records.durable import flush, sync
 from common.records.sealed import read_sealed, sealed
 from common.state.rollback import JobMark, Mark
 from meshrl.launch.redis.aof import Extent
@@ -45,7 +45,7 @@ def write(path: Path, note: Note, durable: bool = False) -> None:
         file.write(sealed(asdict(note)))
         file.flush()
         if durable:
-            os.fsync(file.fileno())
+            flush(file.fileno())
     fresh.replace(path)
     if durable:
         sync(path.parent)

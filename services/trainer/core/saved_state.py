@@ -19,6 +19,8 @@ from torch import Tensor
 from common.errors import StorageFull
 from common.records.durable import sync
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def save_state(
     path: Path, state: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
@@ -58,7 +60,7 @@ def _errors_named() -> Iterator[None]:
         yield
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        if isinstance(first, OSError) and first.errno == errno.ENOSPC:
+        if isinstance(first, OSError) and first.errno in _FULL:
             raise StorageFull(
                 "no room for a checkpoint", fix="free some; it is tried again"
             ) from error

@@ -8,7 +8,8 @@ local floor, format, huge = math.floor, string.format, math.huge
 local match, sub, upper = string.match, string.sub, string.upper
 
 command('XADD', -5, 'wm', function(space, args, n)
-  if args[3] ~= '*' then missing('XADD with ' .. args[3]) end
+  local own_ms, own_seq = match(args[3], '^(%d+)%-(%d+)$')
+  if args[3] ~= '*' and not own_ms then missing('XADD with ' .. args[3]) end
   if n % 2 == 0 then fail("ERR wrong number of arguments for 'xadd' command") end
   local stream = value(space, args[2], 'stream')
   if not stream then
@@ -16,7 +17,12 @@ command('XADD', -5, 'wm', function(space, args, n)
     space.keys[args[2]] = stream
   end
   local last, ms, seq = stream.n, space.now_ms, 0
-  if stream.last_ms >= ms then -- ids rise, also when the clock does not
+  if own_ms then
+    ms, seq = tonumber(own_ms), tonumber(own_seq)
+    if ms < stream.last_ms or ms == stream.last_ms and seq <= stream.last_seq then
+      fail('ERR The ID specified in XADD is equal or smaller than the target stream top item')
+    end
+  elseif stream.last_ms >= ms then -- ids rise, also when the clock does not
     ms, seq = stream.last_ms, stream.last_seq + 1
   end
   stream.last_ms, stream.last_seq = ms, seq

@@ -155,6 +155,13 @@ def test_streams_are_read_by_times_and_refuse_what_is_no_id(pair: Pair) -> None:
     pair.both("XRANGE", "s", "-", "+")
 
 
+def test_an_entry_may_be_added_under_an_id_above_all_others(pair: Pair) -> None:
+    pair.clear()
+    for word in ("5-1", "5-1", "4-9", "5-2", "6-0"):
+        pair.both("XADD", "s", word, "f", word)
+    pair.both("XRANGE", "s", "-", "+")
+
+
 def test_what_the_client_makes_of_replies_is_what_redis_py_makes_of_them(pair: Pair) -> None:
     pair.clear()
     for sent in (

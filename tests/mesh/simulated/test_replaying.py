@@ -39,7 +39,7 @@ def test_a_seed_gives_one_run_in_every_process(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = Plan(23, "kill,network", 0.25, workers=4, shards=2, ranks=2)
+    plan = Plan(23, "kill,network", 0.25, workers=4, shards=2, ranks=2, pace=0.5, budget=4)
     assert command_line.told([Outcome(plan, violations=["gate: group 4"]), Outcome(plan)]) == 1
     said = capsys.readouterr().err
     assert "gate: group 4" in said

@@ -196,7 +196,7 @@ def test_others_run_between_a_command_and_its_reply() -> None:
         (("KEYS", "*"), "KEYS"),
         (("ZADD", "z", "GT", "1", "a"), "ZADD with GT"),
         (("SET", "k", "v", "EX", "1"), "SET with EX"),
-        (("XADD", "s", "5-1", "f", "x"), "XADD with 5-1"),
+        (("XADD", "s", "5-*", "f", "x"), "XADD with 5-*"),
         (("SCRIPT", "KILL"), "SCRIPT KILL"),
         (("EVAL", "return redis.call('SADD', 's', 'x')", 0), "SADD"),
         (("EVAL", "return redis.sha1hex('x')", 0), "redis.sha1hex"),
