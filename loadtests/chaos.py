@@ -117,12 +117,12 @@ class Chaos:
     async def _damage(self) -> dict[str, Any]:
         """Damages a file that a process of the mesh reads again, and kills that process."""
         kind = self.random.choice(self.damageable)
+        targets = await self._targets()
         path = next(iter(kind.found(self.run_dir)), None)
         how = self.random.choice(HARMFUL)
         if path is None or harm(how, path, None, kind.at_head):
             return {}
         _say(f"{how} {path}")
-        targets = await self._targets()
         for target in targets:
             if target.name in kind.readers or target.kind in kind.readers:
                 with contextlib.suppress(ProcessLookupError):

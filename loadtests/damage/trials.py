@@ -5,6 +5,7 @@ on; or it goes on, a file is damaged under it, and what reads that file is kille
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -174,6 +175,7 @@ class Slot:
                 command = _Command(self.place.root, "resume", "run")
                 if not command.until(lambda: command.steps > NEWER, UP_S):  # type: ignore[union-attr]
                     return _skipped(trial, f"it does not run:\n{command.text[-1000:]}")
+            readers = self._readers(trial.kind, command)
             older = next(iter(trial.kind.found(self._older)), None)
             path = next(iter(trial.kind.found(self.run)), None)
             if path is None:
@@ -182,8 +184,11 @@ class Slot:
                 return _skipped(trial, why_not)
             began = time.monotonic()
             before = len(command.lines) if command else 0
-            if command is not None:
-                self._kill_readers(trial.kind, command)
+            for pid in readers:  # at once: nothing newer must take the place of what was damaged
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if command is not None and LAUNCHER in trial.kind.readers:
+                command.wait(10.0)
             if command is None or LAUNCHER in trial.kind.readers:
                 command, before = _Command(self.place.root, "resume", "run"), 0
             status = command.wait(ENDS_S)
@@ -193,16 +198,14 @@ class Slot:
             if command is not None:
                 command.interrupt()
 
-    def _kill_readers(self, kind: Kind, command: _Command) -> None:
+    def _readers(self, kind: Kind, command: _Command | None) -> list[int]:
+        """The pids of those who read files of this kind when they start again."""
+        if command is None:
+            return []
         if LAUNCHER in kind.readers:
-            os.killpg(command.program.pid, signal.SIGKILL)
-            command.wait(10.0)
-            return
+            return [command.program.pid]
         pids = asyncio.run(_registered(self.run, kind.readers))
-        if "redis" in kind.readers:
-            pids += _redis_of(self.run)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        return pids + (_redis_of(self.run) if "redis" in kind.readers else [])
 
     def _judge(
         self, trial: Trial, path: Path, lines: list[str], status: int | None, ended_s: float
