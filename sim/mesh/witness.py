@@ -126,7 +126,8 @@ class Witness:
                 found.rows[group] = row
         now_ms = self._redis.clock.wall() * 1000
         for name in sorted({told["name"] for kind, told in found.events if kind == "registered"}):
-            if float(self._hash(f"{{mesh}}:entry:{name}").get("expires_ms", 0)) > now_ms:
+            entry = self._hash(f"{{mesh}}:entry:{name}")
+            if entry.get("gone") != "1" and float(entry.get("expires_ms", 0)) > now_ms:
                 found.leases.append(name)
         for path in sorted((self._root / "store").glob("??/*")):
             found.chunks[path.name] = unnoticed(path)
