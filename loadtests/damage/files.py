@@ -132,5 +132,5 @@ KINDS: tuple[Kind, ...] = (
     Kind("events", _one("events.jsonl"), (LAUNCHER,)),
     Kind("metrics", _one("metrics.jsonl"), (LAUNCHER,)),
     Kind("usage", _one("usage.json"), (LAUNCHER,), unneeded=("older",)),
-    Kind("shape", _one("mesh", "shape.json"), (LAUNCHER,)),
+    Kind("shape", _one("mesh", "shape.json"), (LAUNCHER,), unneeded=HARMS),
 )

@@ -60,6 +60,22 @@ def rare_events(run_dir: Path) -> Iterator[Event]:
             yield event_of(row)
 
 
+def last_step(rows: Sequence[Row]) -> int:
+    """Of rows of steps in order; 0 when there is none."""
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def steps_of(found: Iterable[Row]) -> int:
+    """The last step of those that the lines of events tell of, in the lineage that stands."""
+    done = 0
+    for row in found:
+        if row["kind"] == "step":
+            done = int(row["fields"]["step"])
+        elif row["kind"] in ("lineage", "restored"):
+            done = int(row["fields"]["version"])
+    return done
+
+
 def thinned(rows: Iterable[Row], most: int = RECENT) -> list[Row]:
     """Some rows for a curve, evenly spaced, `most` to twice as many where there are more, and the
     last one.
@@ -92,6 +108,11 @@ class Recorded:
         found = self._events.found.rows
         self.known = [event_of(row) for row in found if row["kind"] in STANDING]
         self.rows = self._metrics.found.rows[-RECENT:]  # the last ones
+        done, there = steps_of(found), last_step(self.rows)
+        if there < done:  # rows are written before the events of their steps
+            self.wrong.setdefault(
+                METRICS, f"it ends with step {there} of {done} that were recorded"
+            )
         self.last = str(found[-1]["id"]) if found else "0"
         self._expected = self._events.found.next  # lines up to `last`
         self._events.let_go()

@@ -29,7 +29,7 @@ from meshrl.launch.kept import KeptDocument
 from meshrl.launch.launcher import Launcher
 from meshrl.launch.places import read_if_whole, read_json, write_json
 from meshrl.observe import storage
-from meshrl.observe.recorded import EVENTS, MARK, Mark, Recorded, event_of
+from meshrl.observe.recorded import EVENTS, MARK, Mark, Recorded, event_of, last_step
 from meshrl.observe.room import Room
 from meshrl.observe.trackers import TRACKING, Trackers
 from meshrl.observe.usage import Tally
@@ -281,11 +281,6 @@ class Recorder:
         names = {**self._names, **self.launcher.pids}
         self.tally.see_processes(names, list(names))
         self.tally.write(self.run_dir / "usage.json", self.session_s)
-
-
-def last_step(rows: list[dict[str, Any]]) -> int:
-    """Of rows in order; 0 when there is none."""
-    return int(rows[-1]["step"]) if rows else 0
 
 
 def standing(steps_done: int, new: list[events.Event], job: str) -> int:

@@ -19,12 +19,11 @@ from common.records import lines
 from common.state import events, gangs, registry, steps
 from common.state.client import State
 from meshrl.launch.places import read_if_whole
-from meshrl.observe.recorded import RECENT
+from meshrl.observe.recorded import RECENT, last_step
 from meshrl.observe.recorder import (
     ANSWER_S,
     LOOK_S,
     evaluated,
-    last_step,
     read_events,
     standing,
 )

@@ -18,6 +18,7 @@ from common.state import events, jobs, readers
 from meshrl.launch.launcher import Launcher, Shape
 from meshrl.launch.places import MeshPlace, read_json, write_json
 from meshrl.observe import report
+from meshrl.observe.recorded import Recorded
 from meshrl.observe.recorder import Recorder, read_events
 from sim.state import simulated_state
 
@@ -220,3 +221,38 @@ async def test_a_mesh_that_is_to_stop_leaves_the_rest_to_the_next_start(
     recorder = run.recorder()
     await recorder.look()
     assert run.notes == ["a"] and not run.told()
+
+
+def trained(directory: Path, steps: int) -> Recorded:
+    """The record of a run that has done as many steps."""
+    recorded = Recorded(directory, JOB)
+    for step in range(1, steps + 1):
+        recorded.add_rows([{"step": step}])
+        at = events.Event(f"{step}-0", step, "step", {"job": JOB, "step": step, "groups": []})
+        recorded.add_events([at])
+    return recorded
+
+
+@pytest.mark.parametrize("harm", HARM)
+async def test_metrics_that_lack_steps_are_noticed_and_what_is_left_is_kept(
+    run: Run, harm: str
+) -> None:
+    path, copy = run.directory / "metrics.jsonl", run.directory / "copy"
+    trained(run.directory, 2)
+    shutil.copy(path, copy)
+    path.unlink()
+    (run.directory / "events.jsonl").unlink()
+    trained(run.directory, 5)
+    HARM[harm](path, copy)
+    recorded = Recorded(run.directory, JOB)
+    assert list(recorded.wrong) == ["metrics.jsonl"]
+    (told,) = await recorded.mend(run.launcher.state)
+    assert told["what"] == "metrics"
+    assert not read(path).damage
+
+
+def test_steps_that_a_new_lineage_has_left_are_not_missed(run: Run) -> None:
+    recorded = trained(run.directory, 5)
+    recorded.keep_rows(2)
+    recorded.add_events([events.Event("9-0", 9, "lineage", {"job": JOB, "version": 2})])
+    assert not Recorded(run.directory, JOB).wrong
