@@ -34,6 +34,11 @@ class JobMark:
     run_dir: str = ""
     phase: str = ""
 
+    @property
+    def begun(self) -> bool:
+        """Whether it has had a version or a group."""
+        return self.version >= 0 or self.next_group > 0
+
 
 @dataclass(frozen=True)
 class Mark:
