@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, which reads it on
 import importlib.util
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +52,15 @@ ABSENT = pytest.StashKey[Counter[str]]()
 
 
 NURSERY = pytest.StashKey[TestNursery]()
+
+
+@pytest.fixture(autouse=True)
+def _umask() -> Iterator[None]:
+    """The command line sets the mode of what it makes, for its process, which a test shares."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    yield
+    os.umask(mask)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Damaged, HistoryLost
+from common.process.host import Host
 from common.records import damage
 from common.records.lines import LineFile, Row, read, whole
 from common.state import events, readers, steps
@@ -21,6 +22,9 @@ RECENT = 1000  # rows that are held in memory, of 7 KB each; the others are in t
 # What is kept of events that were recorded before: what tells which evaluations stand.
 STANDING = ("evaluation", "changed", "lineage")
 FREQUENT = ("opened", "ready", "stale", "requeued", "dropped", "filtered", "step")
+# For what one part of a mend does to a file: 25 MB/s make 90 GB. A thread cannot be ended, and a
+# second one beside it would write the same file.
+MEND_S = 3600.0
 EVENTS, METRICS, MARK = "events.jsonl", "metrics.jsonl", "in_flight.json"
 
 
@@ -115,6 +119,7 @@ class Recorded:
             )
         self.last = str(found[-1]["id"]) if found else "0"
         self._expected = self._events.found.next  # lines up to `last`
+        self._told_lost = ""  # the last event of a record of which Redis knows that some are lost
         self._events.let_go()
         self._metrics.let_go()
 
@@ -163,51 +168,61 @@ class Recorded:
         """Those that are the run's."""
         return [e for e in found if e.fields.get("job") in (None, "", self.job)]
 
-    async def mend(self, state: State) -> list[dict[str, Any]]:
-        """Makes damaged files again from what is readable in them and what Redis has; the fields of
-        an event for each. StorageFull, with the rest to be done again.
-        """
-        told = []
-        if (why := self.wrong.get(EVENTS)) is not None:
-            told.append(await self._mend_events(state, why))
-            del self.wrong[EVENTS]
-        if (why := self.wrong.get(METRICS)) is not None:
-            told.append(await self._mend_metrics(state, why))
-            del self.wrong[METRICS]
-        return told
+    async def mend_events(self, state: State, host: Host) -> dict[str, Any]:
+        """Makes a damaged file again from what is readable in it and what Redis has; the fields of
+        an event. StateUnavailable, DeadlineExceeded or StorageFull, with all to be done again.
 
-    async def _mend_events(self, state: State, why: str) -> dict[str, Any]:
-        found = read(self._events.path)
-        readable = [event_of(row) for row in found.rows]
+        The file's work is done off the loop, and what comes after it cannot fail: a file that has
+        been put in place is never taken for a damaged one.
+        """
+        why = self.wrong[EVENTS]
+        found = await host.run_blocking(read, self._events.path, deadline_s=MEND_S)
         streamed = self.mine(await _still_there(state))
-        union = {event.id: event for event in (*readable, *streamed)}
-        known = sorted(union.values(), key=lambda event: events.order(event.id))
-        before = sum(events.order(event.id) <= events.order(self.last) for event in known)
-        gone = self._expected - before
+        known, gone = await host.run_blocking(self._with, found.rows, streamed, deadline_s=MEND_S)
         then = "made again from the event stream in Redis"
         if gone > 0:
             then = f"{gone} of its events are lost: the event stream in Redis has them no more"
-        aside = self._events.replace([asdict(event) for event in known], self.run_dir)
-        if gone > 0:
-            since = readable[found.before - 1].id if found.before else "0"
+        if gone > 0 and self._told_lost != self.last:
+            since = str(found.rows[found.before - 1]["id"]) if found.before else "0"
             lost = HistoryLost(then, since=since, through=self.last)
             await readers.history_lost(state, self.job, str(self.run_dir), lost)
+            self._told_lost = self.last
+        aside = await host.run_blocking(self._replace_events, known, deadline_s=MEND_S)
+        del self.wrong[EVENTS]
         self.known = [event for event in known if event.kind in STANDING]
         self.last = known[-1].id if known else "0"
         self._expected = self._events.next
         return damage.fields("events", self._events.path, why, then, job=self.job, aside=aside)
 
-    async def _mend_metrics(self, state: State, why: str) -> dict[str, Any]:
+    def _with(self, rows: list[Row], streamed: list[Event]) -> tuple[list[Event], int]:
+        """The events of lines and of the stream, each once, in order; how many more there were."""
+        union = {event.id: event for event in (*map(event_of, rows), *streamed)}
+        known = sorted(union.values(), key=lambda event: events.order(event.id))
+        last = events.order(self.last)
+        return known, self._expected - sum(events.order(event.id) <= last for event in known)
+
+    def _replace_events(self, known: list[Event]) -> Path | None:
+        return self._events.replace([asdict(event) for event in known], self.run_dir)
+
+    async def mend_metrics(self, state: State, host: Host) -> dict[str, Any]:
+        """The same of the rows of steps."""
+        why = self.wrong[METRICS]
         known = await steps.step_rows(state, self.job)
-        union = {int(row["step"]): row for row in (*self.every_row(), *self.rows, *known)}
-        rows = [union[step] for step in sorted(union)]
-        last = max(union, default=0)
+        kept = await host.run_blocking(self._rows_with, known, deadline_s=MEND_S)
         then = "made again from the steps in Redis"
-        if len(rows) < last:
-            then = f"{last - len(rows)} of its steps are lost: Redis has them no more"
-        aside = self._metrics.replace(rows, self.run_dir)
-        self.rows = rows[-RECENT:]
+        if len(kept) < last_step(kept):
+            then = f"{last_step(kept) - len(kept)} of its steps are lost: Redis has them no more"
+        aside = await host.run_blocking(
+            self._metrics.replace, kept, self.run_dir, deadline_s=MEND_S
+        )
+        del self.wrong[METRICS]
+        self.rows = kept[-RECENT:]
         return damage.fields("metrics", self._metrics.path, why, then, job=self.job, aside=aside)
+
+    def _rows_with(self, known: list[Row]) -> list[Row]:
+        """All rows that are readable or `known`, each once, in order."""
+        union = {int(row["step"]): row for row in (*self.every_row(), *self.rows, *known)}
+        return [union[step] for step in sorted(union)]
 
 
 async def _still_there(state: State) -> list[Event]:

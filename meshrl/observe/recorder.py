@@ -29,7 +29,7 @@ from meshrl.launch.kept import KeptDocument
 from meshrl.launch.launcher import Launcher
 from meshrl.launch.places import read_if_whole, read_json, write_json
 from meshrl.observe import storage
-from meshrl.observe.recorded import EVENTS, MARK, Mark, Recorded, event_of, last_step
+from meshrl.observe.recorded import EVENTS, MARK, METRICS, Mark, Recorded, event_of, last_step
 from meshrl.observe.room import Room
 from meshrl.observe.trackers import TRACKING, Trackers
 from meshrl.observe.usage import Tally
@@ -116,6 +116,7 @@ class Recorder:
         """The run now; the last snapshot, marked, while Redis does not answer; None before any."""
         now, refused = self._clock.monotonic(), ""
         try:
+            await self._mend()
             async with self._clock.timeout(ANSWER_S, "a look at the run"):
                 self.shot = await self._read()
             self._silent_since = None
@@ -179,7 +180,6 @@ class Recorder:
             if self.trackers.trackers:
                 self.trackers.offer(list(self.recorded.every_row()), self._evaluated)
         state = self.launcher.state
-        await self._mend()
         row = await jobs.job(state, self.job)
         new_events = await self._new_events()
         self._abandon(row.steps_done, new_events)
@@ -207,16 +207,23 @@ class Recorder:
         return snapshot(reading, self._history)
 
     async def _mend(self) -> None:
-        """Makes again what is damaged or was changed by others, and puts that on record."""
+        """Makes again what is damaged or was changed by others, and puts that on record.
+
+        How long that takes depends on the files, so no look's deadline is over it; each command to
+        Redis has its own.
+        """
+        state, host = self.launcher.state, self.launcher.host
         self.recorded.look()
-        if self.recorded.wrong:
-            self._untold += await self.recorded.mend(self.launcher.state)
+        if EVENTS in self.recorded.wrong:
+            self._untold.append(await self.recorded.mend_events(state, host))
             self._evaluated = evaluated(self.recorded.known, self.job)
             self._seen = max(self._seen, self.recorded.last, key=events.order)
+        if METRICS in self.recorded.wrong:
+            self._untold.append(await self.recorded.mend_metrics(state, host))
         if (told := self._job_file.look()) is not None:
             self._untold.append(told)
         while self._untold:
-            await events.append(self.launcher.state, damage.EVENT, self._untold[0])
+            await events.append(state, damage.EVENT, self._untold[0])
             del self._untold[0]
 
     async def _new_events(self) -> list[events.Event]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from common.job import bundle_files
 from common.state import events, jobs
 from common.state.ended import ended
 from meshrl.commands import diagnosis
@@ -54,6 +55,7 @@ async def submitted(
         directory.chmod(0o755)
         (directory / file).unlink(missing_ok=True)
         (directory / file).write_text(code)
+    document["bundle"]["files"] = bundle_files.listed(Path(document["bundle"]["dir"]))
     await jobs.submit(mesh.state, name, document, str(run_dir), uuid.uuid4().hex)
 
 

@@ -14,7 +14,7 @@ import pytest
 from loadtests.history.checking import check
 from tests.mesh.running import Run
 
-STEPS = 8
+STEPS = 40  # they take seconds: Redis ends on the way
 
 
 @pytest.mark.timeout(400)

@@ -32,6 +32,7 @@ def user() -> int:
 
 def main() -> None:
     needed = {Path(place).resolve() for place in (sys.base_prefix, sys.prefix, ROOT)}
+    os.umask(0o022)  # the user must be able to enter what is made here
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     hidden: dict[Path, list[Path]] = {}

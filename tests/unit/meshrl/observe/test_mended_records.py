@@ -6,21 +6,25 @@ import asyncio
 import resource
 import shutil
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.clock import SystemClock
+from common.errors import StateUnavailable
 from common.job.config import JobConfig
 from common.records.damage import EVENT, QUARANTINE
 from common.records.lines import read
 from common.state import events, jobs, readers
+from common.state.client import State
 from meshrl.launch.launcher import Launcher, Shape
 from meshrl.launch.places import MeshPlace, read_json, write_json
 from meshrl.observe import report
 from meshrl.observe.recorded import Recorded
 from meshrl.observe.recorder import Recorder, read_events
-from sim.state import simulated_state
+from sim.state import simulated_as
 
 JOB = "one"
 
@@ -55,10 +59,10 @@ HARM: dict[str, Callable[[Path, Path], None]] = {
 class Run:
     """A recorded job on a mesh without processes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, state: type[State] = State) -> None:
         self.directory = directory
         self.launcher = Launcher(MeshPlace(directory), Shape())
-        self.launcher.state = simulated_state(self.launcher.clock)
+        self.launcher.state = simulated_as(state, self.launcher.clock)
 
     async def begin(self) -> None:
         document = JobConfig(name=JOB).document()
@@ -130,6 +134,75 @@ async def test_what_redis_has_no_more_either_is_said_to_be_lost(run: Run) -> Non
     assert "1 of its events are lost" in told["then"]
     assert len(run.notes) in (4, 5) and not read(path).damage
     assert [e.kind for e in read_events(run.directory)].count("history_lost") == 1
+
+
+class Away(State):
+    """A Redis that does not answer when it is to say for the first two times what is lost."""
+
+    tries = 2
+
+    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+        if script == "history_lost" and self.tries:
+            self.tries -= 1
+            raise StateUnavailable("Redis does not answer")
+        return await super().run(script, keys, *args)
+
+
+async def test_a_redis_that_is_away_costs_a_mend_no_second_file_that_is_set_aside(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path / "run", Away)
+    await run.begin()
+    noted(run.directory, 3)
+    path = run.directory / "events.jsonl"
+    flip(path, path)
+    recorder = run.recorder()
+    for _ in range(5):
+        await recorder.look()
+    assert [p.name for p in (run.directory / QUARANTINE).iterdir()] == ["events.jsonl"]
+    assert [told["what"] for told in run.told()] == ["events"] and not read(path).damage
+    assert [e.kind for e in read_events(run.directory)].count("history_lost") == 1
+    await run.launcher.state.close()
+
+
+class Deadlines(SystemClock):
+    """Knows how many deadlines run."""
+
+    running = 0
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float, what: str) -> AsyncIterator[None]:
+        self.running += 1
+        try:
+            async with super().timeout(seconds, what):
+                yield
+        finally:
+            self.running -= 1
+
+
+async def test_a_long_mend_has_no_deadline_and_leaves_the_loop_to_others(run: Run) -> None:
+    noted(run.directory, 10_000)
+    path = run.directory / "events.jsonl"
+    flip(path, path)
+    run.launcher.clock = clock = Deadlines()
+    recorder = run.recorder()
+    turns, most = 0, 0
+    looking = asyncio.create_task(recorder.look())
+    while not looking.done() and not (run.directory / QUARANTINE).exists():
+        turns, most = turns + 1, max(most, clock.running)
+        await asyncio.sleep(0)
+    assert turns > 100, "the file is read and written while others have their turns"
+    assert most == 0, "however long that takes"
+    assert await looking is not None
+    assert not read(path).damage
+
+
+def noted(directory: Path, count: int) -> None:
+    """Records events that Redis does not have."""
+    told = [
+        events.Event(f"{n}-0", n, "note", {"job": JOB, "text": str(n)}) for n in range(1, count + 1)
+    ]
+    Recorded(directory, JOB).add_events(told)
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty"])
@@ -246,7 +319,7 @@ async def test_metrics_that_lack_steps_are_noticed_and_what_is_left_is_kept(
     HARM[harm](path, copy)
     recorded = Recorded(run.directory, JOB)
     assert list(recorded.wrong) == ["metrics.jsonl"]
-    (told,) = await recorded.mend(run.launcher.state)
+    told = await recorded.mend_metrics(run.launcher.state, run.launcher.host)
     assert told["what"] == "metrics"
     assert not read(path).damage
 
