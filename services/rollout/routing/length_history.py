@@ -82,10 +82,11 @@ def _read(path: Path) -> tuple[list[Past], str]:
     content = path.read_bytes() if path.exists() else b""
     rows = [row_of(text) for text in content.split(b"\n")[:-1]]
     for row in rows:
-        if row is None or "past" not in row:
+        try:
+            prompt, returns, sampled = (row or {})["past"]
+            states = [((tool, size, status), n) for tool, size, status, n in returns]
+        except (KeyError, TypeError, ValueError):  # whole, but of another shape: another version's
             continue
-        prompt, returns, sampled = row["past"]
-        states = [((tool, size, status), n) for tool, size, status, n in returns]
         found.append(Past(prompt, tuple(states), sampled))
     gone = len(rows) - len(found)
     return found, f"{gone} of {len(rows)} lines are damaged" if gone else ""

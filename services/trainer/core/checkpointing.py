@@ -8,6 +8,7 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from common.errors import MeshError
 from common.job.job_data import JobData
 from common.model.config import ModelConfig
 from common.model.output import write_version
-from common.records.checkpoints import STATE, appear, checkpoint_name, newest_due
+from common.records import damage
+from common.records.checkpoints import STATE, appear, checkpoint_name, newest_due, set_aside
 from common.runtime.mesh import Mesh
 from common.runtime.patience import patiently
+from common.state import events
 from common.wire.weight_store import STORE
 from services.trainer.ranks.compute import SAVE_S, Compute
 
@@ -48,10 +51,18 @@ class Checkpoints:
 
     async def clear(self, committed: str) -> None:
         """Removes what an earlier start of the trainer began and did not end, not the checkpoint
-        that is committed: if its manifest is gone, it is damaged.
+        that is committed: if its manifest is gone, it is damaged. So is an older one without its
+        manifest, which is set aside.
         """
         directory, run = self._data.run_dir / "checkpoints", self._mesh.host.run_blocking
-        await run(_remove_unnamed, directory, committed, deadline_s=SAVE_S)
+        state = self._mesh.state
+        gone = await run(_remove_unnamed, directory, committed, deadline_s=SAVE_S)
+        for path, aside in gone:
+            then = "what is left of it is set aside; the other kept ones are there"
+            told = damage.fields(
+                "checkpoint", path, "it is missing", then, job=self._data.id, aside=aside
+            )
+            await patiently(self._mesh.clock, partial(events.append, state, damage.EVENT, told))
 
     async def begin(
         self,
@@ -111,8 +122,16 @@ class Checkpoints:
         self.name, self.step = name, request.step
 
 
-def _remove_unnamed(directory: Path, committed: str) -> None:
-    for path in directory.glob("step-*"):
-        named = path.name == committed or path.with_name(f"{path.name}.json").is_file()
-        if path.is_dir() and not named:
+def _remove_unnamed(directory: Path, committed: str) -> list[tuple[Path, Path]]:
+    """The manifests that are missing, and where what was left of their checkpoints lies now."""
+    aside = []
+    for path in sorted(directory.glob("step-*")):
+        manifest = path.with_name(f"{path.name}.json")
+        if not path.is_dir() or path.name == committed or manifest.is_file():
+            continue
+        # A scratch directory has a point in its name; nothing has named it, nor one that is newer.
+        if "." in path.name or path.name > committed:
             shutil.rmtree(path, ignore_errors=True)
+        elif (kept := set_aside(manifest)) is not None:
+            aside.append((manifest, kept))
+    return aside

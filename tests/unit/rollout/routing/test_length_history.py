@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from common.process.host import SystemHost
+from common.records.lines import line
 from services.rollout.routing.length_history import NAME, LengthHistory
 from services.rollout.routing.lengths import Past
 
@@ -45,6 +46,16 @@ def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
     whole = (tmp_path / NAME).read_bytes()
     (tmp_path / NAME).write_bytes(whole[:-7])
     assert kept(tmp_path, 10) == pasts(4)
+
+
+def test_a_whole_line_of_another_shape_costs_only_itself(tmp_path: Path) -> None:
+    history = LengthHistory(SystemHost(), tmp_path, limit=10)
+    history.append(pasts(1)[0])
+    history.close()
+    with (tmp_path / NAME).open("ab") as file:
+        for past in ([1, [["run", 5]], 3], [1, 2], 7):
+            file.write(line({"past": past}, 0))
+    assert kept(tmp_path, 10) == pasts(1)
 
 
 def test_a_flipped_bit_costs_its_line_and_the_file_is_set_aside(tmp_path: Path) -> None:

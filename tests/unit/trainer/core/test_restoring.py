@@ -186,3 +186,19 @@ def test_what_is_nowhere_whole_gives_its_place_too_and_in_the_end_the_job_fails_
         assert "the job fails" in (await bench.told())[-1]["then"]
 
     trained(tmp_path, story)
+
+
+def test_an_older_checkpoint_that_lost_its_manifest_is_set_aside(tmp_path: Path) -> None:
+    async def story(bench: Trained) -> None:
+        bench.manifest(0).unlink()
+        directory = bench.manifest(0).parent
+        unfinished = [directory / f"{bench.names[0]}.cut", directory / "step-000-000009-00000000"]
+        for path in unfinished:
+            path.mkdir()
+        await bench.checkpoints.clear(bench.names[1])
+        aside = tmp_path / "quarantine/checkpoints" / bench.names[0]
+        assert (aside / "model.safetensors").is_file() and bench.model(1).is_file()
+        assert [one["aside"] for one in await bench.told()] == [str(aside)]
+        assert not any(path.exists() for path in unfinished)
+
+    trained(tmp_path, story)
