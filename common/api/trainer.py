@@ -88,11 +88,12 @@ class Restage:
 
 @message
 class Restaged:
-    """The answer to Restage: False, the core has other weights by now, and another version comes
-    or is there.
+    """The answer to Restage. Not `done` and `later`: the core is not there yet, or has other
+    weights by now, and another version comes or is there. Neither: it cannot.
     """
 
     done: bool
+    later: bool = False
 
 
 class Trainer(Drainable):

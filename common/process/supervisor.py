@@ -53,6 +53,7 @@ class End:
     restarts: int = 0  # how often it had been started again until then
     final: bool = False  # it is not started again: it would only fail again
     asked: bool = False  # its supervisor ended it
+    ran_s: float = 0.0  # from its start to its end
     lasting_s: float = 0.0  # since it first ended so, and by nothing else
 
     @property
@@ -257,7 +258,8 @@ class Supervisor:
         if code and not killed:
             failure = self._host.failure_of(child.pid, running.spec.log, code)
         final = failure is not None and failure.fatal
-        return End(code, why, failure, running.restarts.total, final)
+        ran_s = self._clock.monotonic() - running.began
+        return End(code, why, failure, running.restarts.total, final, ran_s=ran_s)
 
     async def _again(self, running: _Running, end: End) -> bool:
         """Restarts what has ended, or gives it up: at once what would only fail again. Whether its

@@ -53,6 +53,11 @@ def row_of(text: bytes) -> Row | None:
     return row
 
 
+def is_checked(text: bytes) -> bool:
+    """Whether a line without its newline ends with a check, be it right or wrong."""
+    return _CHECK.search(text) is not None
+
+
 @dataclass(frozen=True)
 class Lines:
     """What a file holds: its whole rows, and what is wrong with it, empty if nothing is."""

@@ -59,6 +59,7 @@ class Report:
     log: str = ""
     event: bool = True  # False: the event was told before, and this is what became of it
     charged: bool = True  # False: it never fails its job, which has another bound for it
+    ran_s: float = 0.0  # how long it ran: what had come up can succeed
     count: int = 1  # processes of this name that have ended so since the last report
     operation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -78,6 +79,7 @@ async def tell(state: State, report: Report) -> bool:
         "spent": report.spent,
         "event": report.event,
         "charged": report.charged,
+        "ran_s": report.ran_s,
         "count": report.count,
         "restart": restart,
         "log": report.log,

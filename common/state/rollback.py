@@ -8,7 +8,7 @@ groups and fencing tokens a second time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from common.state.client import State, server_ms
@@ -33,6 +33,11 @@ class JobMark:
     next_group: int = 0
     run_dir: str = ""
     phase: str = ""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has had a version or a group."""
+        return self.version >= 0 or self.next_group > 0
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,9 @@ def joined(marks: list[Mark]) -> Mark:
     return Mark(event, max((mark.token for mark in marks), default=0), jobs)
 
 
-def older(held: Mark, known: Mark) -> str:
-    """Why what Redis holds is older than what is known; empty when it is not.
+def older(held: Mark, known: Mark, gone: Collection[str] = ()) -> str:
+    """Why what Redis holds is older than what is known; empty when it is not. Jobs that are `gone`
+    need not be there: an earlier Redis was lost with them, and they were not put back.
 
     A lineage may begin below the versions of the one before it, so versions count within one.
     """
@@ -73,7 +79,7 @@ def older(held: Mark, known: Mark) -> str:
     for job, one in known.jobs.items():
         here = held.jobs.get(job)
         if here is None:
-            if one.version >= 0:
+            if one.version >= 0 and job not in gone:
                 return f"it does not know the job {job}"
             continue
         if (here.lineage, here.version) < (one.lineage, one.version):

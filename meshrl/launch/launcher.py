@@ -50,6 +50,7 @@ SHAPE = "shape.json"
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst
 READY_S = 60.0  # until every service has registered; imports on a busy machine are slow
 START_TRIES = 3  # times that an error may end a process while the mesh starts
+BACK_TRIES = 3  # times that Redis may go back again before the mesh has
 GRACE_S = 10.0  # from SIGTERM to SIGKILL, for each stage of the stop
 ECHO_S = 1.0  # one Ctrl-C may arrive twice, from the terminal and from a parent
 
@@ -79,6 +80,7 @@ class Launcher(Hooks):
         self.state: State
         self.settings: MeshSettings
         self._lock: IO[str] | None = None
+        self._starts = False  # it may have processes
         self._supervisor: Supervisor | None = None
         self._secret = secrets.token_hex(SECRET_BYTES)
         self._redis = MeshRedis(
@@ -87,11 +89,13 @@ class Launcher(Hooks):
         environment = self._environment
         self._nursery = MeshNursery(self.host, self.clock, place, environment, BUDGET, self.ended)
         self._watch: LeaseWatch | None = None
-        self._watching: asyncio.Task[None]
+        self._watching: asyncio.Task[None] | None = None
         self._reports: Reports | None = None
         self._explained: set[str] = set()  # those whose ends have an error that says why
         self._tasks: list[asyncio.Task[Any]] = []
         self._going_back: asyncio.Task[None] | None = None
+        self._failed_back = 0  # times in a row that the mesh could not
+        self._back_again = ""  # why, if Redis went back while the mesh was not up
 
     async def start(self, begin: Callable[[], Awaitable[None]] | None = None) -> None:
         """Returns when every service has registered; on any error nothing is left running.
@@ -99,6 +103,7 @@ class Launcher(Hooks):
         `begin` is awaited when Redis answers and no service runs yet.
         """
         self._take_lock()
+        self._starts = True
         try:
             await leftovers.end_all(self.place.settings.resolve(), GRACE_S)
             await self._nursery.start()
@@ -108,16 +113,20 @@ class Launcher(Hooks):
             self.state = await State.open(self._redis.url)
             self._reports = Reports(self.state, self.clock)
             await forget_all(self.state)
-            if self._redis.why:
+            if self._redis.returning:
                 await put_all_back(self.state, self._redis.known, needed=False)
             if begin is not None:
                 await begin()
+            if self._redis.returning:
+                await self._redis.returned()
             await self._nursery.listens()
             await self._start_services()
             await self._all_registered()
             trimmed = trimming.trim_forever(self.state, self.clock)
             self._tasks.append(asyncio.create_task(trimmed, name="trim events"))
             self._write_marker(ready=True)
+            if self._going_back is None:
+                self._go_back_again()
         except BaseException:
             await self.stop()
             raise
@@ -137,6 +146,7 @@ class Launcher(Hooks):
         await self._redis.stop()
         self.place.launcher.unlink(missing_ok=True)
         if self._lock is not None:
+            self._starts = False  # what there is from now on may be another mesh's
             self._lock.close()
             self._lock = None
 
@@ -158,7 +168,7 @@ class Launcher(Hooks):
         if supervisor is not None:
             await supervisor.stop(GRACE_S)
         await self._nursery.stop(GRACE_S)
-        if supervisor is not None:
+        if self._starts:
             await self._end_leftovers()
 
     def kill(self) -> None:
@@ -222,7 +232,14 @@ class Launcher(Hooks):
 
     def _redis_went_back(self, why: str) -> None:
         """Redis is not what it was: nobody is let in, and what has acted on it starts anew."""
+        self._back_again = why
         if self._going_back is None and self._supervisor is not None:
+            self._go_back_again()
+
+    def _go_back_again(self) -> None:
+        """If Redis went back, perhaps while the mesh could not."""
+        why, self._back_again = self._back_again, ""
+        if why:
             self._going_back = asyncio.create_task(self._go_back(why), name="go back")
             self._going_back.add_done_callback(partial(self._gone_back, why))
 
@@ -231,20 +248,30 @@ class Launcher(Hooks):
         await self._redis.begin_anew(why)
         await self._redis.readmit()
         await put_all_back(self.state, self._redis.known, needed=True)
+        await self._redis.returned()
         await self._nursery.start()
         await self._nursery.listens()
         await self._start_services()
 
     def _gone_back(self, why: str, task: asyncio.Task[None]) -> None:
+        if self._going_back is not task:  # the mesh stops
+            return
         self._going_back = None
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        self._failed_back = self._failed_back + 1 if error is not None else 0
+        if error is not None and (not self._back_again or self._failed_back > BACK_TRIES):
             self.why = f"redis is not as it was ({why}), and the mesh cannot go on: {error}"
             self.failed.set()
+        else:
+            self._go_back_again()
 
     async def _kill_services(self) -> None:
         """At once: Redis, which they would say goodbye to, lets nobody in."""
         supervisor, self._supervisor = self._supervisor, None
-        self._watching.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         if supervisor is not None:
             for child in supervisor.children.values():
                 child.kill()
@@ -340,6 +367,8 @@ class Launcher(Hooks):
             self.state, self.clock, self.settings.host, lambda: supervisor.children.values()
         )
         await supervisor.start()
+        if self._supervisor is not supervisor:  # Redis went back meanwhile, and others run
+            return
         self._watching = asyncio.create_task(watch.run(), name="watch leases")
         self._tasks.append(self._watching)
 

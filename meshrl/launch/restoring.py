@@ -19,10 +19,16 @@ from meshrl.launch.redis.recorded import recorded
 
 
 async def put_back(
-    state: State, run_dir: Path, job: str, document: dict[str, Any], seen: int = 0
+    state: State,
+    run_dir: Path,
+    job: str,
+    document: dict[str, Any],
+    seen: int = 0,
+    begun: bool = False,
 ) -> Path | None:
     """Submits a job that Redis does not have: as its newest checkpoint, which is returned, has it,
-    or else from its beginning. `seen`: the highest lineage that anybody has seen of it.
+    or else from its beginning. `seen`: the highest lineage that anybody has seen of it; `begun`:
+    somebody has seen a version or a group.
 
     A job that had begun goes on in a lineage above all that its record and its checkpoints tell of.
     """
@@ -45,7 +51,7 @@ async def put_back(
             fix="Start over with `meshrl run JOB`",
         )
     told = recorded(run_dir, job).jobs.get(job)
-    if told is not None and (told.version >= 0 or told.next_group):
+    if begun or (told is not None and told.begun):
         await steps.restart_job(state, job, document, str(run_dir), seen)
     else:
         await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
@@ -70,7 +76,8 @@ async def put_all_back(state: State, known: Mark, needed: bool) -> None:
         run_dir = Path(one.run_dir)
         try:
             document = read_json(run_dir / "job.json")["document"]
-            checkpoint = await put_back(state, run_dir, job, document, one.lineage)
+            args = state, run_dir, job, document, one.lineage, one.begun
+            checkpoint = await put_back(*args)
         except (NotFound, Damaged, ConfigError, OSError) as error:
             errors.append(NotFound(f"{job} cannot go on: {error}", where=str(run_dir)))
             print(errors[-1], file=sys.stderr, flush=True)

@@ -13,7 +13,9 @@ from common.runtime.mesh import Mesh
 from common.wire.bulk import BulkClient
 
 TRIES = 5  # a version that was damaged each time it was written: the disk does it
-PATIENCE_S = 600.0  # for a trainer that is being started, which may have to compile its kernels
+# For a trainer that does not answer, because it is being started, or cannot write it again. One
+# that replays or holds its next version for an evaluation says so, and is waited for.
+PATIENCE_S = 600.0
 
 
 class Versions:
@@ -52,3 +54,5 @@ class Versions:
             log.warning("the trainer cannot write weights again", error=str(refused))
         else:
             self._tries += answer.done
+            if answer.done or answer.later:
+                self._since = now

@@ -27,7 +27,9 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
 }
-BUDGET = (5, 60.0)  # restarts in seconds
+# Restarts in seconds: their delays add up to what an error of its own must last until it is the
+# job's end (`process_ended.lua`), so that it is told before the budget is spent.
+BUDGET = (8, 60.0)
 LOADING_S = 300.0  # a started process may be so long on one thing until it is ready
 DRAIN_S = 5.0
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
@@ -172,9 +174,8 @@ class RoleProcess(Hooks):
         """An error that no restart mends ends the job, and so does any that comes for ever."""
         job = self.assignment.job if self.assignment is not None else ""
         log = str(self._log(name))
-        await self._reports.tell(
-            Report(name, end.code, end.why, end.failure, job, end.final, log=log)
-        )
+        report = Report(name, end.code, end.why, end.failure, job, end.final, log=log)
+        await self._reports.tell(replace(report, ran_s=end.ran_s))
 
     def lease_expired(self, child: Child) -> bool:
         return self.leases.expired(child)

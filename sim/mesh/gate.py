@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from common.errors import Damaged, StateUnavailable
+from common.errors import Damaged, StateUnavailable, StorageFull
 from common.records import damage
 from common.state import rollback
 from common.state.client import State
@@ -67,7 +67,7 @@ class VirtualGate:
                     newest = await rollback.held(self._state, Mark())
                     self.known = rollback.joined([self.known, newest])
                     notes.write(self._note, Note(self.known, {}, self._floor))
-            except (StateUnavailable, OSError):
+            except (StateUnavailable, StorageFull, OSError):
                 continue
 
     def _noted(self) -> Note:

@@ -32,7 +32,7 @@ class Follower:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._read: dict[str, tuple[int, xxhash.xxh3_128]] = {}
-        self._looking = threading.Lock()  # a look takes a thread, and the server's end another
+        self._looking = threading.Lock()  # one that was given up goes on in its thread
 
     def look(self) -> dict[str, Extent]:
         """The files that are in use, as far as they are written now; none where Redis has written
@@ -51,6 +51,12 @@ class Follower:
                 length, digest = 0, xxhash.xxh3_128()
             self._read[name] = _extended(path, length, digest)
         return {name: Extent(at, digest.hexdigest()) for name, (at, digest) in self._read.items()}
+
+
+def holds(directory: Path, extents: Mapping[str, Extent]) -> bool:
+    """Whether each file has its length at least, or is gone. OSError."""
+    paths = {directory / FOLDER / name: extent.length for name, extent in extents.items()}
+    return all(not path.is_file() or path.stat().st_size >= n for path, n in paths.items())
 
 
 def differs(directory: Path, extents: Mapping[str, Extent]) -> str:

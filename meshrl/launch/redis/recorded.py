@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from common.records.checkpoints import all_checkpoints
+from common.records.lines import Row, is_checked, row_of
 from common.state.events import order
 from common.state.rollback import FIRST, JobMark, Mark, joined
 
 STANDS = ("initial", "step", "lineage", "restored")  # events that tell a lineage and a version
 ISSUED = ("registered", "leader")  # events that tell a fencing token
 TOGETHER = 1000  # marks that are joined at a time
+BLOCK = 1 << 20  # bytes of lines that are in memory at a time
 
 
 def recorded(run_dir: Path, job: str) -> Mark:
@@ -21,22 +22,28 @@ def recorded(run_dir: Path, job: str) -> Mark:
 
 
 class RunRecord:
-    """Reads what the recorder appends, each line once. A line that does not read tells nothing: who
-    reads the record for what it says reports it.
+    """Reads what the recorder appends, each line once. A line that is not what was written tells
+    nothing: who reads the record for what it says reports it.
     """
 
     def __init__(self, run_dir: Path, job: str) -> None:
         self._run_dir, self._job = run_dir, job
         self._at = 0  # bytes that were read
+        self._checked = False  # its lines have checks
         self._mark, self._phase = Mark(), ""
 
     def look(self) -> Mark:
         """How far it has come by now."""
         path, marks = self._run_dir / "events.jsonl", [self._mark]
         for line in self._new(path):
-            if (told := _parsed(line)) is None:
+            self._checked = self._checked or is_checked(line)
+            row = row_of(line)
+            if row is None or (self._checked and not is_checked(line)):
                 continue
-            marks.append(self._told(told))
+            try:
+                marks.append(self._told(row))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # of a file without checks
             if len(marks) == TOGETHER:
                 marks = [joined(marks)]
         for checkpoint in all_checkpoints(self._run_dir):
@@ -48,21 +55,24 @@ class RunRecord:
             return self._mark
         return joined([self._mark, self._one(JobMark(run_dir=str(self._run_dir)), self._phase)])
 
-    def _new(self, path: Path) -> list[bytes]:
+    def _new(self, path: Path) -> Iterator[bytes]:
         """Whole lines that have been added; all of them where the file was made again."""
         if not path.is_file():
-            return []
+            return
         if path.stat().st_size < self._at:
             self._at = 0
         with path.open("rb") as file:
             file.seek(self._at)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._at += len(whole)
-        return whole.splitlines()
+            while lines := file.readlines(BLOCK):
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        return
+                    self._at += len(line)
+                    yield line[:-1]
 
-    def _told(self, event: dict[str, Any]) -> Mark:
+    def _told(self, event: Row) -> Mark:
         kind, fields = event["kind"], event["fields"]
+        order(event["id"])
         token = int(fields["token"]) if kind in ISSUED else 0
         mark = Mark(event["id"], token)
         if fields.get("job") != self._job:
@@ -79,13 +89,3 @@ class RunRecord:
     def _one(self, one: JobMark, phase: str = "") -> Mark:
         about = JobMark(one.lineage, one.version, one.next_group, one.run_dir, phase)
         return Mark(FIRST, 0, {self._job: about})
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """An event; None for a line that is none, as the last one that a crash has cut off."""
-    try:
-        told = json.loads(line)
-        order(told["id"])
-        return told if isinstance(told["fields"], dict) and "kind" in told else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -14,12 +14,13 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.clock import Clock
-from common.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable
+from common.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable, StorageFull
 from common.process.handle import Child
 from common.process.host import Host
 from common.process.supervisor import ChildSpec, End, Hooks, Supervisor
@@ -37,6 +38,7 @@ from meshrl.launch.redis.recorded import RunRecord
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 NOTE_S = 4.0  # for one look at how far it has come
+ROOM_S = 60.0  # that a start waits for room on the disk
 # A line in which a server says that its file is no good, and one that blames the host for it.
 UNLOADABLE = re.compile(r"append.?only|\bAOF\b|\bRDB\b|loading DB|manifest", re.IGNORECASE)
 OF_THE_HOST = re.compile(
@@ -47,6 +49,9 @@ OF_THE_HOST = re.compile(
 class MeshRedis(Hooks):
     """`owner` is told what happens to the server's process, and `went_back` why, in mid-run, the
     state is not what it was: then it is to end whoever uses it, and call `begin_anew`.
+
+    While it is `returning`, the jobs of a Redis that was lost are to be put back, and nothing is
+    noted: `returned` says that they are. A start that was cut off in between does it again.
     """
 
     def __init__(
@@ -66,6 +71,9 @@ class MeshRedis(Hooks):
         self.url = embedded.configured_url()
         self.known = Mark()  # as far as it has come by all that is known
         self.why = ""  # why it was not as it had been, when it was let in last
+        self.returning = False
+        self._gone: frozenset[str] = frozenset()  # jobs that were lost and are not missed
+        self._untold = False  # the mesh has no event yet that tells `why`
         self._own = not self.url
         self._owner_url = self.url
         self._state: State | None = None  # as its owner
@@ -89,14 +97,16 @@ class MeshRedis(Hooks):
         that differs from what was noted, or does not load, has been set aside.
         """
         note = self._noted()
-        self._floor = note.floor
-        self.known = rollback.joined([note.mark, *self._recorded(note.mark)])
+        self._floor, self.returning = note.floor, note.returning
+        self._gone = frozenset(note.gone)
+        told = await asyncio.to_thread(self._recorded, note.mark)
+        self.known = rollback.joined([note.mark, *told])
         self._files = dict(note.files)
         if not self._own:
             await guard.wait_until_ready(self.url, self._clock, None, None)
         else:
-            if why := self._differs():
-                self._set_aside(why)
+            if why := await asyncio.to_thread(self._differs):
+                await self._set_aside(why, ROOM_S)
             await self._serve()
         self._state = await State.open(self._owner_url)
         return self._state
@@ -107,34 +117,41 @@ class MeshRedis(Hooks):
         """
         if not self.why:
             found = await self._held()
-            why = rollback.older(found, self.known)
+            why = self._older(found)
             ours = self._own or bool(found.jobs.keys() & self.known.jobs.keys())
             if why and not found.empty and ours:
-                await self.begin_anew(why)
+                await self.begin_anew(why, ROOM_S)
             elif why:
                 self._say(why)
-        await self._let_in()
-        self._tasks = [
-            asyncio.create_task(self._note_forever(), name="note how far redis has come")
-        ]
+        await self._let_in(ROOM_S)
+        self._tasks = [self._task("note how far redis has come", self._note_forever())]
         if self._own:
             watching = guard.watch(self._owner_url, self._clock, self._children)
-            self._tasks.append(asyncio.create_task(watching, name="watch redis"))
+            self._tasks.append(self._task("watch redis", watching))
 
-    async def begin_anew(self, why: str) -> None:
-        """Sets aside what there is, and begins without it; `readmit` lets the mesh in."""
+    async def begin_anew(self, why: str, room_s: float | None = None) -> None:
+        """Sets aside what there is, and begins without it; `readmit` lets the mesh in. Waits for
+        room on the disk, for `room_s` at most: StorageFull.
+        """
         self._admitted = False
         if not self._own:
             await self._rename()
             self._say(why)
             return
         await self._stop_server()
-        self._set_aside(why)
+        await self._set_aside(why, room_s)
         await self._serve()
 
     async def readmit(self) -> None:
         """Lets the mesh in after `begin_anew`."""
         await self._let_in()
+
+    async def returned(self) -> None:
+        """The jobs are back that go on: those that are not there now are not missed any more."""
+        found = await self._held()
+        self._gone = frozenset(self.known.jobs.keys() - found.jobs.keys())
+        self.returning = False
+        await self._with_room(self._write_note, None)
 
     async def stop(self) -> None:
         """Ends the server, if it is our own, and notes how far it has come."""
@@ -143,7 +160,7 @@ class MeshRedis(Hooks):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=GRACE_S)
-        if self._admitted:
+        if self._admitted and not self.returning:
             with contextlib.suppress(MeshError, OSError):
                 await self._note(durable=True)
         if self._state is not None:
@@ -164,7 +181,7 @@ class MeshRedis(Hooks):
                 complaint = self._complaint(since)
                 if not complaint:
                     raise
-                self._set_aside(f"it cannot be loaded: {complaint}")
+                await self._set_aside(f"it cannot be loaded: {complaint}", ROOM_S)
                 await self._start()
         finally:
             self._starting = False
@@ -193,7 +210,7 @@ class MeshRedis(Hooks):
     async def started(self, child: Child) -> None:
         self._children[:] = [child]
         if not self._starting:
-            looking = asyncio.create_task(self._look_again(child), name="look at redis")
+            looking = self._task("look at redis", self._look_again(child))
             self._tasks = [task for task in self._tasks if not task.done()] + [looking]
 
     async def ended(self, child: Child, end: End) -> None:
@@ -202,10 +219,7 @@ class MeshRedis(Hooks):
             return
         had_been_in, self._admitted = self._admitted, False
         complaint = ""
-        if had_been_in:
-            with contextlib.suppress(OSError):  # gone: that is seen when it is started again
-                self._files = self._aof.look()
-        elif end.code > 0:
+        if not had_been_in and end.code > 0:
             complaint = self._complaint(since)
         self._place.redis.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._owner.ended(child, end)
@@ -223,16 +237,31 @@ class MeshRedis(Hooks):
         while child.poll() is None:
             try:
                 await guard.wait_until_ready(self._owner_url, self._clock, child, self._log)
-                why = self._differs() or rollback.older(await self._held(), self.known)
+                why = await asyncio.to_thread(self._differs) or self._older(await self._held())
                 if why:
                     self._went_back(why)
                 else:
-                    await self._let_in()
+                    await self._let_in(0.0)
                 return
-            except (StateUnavailable, OSError):
+            except (StateUnavailable, StorageFull, OSError):
                 # It loads for long, or does not answer: the watch kills it for that; or the disk is
                 # full, so that there is no room for the note.
                 await self._clock.sleep(guard.INTERVAL_S)
+
+    def _task(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """What has failed is not watched or let in any more: the owner is told, by name."""
+
+        async def told() -> None:
+            try:
+                await work
+            except Exception as error:
+                why = f"the task to {name} failed: {type(error).__name__}: {error}"
+                spec = ChildSpec("redis", [], log=self._log, critical=True)
+                await self._owner.gave_up(spec, why)
+                await self._owner.escalate("redis")
+                raise
+
+        return asyncio.create_task(told(), name=name)
 
     def _log_length(self) -> int:
         return self._log.stat().st_size if self._log.is_file() else 0
@@ -285,20 +314,29 @@ class MeshRedis(Hooks):
         self.known = rollback.joined([self.known, *told])
         return await rollback.held(self._owned, self.known)
 
+    def _older(self, found: Mark) -> str:
+        if self.returning:
+            return rollback.older(found, self.known, self.known.jobs)
+        if again := self._gone & found.jobs.keys():  # as others, perhaps, of the same names
+            jobs = {**self.known.jobs, **{job: found.jobs[job] for job in again}}
+            self.known, self._gone = replace(self.known, jobs=jobs), self._gone - again
+            self._records = {job: told for job, told in self._records.items() if job not in again}
+        return rollback.older(found, self.known, self._gone)
+
     @property
     def _owned(self) -> State:
         assert self._state is not None
         return self._state
 
-    async def _let_in(self) -> None:
+    async def _let_in(self, room_s: float | None = None) -> None:
         """Opens the gate, when nobody can be issued a token that somebody has had already."""
         found = await rollback.held(self._owned, self.known)
         self._floor = rollback.floor_above(found, self.known, Mark(token=self._floor))
-        note = Note(self.known, self._files, self._floor)
-        notes.write(self._place.redis_note, note, durable=True)
+        await self._with_room(self._write_note, room_s)
         await rollback.raise_tokens(self._owned, self._floor)
-        if self.why:
+        if self._untold:
             await self._tell(self.why)
+            self._untold = False
         if self._own:
             await self._owned.command("ACL", "SETUSER", embedded.USER, "on")
         self._aof = aof.Follower(self._place.redis)  # the server may have cut off half a command
@@ -315,9 +353,9 @@ class MeshRedis(Hooks):
     async def _note_forever(self) -> None:
         while True:
             await self._clock.sleep(guard.INTERVAL_S)
-            if not self._admitted:
+            if not self._admitted or self.returning:
                 continue
-            with contextlib.suppress(StateUnavailable, DeadlineExceeded, OSError):
+            with contextlib.suppress(StateUnavailable, DeadlineExceeded, StorageFull, OSError):
                 why = await self._note()
                 if why and self._admitted:
                     self._admitted = False
@@ -327,29 +365,63 @@ class MeshRedis(Hooks):
         """Notes how far it has come; why it is older than it was, if it is."""
         async with self._clock.timeout(NOTE_S, "a look at how far Redis has come"):
             found = await rollback.held(self._owned, self.known)
-            if why := rollback.older(found, self.known):
+            if why := self._older(found):
                 return why
+            files = await asyncio.to_thread(self._aof.look) if self._own else {}
+            # It answers when what it was writing while it was looked at is there as a whole, or was
+            # taken back: half a command, which is cut off when it is loaded, is not noted.
             newest = await events.last_id(self._owned)
             if not self._admitted:
                 return ""
-            if self._own:
-                self._files = await asyncio.to_thread(self._aof.look)
+            if aof.holds(self._place.redis, files):
+                self._files = files
             self.known = rollback.joined([self.known, found, Mark(newest)])
-            note = Note(self.known, self._files, self._floor)
-            notes.write(self._place.redis_note, note, durable)
+            self._write_note(durable)
         return ""
+
+    def _write_note(self, durable: bool = True) -> None:
+        gone = tuple(sorted(self._gone))
+        note = Note(self.known, self._files, self._floor, gone, self.returning)
+        notes.write(self._place.redis_note, note, durable)
+
+    async def _with_room(self, write: Callable[[], None], room_s: float | None) -> None:
+        """Again until the disk has room, for `room_s` at most, or for as long as the mesh runs:
+        StorageFull.
+        """
+        until, said = self._clock.monotonic() + (room_s or 0.0), False
+        while True:
+            try:
+                return write()
+            except StorageFull as error:
+                if room_s is not None and self._clock.monotonic() >= until:
+                    raise
+                if not said:
+                    print(f"the mesh waits: {error}", file=sys.stderr, flush=True)
+                said = True
+                await self._clock.sleep(guard.INTERVAL_S)
 
     # -- what is not used ------------------------------------------------------------------------
 
-    def _set_aside(self, why: str) -> None:
-        place = self._place
+    async def _set_aside(self, why: str, room_s: float | None) -> None:
+        """Waits for room on the disk, for `room_s` at most: StorageFull."""
         self._files, self._aside = {}, None
-        if place.redis.is_dir() and any(place.redis.iterdir()):
-            self._aside = damage.set_aside(place.redis, place.root)
+        await self._with_room(self._move, room_s)
         self._say(why)
 
+    def _move(self) -> None:
+        place = self._place
+        try:
+            if place.redis.is_dir() and any(place.redis.iterdir()):
+                self._aside = damage.set_aside(place.redis, place.root)
+        except OSError as error:
+            raise StorageFull(
+                f"the file of Redis cannot be set aside: {error}",
+                where=str(place.redis),
+                fix="Make room on its disk",
+            ) from error
+
     def _say(self, why: str) -> None:
-        self.why = why
+        self.why, self.returning, self._untold = why, True, True
         where = f"; its file lies in {self._aside}" if self._aside else ""
         print(f"redis is not as it was: {why}{where}", file=sys.stderr, flush=True)
         print(f"what follows: {damage.FATES['redis'].then}", file=sys.stderr, flush=True)

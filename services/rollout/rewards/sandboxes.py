@@ -166,7 +166,6 @@ class SandboxClient:
         self._failures = failures or Failures(mesh, job.id)
         config = job.config
         self._sandboxes = Sandboxes(mesh)
-        self._request = load_request(job)
         self._jailed = {
             name for name, use in config.environment.tools.items() if builtin.jailed([use])
         }
@@ -193,7 +192,7 @@ class SandboxClient:
         """Tells the sandboxes about the job; one without tools and reward needs none."""
         if self._needed:
             for name in await self._sandboxes.look():
-                await self._mesh.ref(name).call(Sandbox.load, self._request)
+                await self._mesh.ref(name).call(Sandbox.load, load_request(self._job))
 
     async def tool(
         self, name: str, argument: Any, session: str = "", earlier: Sequence[Answered] = ()
@@ -401,8 +400,10 @@ class SandboxClient:
             return SANDBOX
 
     async def _load_on(self, name: str) -> None:
+        """Damaged, if the modules are not what was packed: a sandbox imports them again."""
+        request = load_request(self._job)
         try:
-            await self._mesh.ref(name).call(Sandbox.load, self._request)
+            await self._mesh.ref(name).call(Sandbox.load, request)
         except MeshError as error:
             if not error.retryable:
                 raise

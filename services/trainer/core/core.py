@@ -71,6 +71,7 @@ class TrainerCore(Actor):
         self.ready = False
         self.phase = "starting"  # phase of its work, for its published counters
         self._entered = 0  # phases so far
+        self._updating = 0  # the last step that has changed the weights
         self.steps_done, self.lineage, self.manifest = 0, 0, ""
         self.tokens = 0
         self.busy_s, self.wait_s = 0.0, 0.0
@@ -95,6 +96,8 @@ class TrainerCore(Actor):
         """
         self.phase = phase
         self._entered += 1
+        if phase == "updating":
+            self._updating = step
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -139,12 +142,13 @@ class TrainerCore(Actor):
         """Writes the current version again, as long as no update has changed the weights."""
         async with self._restaging:  # who asks meanwhile finds it done
             if not self.ready or request.manifest != self.manifest:
-                return Restaged(False)
+                return Restaged(False, later=True)
             about = self._born, self.steps_done
             weights = await self.compute.weights()
             done = await self.publisher.stage_again(*about, weights, request.manifest)
         self.mesh.telemetry.log.warning("restage", manifest=request.manifest, done=done)
-        return Restaged(done)
+        # An evaluation may hold the next version back for long, and it comes.
+        return Restaged(done, later=not done and self._updating > self.steps_done)
 
     @call(Trainer.drain)
     def drain(self, request: Drain) -> Drained:
@@ -193,7 +197,7 @@ class TrainerCore(Actor):
             stands.lineage,
             stands.manifest,
         )
-        self._born = stands.born
+        self._born, self._updating = stands.born, 0
         self.checkpoints.name, self.checkpoints.step = stands.checkpoint, stands.checkpoint_step
         self.gradients.announce(self.manifest)
 

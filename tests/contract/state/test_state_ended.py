@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from dataclasses import replace
 
+import pytest
+
 from common.errors import ConfigError, PeerLost
 from common.process.failure import Failure
 from common.state import events, jobs
@@ -39,7 +41,8 @@ async def test_a_job_fails_at_once_by_an_error_that_no_restart_mends(bench: Benc
     assert told[0].fields["error"]["text"] == "too long" and told[0].fields["job"] == JOB
 
 
-async def test_the_same_error_three_times_without_a_step_fails_the_job(bench: Bench) -> None:
+async def test_the_same_error_three_times_without_a_step_fails_the_job(simulated: Bench) -> None:
+    bench = simulated
     seats = await bench.training_job(groups_per_step=1)
     assert not await tell(bench.state, report(ODD))
     assert not await tell(bench.state, report(Failure.of(KeyError("another"))))
@@ -51,6 +54,8 @@ async def test_the_same_error_three_times_without_a_step_fails_the_job(bench: Be
     assert not await tell(bench.state, report(ODD)), "there was a step since"
     assert not await tell(bench.state, report(ODD))
     assert not await tell(bench.state, report(Failure.of(KeyError("another"))))
+    assert not await tell(bench.state, report(ODD)), "a predecessor may hold what it needs"
+    await passes(bench, 10.0)
     assert await tell(bench.state, report(ODD)), "each error is counted for itself"
     assert "ValueError: odd" in (await phase(bench))[1]
 
@@ -86,10 +91,13 @@ async def test_a_report_that_is_sent_again_counts_once(bench: Bench) -> None:
     assert len(told) == 1
 
 
-async def test_a_job_that_goes_on_after_such_an_end_has_its_tries_again(bench: Bench) -> None:
+async def test_a_job_that_goes_on_after_such_an_end_has_its_tries_again(simulated: Bench) -> None:
+    bench = simulated
     await bench.training_job()
     for _ in range(3):
         await tell(bench.state, report(ODD))
+        await passes(bench, 5.0)
+    assert (await phase(bench))[0] == "failed"
     await jobs.reopen(bench.state, JOB, "again")
     assert not await tell(bench.state, report(ODD))
     token = await bench.seat(TRAINER)
@@ -131,6 +139,47 @@ async def test_a_signal_at_each_start_fails_the_job_by_its_name(simulated: Bench
     assert found == "failed"
     assert error.startswith("engine/g0 ended by signal 11 (SIGSEGV) (8 ends in 30 s, without")
     assert "Native code has crashed" in error and "/logs/engine-g0.log" in error
+
+
+KILLED = {"code": -9, "why": "signal 9"}
+
+
+async def test_engines_that_are_taken_away_again_and_again_fail_no_job(simulated: Bench) -> None:
+    bench = simulated
+    await bench.training_job()
+    for _ in range(9):
+        await passes(bench, 180.0)
+        assert not await tell(bench.state, report(None, **KILLED, ran_s=170.0))
+        assert not await tell(bench.state, report(None, **KILLED, ran_s=2.0))
+    assert (await phase(bench))[0] == "training"
+
+
+async def test_what_crashes_long_after_each_start_fails_the_job_in_the_end(
+    simulated: Bench,
+) -> None:
+    bench = simulated
+    await bench.training_job()
+    for _ in range(18):
+        assert not await tell(bench.state, report(None, **CRASHED, ran_s=90.0))
+        await passes(bench, 100.0)
+    assert await tell(bench.state, report(None, **CRASHED, ran_s=90.0))
+    assert "(19 ends in 1800 s, without a group" in (await phase(bench))[1]
+
+
+@pytest.mark.parametrize(("failure", "every_s"), [(None, 50.0), (PeerLost("gone"), 100.0)])
+async def test_a_job_whose_steps_are_slow_is_given_longer(
+    simulated: Bench, failure: PeerLost | None, every_s: float
+) -> None:
+    bench = simulated
+    seats = await bench.training_job(groups_per_step=1)
+    opened = await seats.admit()
+    await passes(bench, 500.0)
+    await seats.finish(opened[0])
+    error = None if failure is None else Failure.of(failure)
+    for _ in range(12):
+        assert not await tell(bench.state, report(error, **CRASHED, ran_s=5.0))
+        await passes(bench, every_s)
+    assert (await phase(bench))[0] == "training"
 
 
 async def test_signals_fail_no_job_that_comes_further(simulated: Bench) -> None:

@@ -27,11 +27,13 @@ DOCUMENT = {
 Look = Callable[[JobRow, list[dict[str, Any]], SimulatedHost, RoleProcess], Awaitable[None]]
 
 
-def with_program(error: Exception | None, tmp_path: Path, look: Look, for_s: float = 20.0) -> None:
-    """Runs an engine whose process ends by `error`, or with status 0, 0.2 s after its start."""
+def with_program(
+    error: Exception | None, tmp_path: Path, look: Look, for_s: float = 20.0, runs_s: float = 0.2
+) -> None:
+    """Runs an engine whose process ends by `error`, or with status 0, `runs_s` after its start."""
 
     async def fails(arguments: list[str], channel: SimulatedChannel) -> None:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(runs_s)
         if error is not None:
             raise error
 
@@ -110,6 +112,15 @@ def test_a_role_that_ends_as_if_it_were_done_ends_the_job_too(tmp_path: Path) ->
         assert row.phase == "failed" and "engine/g0 ended by exit status 0" in row.error
 
     with_program(None, tmp_path, look, for_s=300.0)
+
+
+def test_a_role_that_comes_up_each_time_and_is_ended_does_not_end_its_job(tmp_path: Path) -> None:
+    async def look(
+        row: JobRow, told: list[dict[str, Any]], host: SimulatedHost, role: RoleProcess
+    ) -> None:
+        assert len(told) >= 7 and row.phase == "queued" and row.error == ""
+
+    with_program(None, tmp_path, look, for_s=600.0, runs_s=40.0)
 
 
 def test_a_process_of_a_job_that_nobody_knows_is_told_too(tmp_path: Path) -> None:

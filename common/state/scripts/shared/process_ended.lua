@@ -6,10 +6,17 @@ local seen = replayed()
 if seen then return seen end
 -- Ends of one cause, and the milliseconds that they must have lasted, until the job fails by them.
 local BOUNDS = {
-  counted = {3, 0}, -- an error of its own: to start it again does not help
-  crash = {6, 30000}, -- a signal, or no word: a few may be somebody's who kills processes
+  -- An error of its own: to start it again does not help, unless it is of what a predecessor that is
+  -- still going away holds, such as a port or a device's memory.
+  counted = {3, 10000},
+  crash = {6, 30000}, -- a signal, or no word, soon after its start: it may be unable to succeed
+  killed = {6, 1800000}, -- one that had come up: a machine that is taken away now and then
   patient = {5, 600000}, -- a lost peer or lease: over when the other process is back
 }
+local UP_S = 30 -- a process that ran for so long had come up
+-- What others may have done is borne for some of the job's slowest steps, or groups: where one takes
+-- 20 minutes, 10 without one tell nothing. A process that crashes as it starts is no matter of steps.
+local SLOWER, SOON = 3, 600000
 local ANY = {20, 600000} -- ends of whatever causes
 local CAUSES = 16 -- that are told apart
 local KEY = MESH .. ':ended'
@@ -38,8 +45,12 @@ local function more(streak)
   return streak
 end
 
-local function over(streak, bound)
-  return bound and streak.n >= bound[1] and NOW - streak.since >= bound[2]
+local slowest = SLOWER * tonumber(job.slowest_ms or 0)
+local function over(streak, kind, bound)
+  local least = bound[2]
+  if kind == 'crash' then least = math.max(least, math.min(slowest, SOON))
+  elseif kind ~= 'counted' then least = math.max(least, slowest) end
+  return streak.n >= bound[1] and NOW - streak.since >= least
 end
 
 row.name, row.job, row.code, row.why = a.name, a.job, a.code, a.why
@@ -49,21 +60,27 @@ row.error = a.error
 if a.restart == 'always' then redis.call('SET', MESH .. ':outage_ms', NOW) end
 local progress = a.job .. ' ' .. (job.phase or '') .. ' ' .. (job.progress or '') .. ' '
   .. (redis.call('GET', MESH .. ':outage_ms') or '')
-if row.progress ~= progress or not row.all then
+if row.progress ~= progress or not row.causes then
   row.progress, row.causes, row.told_apart, row.all = progress, {}, 0, nil
 end
-local bound, streak = BOUNDS[a.restart], nil
+local kind, streak = a.restart, nil
+if kind == 'crash' and a.ran_s >= UP_S then kind = 'killed' end
+local bound = BOUNDS[kind]
 if a.event and bound and a.charged then
   local cause = a.error.type .. ' ' .. a.error.where
   if a.error.type == '' then cause = a.why end
+  if kind == 'killed' then
+    row.causes[cause], row.all = nil, nil -- that it came up shows that it can
+    cause = 'killed ' .. cause
+  end
   if not row.causes[cause] then
     row.told_apart = row.told_apart + 1
     if row.told_apart > CAUSES then row.causes, row.told_apart = {}, 1 end
   end
-  row.all = more(row.all)
   row.causes[cause] = more(row.causes[cause])
-  if over(row.causes[cause], bound) then streak = row.causes[cause]
-  elseif over(row.all, ANY) then streak = row.all end
+  if kind ~= 'killed' then row.all = more(row.all) end
+  if over(row.causes[cause], kind, bound) then streak = row.causes[cause]
+  elseif row.all and over(row.all, 'any', ANY) then streak = row.all end
 end
 local lasting = streak and a.restart ~= 'counted'
 local fails = goes_on and (a.restart == 'never' or (a.restart == 'counted' and a.spent)

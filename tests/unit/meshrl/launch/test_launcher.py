@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Refused
+from common.errors import NotFound, Refused, StateUnavailable
 from common.process.handle import start_time
-from common.state import events, registry
+from common.records import damage
+from common.settings import MESH_ENV, SETTINGS_ENV, mark_of
+from common.state import events, jobs, registry
 from common.state.registry import Entry
+from common.state.rollback import JobMark
 from meshrl.commands import diagnosis
 from meshrl.launch import leftovers
 from meshrl.launch.launcher import Launcher, Shape
-from meshrl.launch.places import MeshPlace
+from meshrl.launch.places import MeshPlace, write_json
 from meshrl.launch.redis import guard
+from meshrl.launch.redis import note as notes
+from tests.contract.state.state_bench import JOB, Bench, document
 
 pytestmark = pytest.mark.timeout(240)
 PATIENCE_S = 60.0
@@ -42,6 +47,17 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.1)
 
 
+async def is_(found: Awaitable[int], wanted: int) -> bool:
+    return await found == wanted
+
+
+async def lineage(mesh: Launcher) -> int:
+    try:
+        return (await jobs.job(mesh.state, JOB)).lineage
+    except (NotFound, StateUnavailable):
+        return -1
+
+
 async def alive(mesh: Launcher) -> dict[str, Entry]:
     return {e.name: e for e in await registry.entries(mesh.state) if e.alive}
 
@@ -58,6 +74,10 @@ async def replaced(mesh: Launcher, name: str, incarnation: str) -> Entry:
 
 async def restarted(mesh: Launcher, redis: int) -> bool:
     return start_time(redis) == 0 and await guard.answers(mesh.settings.redis_url)
+
+
+async def registered(mesh: Launcher, names: set[str]) -> bool:
+    return names <= set(await alive(mesh))
 
 
 async def all_back(mesh: Launcher, names: set[str]) -> bool:
@@ -88,6 +108,59 @@ async def test_a_silent_redis_is_named_and_restarted_with_its_data(mesh: Launche
     await until(lambda: restarted(mesh, redis))
     assert "note" in {e.kind for e in await events.read_all(mesh.state)}
     await until(lambda: all_back(mesh, set(before)))
+
+
+async def test_a_redis_that_goes_back_while_the_mesh_starts_is_begun_anew_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    mesh = Launcher(MeshPlace(tmp_path), Shape(workers=1))
+    run_dir = tmp_path / "a run"
+    run_dir.mkdir()
+    write_json(run_dir / "job.json", {"job": JOB, "document": document()})
+
+    async def noted() -> int:
+        return notes.read(mesh.place.redis_note).mark.jobs.get(JOB, JobMark()).version
+
+    async def begin() -> None:
+        bench = Bench(mesh.state, None)
+        await bench.training_job()
+        await mesh.state.command("HSET", f"{{{JOB}}}:job", "run_dir", str(run_dir))
+        await until(lambda: is_(noted(), 0))
+        await mesh.state.command("HSET", f"{{{JOB}}}:job", "version", -1)
+        await asyncio.sleep(2.5 * guard.INTERVAL_S)  # it is noticed before there are services
+
+    await mesh.start(begin)
+    try:
+        await until(lambda: is_(lineage(mesh), 1))
+        assert (tmp_path / damage.QUARANTINE / "mesh/redis").is_dir()
+        await until(lambda: registered(mesh, {"planner/0", "weights", "rollout/0"}))
+        assert not mesh.failed.is_set()
+    finally:
+        await mesh.stop()
+
+
+async def test_a_start_that_fails_leaves_nothing_that_had_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    mesh = Launcher(MeshPlace(tmp_path), Shape(workers=1))
+    left: list[asyncio.subprocess.Process] = []
+
+    async def begin() -> None:
+        settings = mesh.place.settings.resolve()
+        env = {**os.environ, SETTINGS_ENV: str(settings), MESH_ENV: mark_of(settings)}
+        left.append(await asyncio.create_subprocess_exec("sleep", "300", env=env))
+        raise Refused("no")
+
+    with pytest.raises(Refused):
+        await mesh.start(begin)
+    try:
+        assert leftovers.belonging_to(mesh.place.settings.resolve()) == []
+    finally:
+        if left[0].returncode is None:
+            left[0].kill()
+        await left[0].wait()
 
 
 async def test_a_second_launcher_in_one_place_is_refused(mesh: Launcher) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.records import lines
 from common.state.rollback import JobMark, Mark
 from meshrl.launch.redis.recorded import RunRecord, recorded
 
@@ -30,6 +31,21 @@ def test_a_record_is_read_on_from_where_it_ended(tmp_path: Path) -> None:
     assert record.look() == Mark("5-0", 7, {"j": JobMark(1, 2, 5, run_dir, "failed")})
     file.write_text(begun)  # made again, from what there was
     assert record.look().event == "5-0"
+
+
+def test_a_line_that_is_not_what_was_written_tells_nothing(tmp_path: Path) -> None:
+    events = [line(1, "step", lineage=0, version=2), line(2, "step", lineage=0, version=3)]
+    events += [line(3, "opened", groups=[4]), line(4, "note")]
+    written = [lines.line(json.loads(event), n) for n, event in enumerate(events)]
+    written[1] = written[1].replace(b'"version": 3', b'"version": 7')
+    written[2] = written[2].replace(b"groups", b"grouqs")
+    (tmp_path / "events.jsonl").write_bytes(b"".join(written))
+    assert recorded(tmp_path, "j") == Mark("4-0", 0, {"j": JobMark(0, 2, run_dir=str(tmp_path))})
+
+
+def test_a_line_by_hand_that_lacks_something_tells_nothing(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(line(1, "registered") + line(2, "note"))
+    assert recorded(tmp_path, "j").event == "2-0"
 
 
 def test_a_checkpoint_tells_the_version_before_its_own(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -15,17 +17,48 @@ import pytest
 from common.clock import SystemClock
 from common.errors import Fenced, StateUnavailable
 from common.process.host import SystemHost
-from common.process.supervisor import Hooks
+from common.process.supervisor import ChildSpec, Hooks
 from common.records import damage
 from common.state import embedded, events, jobs, rollback
 from common.state.client import State
-from meshrl.launch.places import MeshPlace
+from meshrl.launch.places import MeshPlace, write_json
+from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.server import MeshRedis
-from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, running_server
+from meshrl.launch.restoring import put_all_back
+from tests.contract.state.state_bench import (
+    JOB,
+    TRAINER,
+    Bench,
+    Seats,
+    document,
+    running_server,
+)
 
 BUDGET = (20, 120.0)
 SECRETS = ("5e" * 32, "c7" * 32)
 WITHIN_S = 30.0
+
+
+class FailingClock(SystemClock):
+    fails = False
+
+    async def sleep(self, seconds: float) -> None:
+        if self.fails:
+            raise RuntimeError("no timer is left")
+        await super().sleep(seconds)
+
+
+class Owner(Hooks):
+    """Hears that Redis is given up."""
+
+    def __init__(self) -> None:
+        self.gave, self.failed = "", asyncio.Event()
+
+    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+        self.gave = f"{spec.name}: {why}"
+
+    async def escalate(self, name: str) -> None:
+        self.failed.set()
 
 
 class Mesh:
@@ -34,6 +67,7 @@ class Mesh:
     def __init__(self, root: Path) -> None:
         self.place = MeshPlace(root)
         self.starts = 0
+        self.clock, self.owner = FailingClock(), Owner()
         self.back = asyncio.Event()  # the state went back in mid-run
         self.why = ""
         self.redis: MeshRedis
@@ -42,7 +76,7 @@ class Mesh:
     @asynccontextmanager
     async def up(self) -> AsyncIterator[Bench]:
         secret, self.starts = SECRETS[self.starts % 2], self.starts + 1
-        args = SystemHost(), SystemClock(), self.place, secret, BUDGET, Hooks(), self._went_back
+        args = SystemHost(), self.clock, self.place, secret, BUDGET, self.owner, self._went_back
         self.redis = MeshRedis(*args)
         self.place.directory.mkdir(exist_ok=True)
         try:
@@ -71,6 +105,24 @@ class Mesh:
         """Until the launcher has noted this version."""
         async with asyncio.timeout(WITHIN_S):
             while self.redis.known.jobs.get(JOB, rollback.JobMark()).version < version:
+                await asyncio.sleep(0.02)
+
+    async def in_again(self, bench: Bench) -> None:
+        """Until a server that was killed is used again."""
+        async with asyncio.timeout(WITHIN_S):
+            while not self.back.is_set():
+                with contextlib.suppress(StateUnavailable):
+                    await jobs.jobs(bench.state)
+                    return
+
+    async def file_noted(self) -> None:
+        """Until the launcher has noted all that is in the file now."""
+        size = self.file.stat().st_size
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                files = notes.read(self.place.redis_note).files
+                if self.file.name in files and files[self.file.name].length >= size:
+                    return
                 await asyncio.sleep(0.02)
 
 
@@ -178,10 +230,60 @@ async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, wha
         await mesh.redis.begin_anew(mesh.why)
         await mesh.redis.readmit()
         assert await jobs.jobs(bench.state) == []
-        successor = Bench(bench.state, None)
-        await successor.training_job()
+        await mesh.redis.returned()
+        successor = await Bench(bench.state, None).training_job()
         with pytest.raises(Fenced):  # it was stopped meanwhile, and knows of nothing
             await seats.commit(1, [])
+        await train(bench, successor, 1, 2, 3, 4)
+        await mesh.noted(4)
+    async with mesh.up() as bench:
+        assert mesh.redis.why == "" and (await jobs.job(bench.state, JOB)).version == 4
+
+
+async def test_a_job_that_is_not_put_back_is_missed_once(mesh: Mesh) -> None:
+    waits = mesh.place.root / "waits"
+    waits.mkdir()
+    write_json(waits / "job.json", {"job": "waits", "document": document()})
+    async with mesh.up() as bench:
+        seats = await bench.training_job()
+        await train(bench, seats, 1)
+        await jobs.set_phase(bench.state, JOB, jobs.Phase.FAILED, seats.trainer, TRAINER)
+        await jobs.submit(bench.state, "waits", document(), str(waits), "op")
+    shutil.rmtree(mesh.place.redis)
+    async with mesh.up() as bench:
+        assert mesh.redis.why and mesh.redis.returning
+        await put_all_back(bench.state, mesh.redis.known, needed=True)
+        await mesh.redis.returned()
+        mesh.kill()
+        await mesh.in_again(bench)
+        assert [row.id for row in await jobs.jobs(bench.state)] == ["waits"]
+        assert mesh.why == ""
+    async with mesh.up() as bench:
+        assert mesh.redis.why == "" and [row.id for row in await jobs.jobs(bench.state)]
+        # Another of the name of the one that is gone, which had come further.
+        await train(bench, await bench.training_job(), 1)
+        await mesh.noted(1)
+        mesh.kill()
+        await mesh.in_again(bench)
+        assert mesh.why == ""
+
+
+async def test_while_jobs_are_put_back_none_is_missed_and_a_start_that_was_cut_off_goes_on(
+    mesh: Mesh,
+) -> None:
+    async with mesh.up() as bench:
+        await train(bench, await bench.training_job(), 1)
+    shutil.rmtree(mesh.place.redis)
+    async with mesh.up() as bench:
+        assert mesh.redis.why
+        mesh.kill()
+        await mesh.in_again(bench)
+        assert mesh.why == "" and mesh.redis.returning
+    async with mesh.up():
+        assert mesh.redis.why == "" and mesh.redis.returning
+        await mesh.redis.returned()
+    async with mesh.up():
+        assert mesh.redis.why == "" and not mesh.redis.returning
 
 
 async def test_a_server_that_was_only_killed_goes_on(mesh: Mesh) -> None:
@@ -198,6 +300,67 @@ async def test_a_server_that_was_only_killed_goes_on(mesh: Mesh) -> None:
                     continue
         await train(bench, seats, 3)
         assert not mesh.back.is_set()
+
+
+async def test_one_that_was_killed_inside_a_write_goes_on(mesh: Mesh) -> None:
+    async with mesh.up() as bench:
+        await train(bench, await bench.training_job(), 1)
+        await mesh.file_noted()
+        mesh.kill()
+        with mesh.file.open("ab") as file:
+            file.write(b"*3\r\n$3\r\nSET\r\n$5\r\nplain\r\n$9000\r\nhalf")
+        await mesh.in_again(bench)
+        assert mesh.why == "" and (await jobs.job(bench.state, JOB)).version == 1
+        await bench.state.command("SET", "plain", 1)
+        await mesh.file_noted()
+
+
+async def test_a_file_that_is_cut_off_once_the_server_has_ended_is_noticed(mesh: Mesh) -> None:
+    async with mesh.up() as bench:
+        await train(bench, await bench.training_job(), 1)
+        before = mesh.file.stat().st_size
+        await bench.state.command("SET", "plain", 1)  # nothing but the file tells of it
+        await mesh.file_noted()
+        mesh.kill()
+        os.truncate(mesh.file, before)
+        await mesh.in_again(bench)
+        assert "bytes, and had" in mesh.why
+
+
+async def test_what_cannot_be_watched_any_more_ends_the_mesh_by_name(mesh: Mesh) -> None:
+    async with mesh.up():
+        mesh.clock.fails = True
+        async with asyncio.timeout(WITHIN_S):
+            await mesh.owner.failed.wait()
+        mesh.clock.fails = False
+    assert mesh.owner.gave.startswith("redis: the task to ")
+    assert mesh.owner.gave.endswith("failed: RuntimeError: no timer is left")
+
+
+async def test_a_start_waits_for_room_on_the_disk(
+    mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with mesh.up() as bench:
+        await train(bench, await bench.training_job(), 1)
+    mesh.file.write_bytes(b"")
+    quarantine, note = mesh.place.root / damage.QUARANTINE, mesh.place.redis_note
+    fresh = note.with_name(note.name + ".new")
+    quarantine.write_bytes(b"")  # neither can be written
+    fresh.mkdir()
+
+    async def room() -> str:
+        said = ""
+        for what, free in (("set aside", quarantine.unlink), ("noted", fresh.rmdir)):
+            while f"cannot be {what}" not in said:
+                await asyncio.sleep(0.02)
+                said += capsys.readouterr().err
+            free()
+        return said
+
+    making = asyncio.create_task(room())
+    async with mesh.up() as bench:
+        assert mesh.redis.why and await jobs.jobs(bench.state) == []
+    assert "Make room on its disk" in await making
 
 
 async def test_records_of_the_run_tell_an_older_state_when_the_note_is_older_too(
@@ -251,7 +414,7 @@ async def test_a_server_of_the_users_is_compared_too_and_nothing_in_it_is_delete
             held = await bench.state.command("KEYS", "aside:*:job")
             assert await bench.state.command("HGET", held[0], "version") == "1"
         async with mesh.up():
-            assert mesh.redis.why == "it does not know the job job"  # until it is put back
+            assert mesh.redis.returning  # until it is put back
 
 
 async def test_a_disk_without_room_for_the_note_delays_the_mesh_and_no_more(mesh: Mesh) -> None:

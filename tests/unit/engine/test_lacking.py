@@ -1,0 +1,55 @@
+"""An engine that cannot have the current version waits for its trainer while that can help."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.job.config import ModelConfigSection
+from common.job.job_data import JobData
+from common.wire.chunks import digest_of
+from services.engine.lacking import PATIENCE_S, Versions
+from services.trainer.core.beginning import fresh_learner
+from services.trainer.core.core import TrainerCore
+from tests.unit.trainer.core.groups_under_test import job
+from tests.unit.weights.store_bench import StoreBench, on_store
+
+JOBS = Path(__file__).parents[2] / "mesh/jobs"
+LACKING = digest_of(b"a version that the store does not hold")
+LOOK_S = 100.0
+
+
+async def looks(bench: StoreBench, versions: Versions, seconds: float) -> None:
+    for _ in range(int(seconds / LOOK_S)):
+        assert await versions.fetched(LACKING) is None
+        await bench.clock.sleep(LOOK_S)
+
+
+def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(tmp_path: Path) -> None:
+    described = tomllib.loads((JOBS / "digits.toml").read_text())["model"]["config"]
+    config = replace(job("grpo"), model=ModelConfigSection(config=described))
+    data = JobData("other", config, tmp_path, tmp_path)
+
+    async def story(bench: StoreBench) -> None:
+        trainer, engine = bench.mesh("trainer/other", "trainer"), bench.mesh("engine/g0", "engine")
+        core = TrainerCore(trainer, data, "g1", 1, fresh_learner(data))
+        await trainer.join(core)
+        await engine.join(None)
+        versions = Versions(engine, "other")
+        await looks(bench, versions, 2 * PATIENCE_S)  # it is not ready
+
+        core.ready, core.manifest = True, LACKING
+        core.enter("updating", 1)
+        await looks(bench, versions, 2 * PATIENCE_S)
+
+        core.steps_done = 1  # nothing has changed the weights since, and they are others
+        with pytest.raises(ConfigError, match="cannot be had"):
+            await looks(bench, versions, 2 * PATIENCE_S)
+        for mesh in (engine, trainer):
+            await mesh.leave()
+
+    on_store(tmp_path, story)
