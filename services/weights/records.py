@@ -84,8 +84,7 @@ class JobRecords:
         self._records = {record.job: record for record in found}
         for one in lost:
             self._records[one.job] = JobVersions(one.job, known=False)
-            await self.save(one.job)
-        return list(lost)
+        return lost
 
     async def make_known(self, job: str, run_dir: str, versions: dict[str, Number]) -> None:
         """Adds what Redis tells of a job: a record may be damaged, gone or older than it was."""
@@ -118,15 +117,28 @@ class JobRecords:
     def _read(self) -> tuple[list[JobVersions], list[Lost]]:
         self._directory.mkdir(parents=True, exist_ok=True)
         sync(self._directory.parent)
+        for unknown in self._directory.glob("*.unknown"):  # a start was cut off
+            if not unknown.with_suffix(".json").exists():
+                unknown.rename(unknown.with_suffix(".json"))
         found: list[JobVersions] = []
         lost: list[Lost] = []
         for path in sorted(self._directory.glob("*.json")):
             try:
                 found.append(_parsed(path))
             except Damaged as error:
-                aside = damage.set_aside(path, self._directory.parent)
-                lost.append(Lost(unquote(path.stem), path, error.message, aside))
+                lost.append(self._replaced(path, error.message))
         return found, lost
+
+    def _replaced(self, path: Path, why: str) -> Lost:
+        """What says that nobody knows the job's versions is durable before the damaged record goes:
+        StorageFull leaves that where it is, for the next start.
+        """
+        job, unknown = unquote(path.stem), path.with_suffix(".unknown")
+        self._write(unknown, _content(JobVersions(job, known=False)))
+        aside = damage.set_aside(path, self._directory.parent)
+        unknown.rename(path)
+        sync(path.parent)
+        return Lost(job, path, why, aside)
 
 
 def _content(record: JobVersions) -> bytes:

@@ -25,7 +25,7 @@ from common.records.damage import FATES
 from common.records.sealed import sealed
 from common.runtime.actor import Actor, call
 from common.runtime.mesh import Mesh
-from common.state import events, jobs
+from common.state import jobs
 from common.wire.blob import pack, unpack
 from common.wire.bulk import ChunkStore
 from common.wire.chunks import digest_of, failure
@@ -33,6 +33,7 @@ from common.wire.weight_store import WHY
 from services.weights.records import IO_S, JobRecords
 from services.weights.retention import Number
 from services.weights.sweeping import Sweeper
+from services.weights.untold import Untold
 
 
 class WeightStore(Actor):
@@ -46,7 +47,10 @@ class WeightStore(Actor):
         self.mesh, self.chunks = mesh, chunks
         self._manifests: dict[str, Manifest] = {}
         self._records = JobRecords(mesh.host, chunks.directory / "jobs")
-        self.sweeper = Sweeper(mesh, chunks, self._records, self._manifest, self._forget)
+        self._untold = Untold(mesh)
+        self.sweeper = Sweeper(
+            mesh, chunks, self._records, self._untold, self._manifest, self._forget
+        )
 
     def stats(self) -> dict[str, Any]:
         return {"manifests": len(self._manifests)}
@@ -57,7 +61,7 @@ class WeightStore(Actor):
             told = damage.fields(
                 "versions", lost.path, lost.why, then, job=lost.job, aside=lost.aside
             )
-            await events.append(self.mesh.state, damage.EVENT, told)
+            await self._untold.tell(told)
 
     async def sweep_forever(self) -> None:
         """Deletes what nothing can need again."""
@@ -141,7 +145,7 @@ class WeightStore(Actor):
         if aside is not None:
             path = self.chunks.path(digest)
             told = damage.fields(kind, path, WHY, FATES[kind].then, job=job, aside=aside)
-            await events.append(self.mesh.state, damage.EVENT, told)
+            await self._untold.tell(told)
         return whole
 
     def _forget(self, digest: str) -> None:

@@ -17,11 +17,12 @@ from common.errors import BadMessage, Damaged, MeshError, NotFound
 from common.records import damage
 from common.records.checkpoints import manifest_of, newest_due, set_aside
 from common.runtime.mesh import Mesh
-from common.state import events, groups, jobs, steps
+from common.state import groups, jobs, steps
 from common.wire.bulk import ChunkStore
 from common.wire.weight_store import tell
 from services.weights.records import IO_S, JobRecords, JobVersions
 from services.weights.retention import Number, awaited, expired, pinned
+from services.weights.untold import Untold
 
 T = TypeVar("T")
 SWEEP_S = 5.0
@@ -51,11 +52,12 @@ class Sweeper:
         mesh: Mesh,
         chunks: ChunkStore,
         records: JobRecords,
+        untold: Untold,
         manifest: Callable[[str], Awaitable[Manifest]],
         forget: Callable[[str], None],
     ) -> None:
         self._mesh, self._chunks, self._records = mesh, chunks, records
-        self._manifest, self._forget = manifest, forget
+        self._untold, self._manifest, self._forget = untold, manifest, forget
         self._named: set[str] = set()  # by a version or a group, at the last sweep
         self._dead: dict[str, tuple[float, int]] = {}  # found so when, and last written when
         self._known: set[str] = set()  # jobs of which Redis has told
@@ -76,6 +78,7 @@ class Sweeper:
                 self._removal.cancel()
 
     async def sweep(self) -> None:
+        await self._untold.tell_all()
         await tell(self._mesh, self._chunks.untold)  # what clients on other hosts wrote again
         rows = await jobs.jobs(self._mesh.state)
         for row in rows:
@@ -152,7 +155,7 @@ class Sweeper:
         if aside is not None:
             then = "the older kept checkpoint is used if a trainer starts before the next one is"
             told = damage.fields("checkpoint", path, error.message, f"{then} written", aside=aside)
-            await events.append(self._mesh.state, damage.EVENT, told)
+            await self._untold.tell(told)
 
     async def _contents(self, manifests: Iterable[str], needed: bool = False) -> set[str]:
         """These manifests with their chunks. One that is lost is nothing that others wait for."""
@@ -179,7 +182,7 @@ class Sweeper:
     async def _tell_missing(self, manifest: str) -> None:
         path, then = self._chunks.path(manifest), damage.FATES["weights"].then
         told = damage.fields("weights", path, "it is missing", then)
-        await events.append(self._mesh.state, damage.EVENT, told)
+        await self._untold.tell(told)
 
     def _holds(self, now: float) -> bool:
         """Whether a version that is needed cannot be read for now: while it may be written again,

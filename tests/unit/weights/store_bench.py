@@ -18,13 +18,15 @@ from common.model.transfer import fetch, stage
 from common.random import Random
 from common.runtime.mesh import Mesh, MeshSettings
 from common.state import groups, jobs, steps
+from common.state.client import State
 from common.wire.bulk import BulkClient, ChunkStore
 from common.wire.weight_store import STORE, put
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, VirtualLoop, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
-from sim.state import simulated_state
+from sim.redis.server import RedisServer
+from sim.state import state_on
 
 JOB, SHARD, TRAINER = "job", "rollout/0", "trainer/job"
 EVERY, STEPS = 4, 9
@@ -54,7 +56,8 @@ class StoreBench:
     async def open(self) -> None:
         """Starts a mesh on an empty Redis."""
         self.chunks.directory.mkdir(exist_ok=True)
-        self.state = simulated_state(self.clock)
+        self.redis = RedisServer(self.clock)
+        self.state = state_on(self.redis, State, self.clock)
         await self._start_store()
         self.trainer, self.shard = self.mesh(TRAINER, "trainer"), self.mesh(SHARD, "rollout")
         for mesh in (self.trainer, self.shard):
@@ -63,7 +66,7 @@ class StoreBench:
 
     async def _start_store(self) -> None:
         self.serving = self.mesh(STORE, "weights")
-        store = WeightStore(self.serving, self.chunks)
+        self.store = store = WeightStore(self.serving, self.chunks)
         await self.serving.join(store, bulk_address=self.chunks.local_address)
         self._sweeping = asyncio.create_task(store.sweep_forever())
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.api.weights import Fetch, Load, Weights
-from common.errors import Damaged, DeadlineExceeded, NotFound
+from common.api.weights import Examine, Fetch, Load, Weights
+from common.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
 from common.model.transfer import fetch
 from common.records.checkpoints import committed
 from common.state import events, jobs, steps
@@ -372,6 +373,43 @@ def test_a_damaged_chunk_is_set_aside_and_can_be_written_again(tmp_path: Path, h
             aside = store.chunks.directory / "quarantine" / digest[:2] / digest
             assert aside.is_file() == (harm is not delete)
             assert str(path) in [one["path"] for one in await told(store)] or harm is delete
+
+    on_store(tmp_path, story)
+
+
+def test_damage_that_is_found_while_redis_is_away_is_told_once_it_is_back(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        path = store.chunks.path(await store.begin())
+        flip(path, b"")
+        store.redis.faults.away = True
+        asked = Examine(path.name, "weights", JOB)
+        assert not (await store.store.examine(asked)).whole
+        store.redis.faults.away = False
+        await store.clock.sleep(SOON_S)
+        assert str(path) in [one["path"] for one in await told(store)]
+
+    on_store(tmp_path, story)
+
+
+class FullHost(SimulatedHost):
+    """Its disk takes no bytes."""
+
+    def replace_file(self, path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_damaged_record_stays_until_there_is_room_to_say_so(tmp_path: Path) -> None:
+    async def story(store: StoreBench) -> None:
+        await store.submit()
+        await store.begin()
+        path = store.chunks.directory / "jobs" / "job.json"
+        flip(path, b"")
+        full = FullHost(store.clock, store.random.child("full"))
+        with pytest.raises(StorageFull):
+            await JobRecords(full, path.parent).open()
+        again = JobRecords(store.host, path.parent)
+        assert [lost.job for lost in await again.open()] == [JOB] and again.unknown
 
     on_store(tmp_path, story)
 
