@@ -37,7 +37,12 @@ def audit(run_dir: Path) -> dict[str, Any]:
     """The account of a run, from its record alone; what is `WRONG` is 0 in a run that is right."""
     events = read_events(run_dir)
     job = _job(run_dir, events)
-    counted: dict[str, Any] = account(events, in_flight(run_dir, events), job)
+    return audited(run_dir, events, job)
+
+
+def audited(run_dir: Path, events: list[Event], job: str) -> dict[str, Any]:
+    """The same of a job and events that are known already."""
+    counted: dict[str, Any] = account(events, in_flight(run_dir, events, job), job)
     return counted
 
 
@@ -50,7 +55,7 @@ def accused(run_dir: Path, bad: str) -> str:
     )
 
 
-def in_flight(run_dir: Path, events: list[Event]) -> int:
+def in_flight(run_dir: Path, events: list[Event], job: str) -> int:
     """Trajectories without a fate: counted from the rows of groups when the mesh stopped cleanly.
 
     After a crash they are counted from what the ledger and the events tell of each group.
@@ -59,7 +64,6 @@ def in_flight(run_dir: Path, events: list[Event]) -> int:
         mark = Mark.of(run_dir)
         if mark is not None and (not events or mark.event == events[-1].id):
             return mark.samples
-    job = _job(run_dir, events)
     return sum(without_fate(events, job, mentioned(run_dir / "ledger")).values())
 
 

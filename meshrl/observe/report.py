@@ -20,7 +20,7 @@ from common.errors import MeshError, StorageFull
 from common.job.evaluation_plan import HELD_OUT
 from common.process.failure import NO_ROOM
 from common.records import documents
-from common.state.accounting import WRONG, account
+from common.state.accounting import WRONG
 from common.state.events import Event
 from common.state.gangs import Role
 from common.state.jobs import Phase
@@ -76,7 +76,7 @@ async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False
         evaluations=evaluations,
         events=events,
         tally=recorder.tally,
-        account=account(events, audit.in_flight(run_dir, events), job),
+        account=audit.audited(run_dir, events, job),
     )
     kept = samples.read(run_dir)
     rows = thinned(recorder.recorded.every_row())

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.errors import Damaged
 from common.records import lines
 from common.records.damage import EVENT, sentence
 from common.state.accounting import wrong
 from common.state.events import Event
 from common.state.jobs import ENDED, Phase
+from meshrl.launch import job_file
 from meshrl.launch.places import read_json
+from meshrl.observe.audit import audited
 from meshrl.observe.recorded import damaged
+from meshrl.observe.recorder import read_events
 from meshrl.observe.watch import told
 from meshrl.run.target import Run, may_live
 
@@ -35,7 +39,7 @@ class Outcome:
     state: str
     phase: str
     step: int
-    steps: int
+    steps: int | None  # that the job is to do; None: its `job.json` is damaged
     reward: float | None  # of the last step
     held_out: float | None  # sampled, as measured last
     error: str
@@ -56,7 +60,8 @@ class Outcome:
         return [*self._lines(), *(f"damaged: {line}" for line in self.damaged)]
 
     def _lines(self) -> list[str]:
-        at = f"at step {self.step} of {self.steps}"
+        of = "" if self.steps is None else f" of {self.steps}"
+        at = f"at step {self.step}{of}"
         figures = [] if self.reward is None else [f"reward {self.reward:.3f}"]
         figures += [] if self.held_out is None else [f"held-out {self.held_out:.3f}"]
         so_far = f" ({', '.join(figures)})" if figures else ""
@@ -93,7 +98,6 @@ class Outcome:
 
 def outcome_of(run: Run, live: bool | None = None) -> Outcome:
     """How the run stands; `live`: whether its mesh runs, None: look."""
-    held = read_json(run.directory / "job.json")
     harm: list[str] = []
     phase, error, held_out, gave_up = Phase.QUEUED.value, "", None, ""
     for event in lines.whole(run.directory / "events.jsonl", *TELLING):
@@ -125,7 +129,7 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
         state=state,
         phase=phase,
         step=int(rows[-1]["step"]) if rows else 0,
-        steps=int(held["document"]["budget"]["steps"]),
+        steps=_to_do(run),
         reward=float(rows[-1]["reward"]) if rows else None,
         held_out=held_out,
         error=error,
@@ -134,9 +138,23 @@ def outcome_of(run: Run, live: bool | None = None) -> Outcome:
 
 
 def _wrong(run: Run) -> str:
-    """What its summary says that must not be; empty while there is none."""
+    """What its summary says that must not be, or its events if that is damaged; empty while there
+    is none.
+    """
     summary = run.directory / "summary.json"
-    return wrong(read_json(summary)) if summary.is_file() else ""
+    if not summary.is_file():
+        return ""
+    try:
+        return wrong(read_json(summary))
+    except Damaged:
+        return wrong(audited(run.directory, read_events(run.directory), run.job))
+
+
+def _to_do(run: Run) -> int | None:
+    try:
+        return int(job_file.read(run.directory / job_file.NAME)["document"]["budget"]["steps"])
+    except (Damaged, FileNotFoundError):
+        return None
 
 
 def over(phase: str) -> bool:

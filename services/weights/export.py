@@ -11,7 +11,6 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,14 @@ from common.job.job_data import JobData
 from common.job.model_shape import model_config
 from common.model.output import ADAPTER, BASE, write_version
 from common.model.transfer import tensors_of
+from common.records import documents
 from common.records.checkpoints import STATE, all_checkpoints, best, check_files, manifest_of
+from common.records.lines import whole
 from common.wire.blob import unpack
 from common.wire.bulk import ChunkStore
 
 MARKER = "meshrl.json"  # marks a directory that an export wrote, and the next one may replace
+Checkpoint = tuple[Path, dict[str, Any]]  # the path of its manifest, and what that holds
 COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version
 
 
@@ -44,16 +46,14 @@ def versions(run: Path) -> list[Version]:
     stored.
     """
     found: dict[int, str] = {}
-    for event in _events(run):
+    for event in whole(run / "events.jsonl"):
         fields = event["fields"]
         if event["kind"] in COMMITS and fields.get("manifest"):
             step = int(fields["version"])
             found = {n: digest for n, digest in found.items() if n < step}
             found[step] = fields["manifest"]
     if not found:  # nothing was recorded
-        for path in all_checkpoints(run):
-            checkpoint = manifest_of(path)
-            found[checkpoint["step"]] = checkpoint["weights"]
+        found = {held["step"]: held["weights"] for _, held in _checkpoints(run)}
     return [Version(step, digest) for step, digest in sorted(found.items())]
 
 
@@ -61,7 +61,8 @@ def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Versio
     """The last version that is stored, or the one of a step, or the best; NotFound says which
     there are.
     """
-    stored = [version for version in versions(run) if _is_stored(run, version)]
+    known = _checkpoints(run)
+    stored = [version for version in versions(run) if _is_stored(run, version, known)]
     if the_best:
         found = best(run)
         if found is None:
@@ -91,7 +92,7 @@ def export(data: JobData, version: Version, out: Path, final: Path) -> None:
     try:
         tensors = read_tensors(ChunkStore(data.run_dir / "store"), version.manifest)
     except (Damaged, NotFound) as error:
-        checkpoint = _checkpoint(data.run_dir, version)
+        checkpoint = _checkpoint(version, _checkpoints(data.run_dir))
         if checkpoint is None:
             raise
         print(f"{error}; the model is copied from {checkpoint}", file=sys.stderr)
@@ -100,12 +101,20 @@ def export(data: JobData, version: Version, out: Path, final: Path) -> None:
         write_version(data, model_config(data), tensors, out, final)
 
 
-def _checkpoint(run: Path, version: Version) -> Path | None:
-    """The directory of the version's checkpoint, if all of it is as it was written."""
-    for path in reversed(all_checkpoints(run)):
+def _checkpoints(run: Path) -> list[Checkpoint]:
+    """Those whose manifests are whole, in the order of lineage and step."""
+    found = []
+    for path in all_checkpoints(run):
         with suppress(Damaged, NotFound):
-            held = manifest_of(path)
-            if held["weights"] == version.manifest:
+            found.append((path, manifest_of(path)))
+    return found
+
+
+def _checkpoint(version: Version, known: list[Checkpoint]) -> Path | None:
+    """The directory of the version's checkpoint, if all of it is as it was written."""
+    for path, held in reversed(known):
+        if held["weights"] == version.manifest:
+            with suppress(Damaged):
                 check_files(path.with_suffix(""), held["files"], "")
                 return path.with_suffix("")
     return None
@@ -129,23 +138,27 @@ def read_tensors(chunks: ChunkStore, manifest: str) -> dict[str, Tensor]:
     return tensors_of(described, content)
 
 
-def _is_stored(run: Path, version: Version) -> bool:
+def _is_stored(run: Path, version: Version, known: list[Checkpoint]) -> bool:
     chunks = ChunkStore(run / "store")
     try:
         described = unpack(Manifest, chunks.read(version.manifest)).tensors
     except (Damaged, NotFound):
-        return _checkpoint(run, version) is not None
-    whole = all(chunks.has(chunk) for chunk in {t.chunk for t in described})
-    return whole or _checkpoint(run, version) is not None
+        return _checkpoint(version, known) is not None
+    complete = all(chunks.has(chunk) for chunk in {t.chunk for t in described})
+    return complete or _checkpoint(version, known) is not None
 
 
-def _events(run: Path) -> Iterator[dict[str, Any]]:
-    path = run / "events.jsonl"
-    if not path.is_file():
-        return
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):  # the last one may be being written
-            yield json.loads(line)
+def _job(run: Path) -> JobData:
+    """The run's job; Damaged when `job.json` does not tell it, NotFound without one."""
+    path = run / "job.json"
+    try:
+        held = documents.decode(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise NotFound(f"there is no run in {run}: it has no job.json") from None
+    job, document = held.get("job"), held.get("document")
+    if not isinstance(job, str) or not isinstance(document, dict):
+        raise Damaged("it names no job, or not what the job is", where=str(path))
+    return JobData.of(job, document, str(run))
 
 
 def write(run: Path, out: Path, step: int | None, the_best: bool) -> Version:
@@ -155,8 +168,7 @@ def write(run: Path, out: Path, step: int | None, the_best: bool) -> Version:
     scratch = out.with_name(out.name + ".partial")
     for path in (out, scratch):
         _check_ours(path)
-    held = json.loads((run / "job.json").read_text())
-    data = JobData.of(held["job"], held["document"], str(run))
+    data = _job(run)
     version = chosen(run, step, the_best)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)

@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from redis.exceptions import ResponseError
+
 from common.clock import Clock
 from common.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable, StorageFull
 from common.process.handle import Child
@@ -119,7 +121,7 @@ class MeshRedis(Hooks):
             found = await self._held()
             why = self._older(found)
             ours = self._own or bool(found.jobs.keys() & self.known.jobs.keys())
-            if why and not found.empty and ours:
+            if why and (not self._own if found.empty else ours):  # a rename may have been cut off
                 await self.begin_anew(why, ROOM_S)
             elif why:
                 self._say(why)
@@ -427,14 +429,20 @@ class MeshRedis(Hooks):
         print(f"what follows: {damage.FATES['redis'].then}", file=sys.stderr, flush=True)
 
     async def _rename(self) -> None:
-        """The keys of the mesh in a server that is the user's."""
+        """The keys of the mesh in a server that is the user's; those that say whose they are come
+        last, so that it is done again when it is cut off.
+        """
         state, stamp = self._owned, int(self._clock.wall() * 1000)
-        for prefix in [MESH, *map(job_prefix, self.known.jobs)]:
+        for prefix in [*map(job_prefix, self.known.jobs), MESH]:
             cursor: Any = "0"
             while True:
                 cursor, keys = await state.command("SCAN", cursor, "MATCH", f"{prefix}*")
                 for key in keys:
-                    await state.command("RENAME", key, f"aside:{stamp}:{key}")
+                    try:
+                        await state.command("RENAME", key, f"aside:{stamp}:{key}")
+                    except ResponseError as error:
+                        if "no such key" not in str(error):  # it has expired since
+                            raise
                 if str(cursor) == "0":
                     break
         print(f"the names of its keys begin with aside:{stamp}: now", file=sys.stderr, flush=True)

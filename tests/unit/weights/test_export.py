@@ -191,6 +191,43 @@ def test_an_event_that_is_being_written_is_left_out(run: Run) -> None:
     assert chosen(run.directory).step == 3
 
 
+def test_a_damaged_event_is_passed_over(run: Run, tmp_path: Path) -> None:
+    events = run.directory / "events.jsonl"
+    lines = events.read_bytes().split(b"\n")
+    lines[1] = b"\0" * len(lines[1])
+    events.write_bytes(b"\n".join(lines))
+    assert [v.step for v in versions(run.directory)] == [0, 2, 3]
+    assert write(run.directory, tmp_path / "out", None, False).step == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b'{"job": "j", "docu', "not JSON"),
+        (b"{}", "names no job"),
+        (b'{"job": "j", "document": {}, "check": "0000000000000000"}', "its check says"),
+    ],
+)
+def test_a_damaged_job_file_is_named(run: Run, tmp_path: Path, content: bytes, why: str) -> None:
+    (run.directory / "job.json").write_bytes(content)
+    with pytest.raises(Damaged, match=why) as raised:
+        write(run.directory, tmp_path / "out", None, False)
+    assert str(run.directory / "job.json") in str(raised.value)
+
+
+def test_a_damaged_checkpoint_of_a_run_without_a_record_is_passed_over(run: Run) -> None:
+    (run.directory / "events.jsonl").unlink()
+    checkpoints = run.directory / "checkpoints"
+    checkpoints.mkdir()
+    for step in (1, 2):
+        digest = run.store(weights(model(step)), step)
+        path = checkpoints / f"{checkpoint_name(0, step, digest)}.json"
+        path.write_bytes(sealed({"lineage": 0, "step": step, "weights": digest, "files": {}}))
+    flip(path, b"")
+    assert [v.step for v in versions(run.directory)] == [1]
+
+
 def test_an_export_replaces_an_export_and_nothing_else(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(run.directory, out, 1, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,15 @@ def test_who_appends_notices_that_another_has_written(tmp_path: Path) -> None:
     file = LineFile(path)
     file.append(ROWS)
     file.append([{"n": 5}])
-    path.write_bytes(path.read_bytes())
+    os.utime(path, (1, 1))  # only its time is another
+    file.check()
+    file.append([{"n": 6}])
+    file.rewrite([*ROWS, {"n": 5}])
+    os.utime(path, (1, 1))
+    file.check()
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(content)
     with pytest.raises(Damaged, match="somebody else"):
         file.append([{"n": 6}])
     path.unlink()

@@ -417,6 +417,30 @@ async def test_a_server_of_the_users_is_compared_too_and_nothing_in_it_is_delete
             assert mesh.redis.returning  # until it is put back
 
 
+async def test_keys_of_the_users_server_that_expire_or_were_left_are_no_hindrance(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_server(embedded.find_server()) as server:
+        monkeypatch.setenv("MESHRL_REDIS_URL", server.url)
+        async with mesh.up() as bench:
+            await train(bench, await bench.training_job(), 1)
+        state = await State.open(server.url)
+        await state.command("HSET", f"{{{JOB}}}:job", "version", 0)
+        fill = "for n = 1, 6000 do redis.call('SET', KEYS[1] .. n, n, 'PX', n % 1500 + 1) end"
+        await state.command("EVAL", fill, 1, f"{{{JOB}}}:expires:")
+        async with mesh.up():
+            assert "was at version 1" in mesh.redis.why
+        # As if it had been cut off with the keys that say whose they are first.
+        for key in await state.command("KEYS", "{mesh}*"):
+            await state.command("DEL", key)
+        await state.command("SET", f"{{{JOB}}}:left", 1)
+        async with mesh.up():
+            assert mesh.redis.why == "it is empty"
+        assert await state.command("KEYS", f"{{{JOB}}}:left") == []
+        assert len(await state.command("KEYS", f"aside:*:{{{JOB}}}:left")) == 1
+        await state.close()
+
+
 async def test_a_disk_without_room_for_the_note_delays_the_mesh_and_no_more(mesh: Mesh) -> None:
     async with mesh.up() as bench:
         seats = await bench.training_job()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from meshrl.__main__ import main
 from meshrl.cli import app
 from meshrl.launch.claims import claimed
 from meshrl.launch.places import MeshPlace
+from meshrl.run.outcome import outcome_of
 from meshrl.run.target import Run
 from meshrl.run.watching import Onlooker
 from sim.state import simulated_state
@@ -75,6 +77,43 @@ def test_a_run_that_finished_with_a_wrong_account_has_failed(tmp_path: Path) -> 
     (run / "summary.json").write_text('{"phase": "finished", "lost": 4, "trained_twice": 0}')
     found = meshrl("wait", str(run))
     assert found.exit_code == 1 and "lost = 4" in found.stdout, found.output
+
+
+def test_a_finished_run_whose_summary_is_damaged_stands_as_its_events_tell(tmp_path: Path) -> None:
+    run = written_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.25, 0.5])
+    (run / "summary.json").write_bytes(b'{"phase": "finis\0\0')
+    for command in ("status", "wait", "watch"):
+        found = meshrl(command, str(run))
+        assert found.exit_code == 0 and "tiny has finished" in found.stdout, found.output
+        assert f"damaged: {run / 'summary.json'}" in found.stdout
+    record = run / "events.jsonl"
+    group = {"group": 1, "samples": 4, "scored": 4, "filtered": False, "content": "a"}
+    twice = [
+        {
+            "id": f"{n}-0",
+            "ms": n,
+            "kind": "step",
+            "fields": {"job": "tiny", "step": n, "version": n} | {"lineage": 0, "groups": [group]},
+        }
+        for n in (3, 4)
+    ]
+    lines = "".join(json.dumps(event) + "\n" for event in twice)
+    record.write_text(record.read_text().rpartition("\n")[0] + "\n" + lines)
+    os.utime(record, (1, 1))  # long ago: nobody is writing the summary
+    found = meshrl("wait", str(run))
+    assert found.exit_code == 1 and "trained_twice = 4" in found.stdout, found.output
+
+
+def test_how_a_run_stands_is_told_without_its_job_file(tmp_path: Path) -> None:
+    directory = written_run(tmp_path / "run", [{"phase": "stopped", "error": ""}], [0.25])
+    run = Run(directory, "tiny", MeshPlace(directory))
+    (directory / "job.json").write_bytes(b'{"job": ')
+    found = outcome_of(run)
+    assert found.document()["steps"] is None
+    assert found.lines()[0] == "tiny was stopped at step 1 (reward 0.250)"
+    assert f"damaged: {directory / 'job.json'}" in "\n".join(found.lines())
+    (directory / "job.json").unlink()
+    assert outcome_of(run).state == "stopped"
 
 
 def test_a_mesh_that_gave_up_is_a_failure_with_its_cause_until_the_run_goes_on(
