@@ -99,6 +99,8 @@ class Chaos:
                     made = await self._hit(fault)
             if made:
                 self.report.faults.append(entry | made)
+            else:
+                _say(f"no {fault} was made")
 
     async def _hit(self, fault: str) -> dict[str, Any]:
         """Kills or stops one process; empty when there was none, or it ended by itself just now."""
@@ -265,7 +267,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         out = arguments.out or folder / "run"
         chaos = Chaos(out, arguments.seed, kinds, arguments.count)
         faults = asyncio.create_task(chaos.wreak())
-        status = await _followed(arguments, chaos, folder.with_name(f"{folder.name}.log"))
+        log = folder.with_name(f"{folder.name}.log")
+        status = await _followed(arguments, chaos, faults, log)
         if faults.done():
             faults.result()  # what went wrong with the injection is no verdict on the mesh
         faults.cancel()
@@ -273,8 +276,10 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return verdict(out, status, chaos.report, arguments.count)
 
 
-async def _followed(arguments: argparse.Namespace, chaos: Chaos, log: Path) -> int:
-    """The exit status of the run, which goes on until all faults are made; -1: it hangs."""
+async def _followed(
+    arguments: argparse.Namespace, chaos: Chaos, faults: asyncio.Task[None], log: Path
+) -> int:
+    """The exit status of the run, which goes on until `faults` are made; -1: it hangs."""
     out = chaos.run_dir
     words = ["run", str(arguments.job), "--set", f"out={out}"]
     for change in arguments.set or []:
@@ -284,7 +289,7 @@ async def _followed(arguments: argparse.Namespace, chaos: Chaos, log: Path) -> i
             while True:
                 status = await _ran(words, log)
                 _say(_end_of(log))
-                if status != 0 or len(chaos.report.faults) >= chaos.count:
+                if status != 0 or faults.done():
                     return status
                 held = json.loads((out / "job.json").read_text())
                 steps = held["document"]["budget"]["steps"] + MORE_STEPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -36,9 +37,10 @@ def _events(run: Path, *kinds: str) -> list[dict[str, Any]]:
     found = []
     for line in (run / "events.jsonl").read_bytes().splitlines():
         if any(kind.encode() in line for kind in kinds):
-            event = json.loads(line)
-            if event["kind"] in kinds:
-                found.append(event)
+            with contextlib.suppress(ValueError):  # the last one is half there
+                event = json.loads(line)
+                if event["kind"] in kinds:
+                    found.append(event)
     return found
 
 

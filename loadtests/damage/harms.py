@@ -11,6 +11,13 @@ HEAD_BYTES = 8
 
 def harm(how: str, path: Path, older: Path | None, at_head: bool) -> str:
     """Does it; why it cannot be done, or an empty text."""
+    try:
+        return _harmed(how, path, older, at_head)
+    except FileNotFoundError:  # nothing needs it any more
+        return "it has gone"
+
+
+def _harmed(how: str, path: Path, older: Path | None, at_head: bool) -> str:
     content = path.read_bytes()
     match how:
         case "flip":
