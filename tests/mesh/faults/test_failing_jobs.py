@@ -119,7 +119,8 @@ async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launch
     assert (await ends(mesh, "sound", ENDS_S)).phase == "finished"
     told = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
     tries = [t["times"] for t in told if t["job"] == "unforeseen"]
-    assert tries == [1, 2, 3], "it is tried again, and each end is told"
+    assert len(tries) >= 3, "it is tried again"
+    assert tries == list(range(1, len(tries) + 1)), "each end is told"
     told = [t for t in told if t["job"] != "unforeseen"]
     assert {t["job"] for t in told} == {"positions", "sglang", "environment"}
     assert all(t["final"] and t["error"]["type"] == "ConfigError" for t in told), json.dumps(told)

@@ -6,16 +6,17 @@ local seen = replayed()
 if seen then return seen end
 -- Ends of one cause, and the milliseconds that they must have lasted, until the job fails by them.
 local BOUNDS = {
-  -- An error of its own: to start it again does not help, unless it is of what a predecessor that is
-  -- still going away holds, such as a port or a device's memory.
+  -- An error of its own: to start it again does not help, unless it is of what a predecessor that
+  -- is still going away holds, such as a port or a device's memory.
   counted = {3, 10000},
   crash = {6, 30000}, -- a signal, or no word, soon after its start: it may be unable to succeed
   killed = {6, 1800000}, -- one that had come up: a machine that is taken away now and then
   patient = {5, 600000}, -- a lost peer or lease: over when the other process is back
 }
 local UP_S = 30 -- a process that ran for so long had come up
--- What others may have done is borne for some of the job's slowest steps, or groups: where one takes
--- 20 minutes, 10 without one tell nothing. A process that crashes as it starts is no matter of steps.
+-- What others may have done is borne for some of the job's slowest steps, or groups: where one
+-- takes 20 minutes, 10 without one tell nothing. A process that crashes as it starts is no matter
+-- of steps.
 local SLOWER, SOON = 3, 600000
 local ANY = {20, 600000} -- ends of whatever causes
 local CAUSES = 16 -- that are told apart
