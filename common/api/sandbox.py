@@ -21,6 +21,7 @@ CRASHED = "crashed"  # its process ended
 EVICTED = "evicted"  # its session made room for others, or had been idle for too long
 BAD_VALUE = "bad_value"  # a reward that is no finite number, or a value that is no plain JSON
 RAISED = "raised"
+UNSUPPORTED = "unsupported"  # the tests hold what the grader cannot run: it is named, never scored
 POSTPONED = "postponed"  # it was not begun: the calls before it take so long; ask again
 
 

@@ -20,6 +20,7 @@ from common.api.sandbox import (
     RAISED,
     REFUSED,
     TIMEOUT,
+    UNSUPPORTED,
     EndSessions,
     JailSettings,
     LoadJob,
@@ -57,9 +58,11 @@ SAID = {  # how a call of the author's code failed, by its status
     TIMEOUT: "timed out",
     CRASHED: "crashed",
     BAD_VALUE: "returned no fit value",
+    UNSUPPORTED: "has tests that it cannot run",
     OUT_OF_MEMORY: "ran out of memory",
     POSTPONED: "was not begun",
 }
+FINAL = (OK, RAISED, BAD_VALUE, UNSUPPORTED)  # asked again, such a call would end the same way
 KEPT = (OK, OUT_OF_MEMORY, REFUSED)  # how a cell may end whose session goes on
 SANDBOX = "sandbox/0"  # the one that every mesh has
 
@@ -271,7 +274,9 @@ class SandboxClient:
                 self._failures.gave_up(what, kind, outcome.error, deadline_s, key)
             else:
                 self._failures.answered(what)
-            if outcome.status in (OK, RAISED, BAD_VALUE) or (once and outcome.value is not None):
+            if outcome.status in (OK, RAISED, BAD_VALUE, UNSUPPORTED) or (
+                once and outcome.value is not None
+            ):
                 return outcome
             attempts, hangs = attempts + 1, hangs + hung
             spent = attempts == ATTEMPTS or hangs == TIMEOUTS or outcome.status == POSTPONED

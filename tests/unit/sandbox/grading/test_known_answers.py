@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from common.clock import SystemClock
-from services.sandbox.grading.code import Grading, same
+from services.sandbox.grading.called import same
+from services.sandbox.grading.code import Grading
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
