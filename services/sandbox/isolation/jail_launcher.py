@@ -93,9 +93,13 @@ class JailLauncher:
         return self._zygote.pid if self._zygote is not None else 0
 
     async def start(self) -> None:
-        """Makes the outer jail and its zygote; JailFailed says why it cannot."""
+        """Makes the outer jail and its zygote, if there is none; JailFailed says why it cannot."""
+        if self._zygote is not None and not self._zygote.ended:
+            return
         async with self._starting:
             code = self._zygote.child.poll() if self._zygote is not None else None
+            if code is None and self._zygote is not None and self._zygote.ended:
+                code = KILLED  # its end is seen before its parent, the outer jail, has ended
             if code is not None:
                 how = f"signal {-code}" if code < 0 else f"exit status {code}"
                 self._ends.saw("zygote", code, how, self._log)
