@@ -33,6 +33,7 @@ from services.sandbox.isolation.zygotes import Zygote, ZygoteSilent
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
+AT_ONCE = 1 << 14  # characters of a program that a socket's buffer surely holds
 TRIES = 3  # attempts to start a jail, should its zygote have ended
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
@@ -199,12 +200,18 @@ class JailLauncher:
     ) -> Jail:
         """One that its zygote says it has forked, and that has what it is to run."""
         jail, zygote, answer = await self._asked(limits, stdin, cells, peer)
-        telling = asyncio.get_running_loop().create_task(self._tell(jail, program))
+        telling: asyncio.Task[None] | None = None
         try:
-            await zygote.begun(answer)
-            await telling
+            if len(program.get("source", "")) < AT_ONCE:
+                await self._tell(jail, program)
+                await zygote.begun(answer)
+            else:
+                telling = asyncio.get_running_loop().create_task(self._tell(jail, program))
+                await zygote.begun(answer)
+                await telling
         except BaseException as error:
-            telling.cancel()
+            if telling is not None:
+                telling.cancel()
             jail.close()
             if isinstance(error, ZygoteSilent):
                 self._replace(zygote, error.message)

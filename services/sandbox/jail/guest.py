@@ -6,12 +6,14 @@ believes nothing that it says beyond "this is what the code answered".
 
 from __future__ import annotations
 
+import _random
 import ast
 import builtins
 import errno
 import io
 import linecache
 import os
+import random
 import sys
 import traceback
 import types
@@ -37,6 +39,7 @@ SOURCE_NAME = "main.py"
 def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
     """Runs `program` and ends the process; never returns."""
     mode = program["mode"]
+    seed_random()
     try:
         if mode == "shell":
             shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
@@ -75,6 +78,13 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
     except BaseException as error:
         show(error)
         _end(_status(error))
+
+
+def seed_random() -> None:
+    """Else all guests of a zygote would draw the same numbers; children of this one draw others."""
+    generator = random._inst
+    _random.Random.seed(generator)
+    os.register_at_fork(after_in_child=generator.seed)
 
 
 def _module(source: str, name: str) -> types.ModuleType:
