@@ -52,7 +52,10 @@ REWARDS = {
     "choice": Reward(_TEXT | {"letters"}),
     "regex": Reward(_TEXT | {"pattern"}, required=frozenset({"pattern"})),
     "code_tests": Reward(
-        frozenset({"tests", "strip", "prefix", "partial", "case_s", "memory_mb"}), jailed=True
+        frozenset(
+            {"tests", "strip", "prefix", "partial", "case_s", "memory_mb", "rel_tol", "abs_tol"}
+        ),
+        jailed=True,
     ),
 }
 

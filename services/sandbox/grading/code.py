@@ -12,11 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, UNSUPPORTED
+from common.grading import cases
+from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.answer import Answer
 from services.sandbox.grading import called, isolated, printed
 from services.sandbox.grading.answers import answer_of, code_of
-from services.sandbox.grading.attempt import Attempt, BadTests
+from services.sandbox.grading.attempt import Attempt
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import JailLimits
@@ -56,9 +58,9 @@ class Grading:
         return Answer(OK, score if self._attempt.partial else float(all(passed)), "")
 
     async def _passed(self, source: str, tests: Any) -> list[bool]:
-        if isinstance(tests, str):
-            return await isolated.passed(self._attempt, source, tests)
-        if isinstance(tests, dict):
-            cases = list(tests["cases"])
-            return await called.passed(self._attempt, source, str(tests["function"]), cases)
-        return await printed.passed(self._attempt, source, tests)
+        found = cases.read(tests)
+        if isinstance(found, str):
+            return await isolated.passed(self._attempt, source, found)
+        if isinstance(found, cases.CalledTests):
+            return await called.passed(self._attempt, source, found.function, found.cases)
+        return await printed.passed(self._attempt, source, found.cases)
