@@ -149,7 +149,7 @@ def text_distance(a, b):
         """
 assert text_distance("kitten", "sitting") == 3
 assert text_distance("", "abc") == 3
-assert text_distance("saved", "aved") == 1
+assert text_distance("saved", "save") == 1
 """,
         ("last + (x != y)", "last + 2 * (x != y)"),
         ("row[j] + 1, row[j - 1] + 1", "row[j] + 2, row[j - 1] + 1"),
