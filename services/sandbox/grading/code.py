@@ -17,8 +17,9 @@ from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.answer import Answer
 from services.sandbox.grading import called, isolated, printed
-from services.sandbox.grading.answers import answer_of, code_of
+from services.sandbox.grading.answers import answer_of
 from services.sandbox.grading.attempt import Attempt
+from services.sandbox.grading.programs import program_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import JailLimits
@@ -42,10 +43,12 @@ class Grading:
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> Answer:
         """The share of tests passed; all or nothing without `partial`."""
         answer = answer_of(turns, self._options)
-        source = str(self._options.get("prefix", "")) + code_of(answer)
+        prefix = str(self._options.get("prefix", ""))
         try:
-            tests = row[self._options.get("tests", "tests")]
-            passed = await self._passed(source, tests) if answer.strip() else [False]
+            tests = cases.read(row[self._options.get("tests", "tests")])
+            prints = isinstance(tests, cases.PrintedTests)
+            program = program_of(answer, prefix, cases.names(tests), prints)
+            passed = await self._passed(prefix + program, tests) if program.strip() else [False]
         except Unsupported as error:
             return Answer(UNSUPPORTED, None, str(error))
         except (BadTests, KeyError, TypeError, ValueError) as error:
@@ -57,10 +60,9 @@ class Grading:
         score = sum(passed) / len(passed)
         return Answer(OK, score if self._attempt.partial else float(all(passed)), "")
 
-    async def _passed(self, source: str, tests: Any) -> list[bool]:
-        found = cases.read(tests)
-        if isinstance(found, str):
-            return await isolated.passed(self._attempt, source, found)
-        if isinstance(found, cases.CalledTests):
-            return await called.passed(self._attempt, source, found.function, found.cases)
-        return await printed.passed(self._attempt, source, found.cases)
+    async def _passed(self, source: str, tests: cases.Tests) -> list[bool]:
+        if isinstance(tests, str):
+            return await isolated.passed(self._attempt, source, tests)
+        if isinstance(tests, cases.CalledTests):
+            return await called.passed(self._attempt, source, tests.function, tests.cases)
+        return await printed.passed(self._attempt, source, tests.cases)
