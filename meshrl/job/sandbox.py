@@ -95,6 +95,11 @@ def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
             raise fail(f"{place}.{option}", wrong, "")
     for option in known.required - set(part.options):
         raise fail(place, f"{place}: {part.use} needs the option {option!r}", "")
+    runner = part.options.get("runner", builtin.RUNNERS[0])
+    if runner not in builtin.RUNNERS:
+        names = ", ".join(builtin.RUNNERS)
+        wrong = f"{place}: {part.use} has no runner {runner!r}; there are {names}"
+        raise fail(f"{place}.runner", wrong, "")
     pattern = part.options.get("pattern")
     if pattern is not None:
         try:

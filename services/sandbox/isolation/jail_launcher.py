@@ -48,6 +48,7 @@ class Interpreter:
     isolated: bool  # only the standard library
     places: tuple[str, ...]  # where it and its packages lie
     warm: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # that lie elsewhere, in one directory, to warm if it lacks them
 
     @classmethod
     def own(cls) -> Interpreter:
@@ -112,6 +113,7 @@ class JailLauncher:
             interpreter.isolated,
             interpreter.places,
             interpreter.warm,
+            interpreter.packages,
         )
         try:
             child = self._host.spawn(
@@ -279,7 +281,7 @@ class JailLauncher:
         own = str(Path(__file__).parents[1] / "jail")
         places = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
         devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-        return [*places, *devices, *interpreter.places, own]
+        return [*places, *devices, *interpreter.places, *interpreter.packages, own]
 
     def _scratch(self) -> str:
         """A directory on disk, where no mount namespace gives one in memory."""
