@@ -54,7 +54,10 @@ REWARDS = {
     "choice": Reward(_TEXT | {"letters"}),
     "regex": Reward(_TEXT | {"pattern"}, required=frozenset({"pattern"})),
     "code_tests": Reward(
-        frozenset({"tests", "strip", "prefix", "partial", "case_s", "memory_mb", "runner"}),
+        frozenset(
+            {"tests", "strip", "prefix", "partial", "case_s", "memory_mb", "rel_tol", "abs_tol"}
+        )
+        | {"runner"},
         jailed=True,
     ),
 }

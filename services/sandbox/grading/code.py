@@ -14,11 +14,12 @@ from typing import Any
 
 from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, UNSUPPORTED
 from common.grading import shapes
+from common.grading.cases import BadTests, CalledTests
 from common.grading.support import Unsupported, unsupported
 from services.sandbox.answer import Answer
 from services.sandbox.grading import called, isolated, printed, real_pytest
 from services.sandbox.grading.answers import answer_of, code_of
-from services.sandbox.grading.attempt import Attempt, BadTests
+from services.sandbox.grading.attempt import Attempt
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import JailLimits
@@ -60,13 +61,12 @@ class Grading:
         return Answer(OK, score if self._attempt.partial else float(all(passed)), "")
 
     async def _passed(self, source: str, tests: Any) -> list[bool]:
-        kind = shapes.style(tests)
-        if kind == shapes.PYTHON:
-            return await self._in_python(source, tests)
-        if kind == shapes.CALLS:
-            cases = list(tests["cases"])
-            return await called.passed(self._attempt, source, str(tests["function"]), cases)
-        return await printed.passed(self._attempt, source, tests)
+        _, found = shapes.read(tests)
+        if isinstance(found, str):
+            return await self._in_python(source, found)
+        if isinstance(found, CalledTests):
+            return await called.passed(self._attempt, source, found.function, found.cases)
+        return await printed.passed(self._attempt, source, found.cases)
 
     async def _in_python(self, source: str, tests: str) -> list[bool]:
         """By the runner that the job names; `auto` is the isolated one where it can run them."""

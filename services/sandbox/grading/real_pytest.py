@@ -14,12 +14,12 @@ from typing import Any
 
 from common.errors import BadMessage, PeerLost
 from common.grading import suites
+from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.grading.attempt import (
     RETRIES,
     SEND_S,
     Attempt,
-    BadTests,
     answering,
     ended,
 )
