@@ -97,6 +97,11 @@ def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
             raise fail(f"{place}.{option}", wrong, "")
     for option in known.required - set(part.options):
         raise fail(place, f"{place}: {part.use} needs the option {option!r}", "")
+    runner = part.options.get("runner", builtin.RUNNERS[0])
+    if runner not in builtin.RUNNERS:
+        names = ", ".join(builtin.RUNNERS)
+        wrong = f"{place}: {part.use} has no runner {runner!r}; there are {names}"
+        raise fail(f"{place}.runner", wrong, "")
     for option in TOLERANCES & set(part.options):
         value = part.options[option]
         number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -49,6 +49,7 @@ class Interpreter:
     isolated: bool  # only the standard library
     places: tuple[str, ...]  # where it and its packages lie
     warm: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # that lie elsewhere, in one directory, to warm if it lacks them
 
     @classmethod
     def own(cls) -> Interpreter:
@@ -93,9 +94,13 @@ class JailLauncher:
         return self._zygote.pid if self._zygote is not None else 0
 
     async def start(self) -> None:
-        """Makes the outer jail and its zygote; JailFailed says why it cannot."""
+        """Makes the outer jail and its zygote, if there is none; JailFailed says why it cannot."""
+        if self._zygote is not None and not self._zygote.ended:
+            return
         async with self._starting:
             code = self._zygote.child.poll() if self._zygote is not None else None
+            if code is None and self._zygote is not None and self._zygote.ended:
+                code = KILLED  # its end is seen before its parent, the outer jail, has ended
             if code is not None:
                 how = f"signal {-code}" if code < 0 else f"exit status {code}"
                 self._ends.saw("zygote", code, how, self._log)
@@ -113,6 +118,7 @@ class JailLauncher:
             interpreter.isolated,
             interpreter.places,
             interpreter.warm,
+            interpreter.packages,
         )
         try:
             child = self._host.spawn(
@@ -286,7 +292,7 @@ class JailLauncher:
         own = str(Path(__file__).parents[1] / "jail")
         places = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
         devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-        return [*places, *devices, *interpreter.places, own]
+        return [*places, *devices, *interpreter.places, *interpreter.packages, own]
 
     def _scratch(self) -> str:
         """A directory on disk, where no mount namespace gives one in memory."""
