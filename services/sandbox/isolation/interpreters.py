@@ -19,6 +19,7 @@ class Interpreter:
     isolated: bool  # only the standard library
     places: tuple[str, ...]  # where it and its packages lie
     warm: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # that lie elsewhere, in one directory, to warm if it lacks them
     root: str = ""  # the file system that it lies in, where that is not the host's
 
     @classmethod
@@ -34,7 +35,7 @@ def interpreter_of(jail: JailSettings) -> Interpreter:
     if jail.root:
         root = images.tree(jail.root)
         python = images.python_of(root, jail.python)
-        return Interpreter(python, False, (), tuple(jail.imports), str(root))
+        return Interpreter(python, False, (), tuple(jail.imports), root=str(root))
     if not jail.python:
         own = Interpreter.own()
         return Interpreter(own.python, own.isolated, own.places, tuple(jail.imports))
