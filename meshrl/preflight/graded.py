@@ -28,14 +28,14 @@ SHOWN = 5  # rows that an error names
 INSTALL = "pip install 'meshrl[pytest]'"
 
 
-def graded(job: JobFile) -> None:
-    """The tests of `code_tests` in all datasets, as many rows as LOOK_S allows."""
+def graded(job: JobFile, look_s: float = LOOK_S) -> None:
+    """The tests of `code_tests` in all datasets, as many rows as the time allows."""
     for part in job.config.reward.declared:
         if part.use != "code_tests":
             continue
         runner = str(part.options.get("runner", builtin.RUNNERS[0]))
         look = _Look(job, str(part.options.get("tests", "tests")), _Runners(job, runner))
-        look.at_all()
+        look.at_all(look_s)
         print(look.said(), file=sys.stderr)
         if look.wrong:
             raise look.error()
@@ -45,7 +45,8 @@ class _Runners:
     """Which runner takes tests in Python, and what neither of them can run."""
 
     def __init__(self, job: JobFile, runner: str) -> None:
-        self._runner, self._python = runner, job.config.sandbox.python
+        sandbox = job.config.sandbox
+        self._runner, self._python, self._image = runner, sandbox.python, bool(sandbox.root)
         self._found: dict[str, bool] = {}  # packages, and whether jails have them
 
     def of(self, tests: str) -> str:
@@ -68,11 +69,16 @@ class _Runners:
         absent = [name for name in under_pytest.modules(tests) if not self._has(name)]
         if absent:
             return f"jails have no {', '.join(absent)}"
-        lacks = () if self._python else under_pytest.lacks(tests)  # it may have plugins
+        plugins = self._python or self._image  # there may be some
+        lacks = () if plugins else under_pytest.lacks(tests)
         return f"pytest alone has no {', '.join(lacks)}" if lacks else ""
 
     def _has(self, package: str) -> bool:
-        """Whether the interpreter of the model's code has a package, asked once for each."""
+        """Whether the interpreter of the model's code has a package, asked once for each. An image
+        may have it: its interpreter is run where it is contained.
+        """
+        if self._image:
+            return True
         if package not in self._found:
             own = bool(self._python) and package.isidentifier()
             self._found[package] = own and not without(Path(self._python), package)
@@ -99,11 +105,11 @@ class _Look:
         self.wrong: list[_Wrong] = []
         self.most = 0  # rows that are wrong
 
-    def at_all(self) -> None:
+    def at_all(self, look_s: float) -> None:
         datasets = list(_datasets(self._job))
         until = time.monotonic()
         for key, path in datasets:
-            until += LOOK_S / len(datasets)
+            until += look_s / len(datasets)
             for row in rows.read(path):
                 if time.monotonic() > until:
                     self._partly = True
