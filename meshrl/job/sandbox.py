@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from common.job import builtin
 from common.job.config import JobConfig, RewardPartConfig
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
+TOLERANCES = frozenset({"rel_tol", "abs_tol"})
 _MCP = re.compile(r"mcp:([^/]+)/(.+)")
 
 
@@ -95,6 +97,17 @@ def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
             raise fail(f"{place}.{option}", wrong, "")
     for option in known.required - set(part.options):
         raise fail(place, f"{place}: {part.use} needs the option {option!r}", "")
+    runner = part.options.get("runner", builtin.RUNNERS[0])
+    if runner not in builtin.RUNNERS:
+        names = ", ".join(builtin.RUNNERS)
+        wrong = f"{place}: {part.use} has no runner {runner!r}; there are {names}"
+        raise fail(f"{place}.runner", wrong, "")
+    for option in TOLERANCES & set(part.options):
+        value = part.options[option]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and 0 <= value < math.inf):
+            wrong = f"{place}: {option} is a number from 0 on, not {value!r}"
+            raise fail(f"{place}.{option}", wrong, "")
     pattern = part.options.get("pattern")
     if pattern is not None:
         try:

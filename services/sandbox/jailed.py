@@ -10,7 +10,7 @@ from common.api.sandbox import CRASHED, OK, REFUSED, JailSettings, LoadJob
 from common.clock import Clock
 from common.job import builtin
 from services.sandbox.answer import Answer
-from services.sandbox.grading import code
+from services.sandbox.grading import code, real_pytest
 from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
@@ -25,8 +25,15 @@ class Jailed:
     """The jailed tools and rewards of one job."""
 
     def __init__(
-        self, launcher: JailLauncher, clock: Clock, slots: JailSlots, loaded: LoadJob
+        self,
+        launcher: JailLauncher,
+        suites: JailLauncher,
+        clock: Clock,
+        slots: JailSlots,
+        loaded: LoadJob,
     ) -> None:
+        """`suites` makes jails with pytest."""
+        self._suites = real_pytest.Suites(suites)
         jail = loaded.jail
         self._launcher, self._slots, self._job = launcher, slots, loaded.job
         self._limits = limits_of(jail)
@@ -60,7 +67,9 @@ class Jailed:
         self, row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]
     ) -> Answer:
         """`code_tests`."""
-        grading = code.Grading(self._launcher, self._slots, self._job, self._limits, options)
+        grading = code.Grading(
+            self._launcher, self._slots, self._job, self._limits, options, self._suites
+        )
         return await grading.reward(row, turns)
 
     def close(self) -> None:

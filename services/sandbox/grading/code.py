@@ -2,9 +2,10 @@
 
 No test is where the program can read or change it. Cases with standard input and output (`printed`)
 and calls of a function (`called`) are compared here, after the program has answered; tests in
-Python run in a jail of their own (`isolated`). A case that runs out of its limits, or whose program
-dies, is not passed. That no jail can be made, that the tests themselves are broken, or that no
-runner can run them, is an error, not a score.
+Python run in a jail of their own (`isolated`), and those that this cannot run under the real pytest
+beside the program (`real_pytest`), where a program can forge them. A case that runs out of its
+limits, or whose program dies, is not passed. That no jail can be made, that the tests themselves
+are broken, or that no runner can run them, is an error, not a score.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, UNSUPPORTED
-from common.grading.support import Unsupported
+from common.grading import shapes
+from common.grading.cases import BadTests, CalledTests
+from common.grading.support import Unsupported, unsupported
 from services.sandbox.answer import Answer
-from services.sandbox.grading import called, isolated, printed
+from services.sandbox.grading import called, isolated, printed, real_pytest
 from services.sandbox.grading.answers import answer_of, code_of
-from services.sandbox.grading.attempt import Attempt, BadTests
+from services.sandbox.grading.attempt import Attempt
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import JailLimits
@@ -33,8 +36,10 @@ class Grading:
         job: str,
         limits: JailLimits,
         options: dict[str, Any],
+        suites: real_pytest.Suites | None = None,
     ) -> None:
-        self._options = options
+        """`suites` is where the runner `pytest` runs; without it, there is none."""
+        self._options, self._suites = options, suites
         self._attempt = Attempt(launcher, slots, job, limits, options)
 
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> Answer:
@@ -56,9 +61,25 @@ class Grading:
         return Answer(OK, score if self._attempt.partial else float(all(passed)), "")
 
     async def _passed(self, source: str, tests: Any) -> list[bool]:
-        if isinstance(tests, str):
-            return await isolated.passed(self._attempt, source, tests)
-        if isinstance(tests, dict):
-            cases = list(tests["cases"])
-            return await called.passed(self._attempt, source, str(tests["function"]), cases)
-        return await printed.passed(self._attempt, source, tests)
+        _, found = shapes.read(tests)
+        if isinstance(found, str):
+            return await self._in_python(source, found)
+        if isinstance(found, CalledTests):
+            return await called.passed(self._attempt, source, found.function, found.cases)
+        return await printed.passed(self._attempt, source, found.cases)
+
+    async def _in_python(self, source: str, tests: str) -> list[bool]:
+        """By the runner that the job names; `auto` is the isolated one where it can run them."""
+        runner, why = str(self._options.get("runner", "auto")), ""
+        if runner != "pytest":
+            lacks = unsupported(tests)
+            if not lacks:
+                return await isolated.passed(self._attempt, source, tests)
+            why = f"the runner isolated cannot run: {', '.join(lacks)}"
+            if runner == "isolated" or self._suites is None:
+                raise Unsupported(why)
+        assert self._suites is not None
+        try:
+            return await real_pytest.passed(self._attempt, self._suites, source, tests)
+        except Unsupported as error:
+            raise Unsupported("; ".join(filter(None, (why, str(error))))) from None

@@ -20,6 +20,7 @@ from services.sandbox.jail import kernel
 PLAIN_ID = 64_200  # user and group that own nothing, outside the ranges of distributions
 GATHERED = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
 INSIDE = "/run/meshrl"  # where this package's jail folder lies in a jail
+PACKAGES = f"{INSIDE}/packages"  # and packages that its interpreter lacks
 SYSTEM = ("/usr",)
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 OPTIONAL = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
@@ -41,6 +42,7 @@ class Outer:
     isolated: bool  # without its site-packages
     places: tuple[str, ...] = ()  # directories to show, read-only, beside the system's
     warm: tuple[str, ...] = field(default=())  # modules that jailed code finds imported
+    packages: tuple[str, ...] = ()  # of one directory: for those that the interpreter lacks
 
     def argument(self) -> str:
         return json.dumps(asdict(self))
@@ -51,7 +53,7 @@ def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
     flags = ["-I", "-S"] if outer.isolated else ["-I"]
     package = INSIDE if outer.tier == "bwrap" else str(Path(__file__).parents[1])
     zygote = [outer.python, *flags, "-c", START.format(package)]
-    zygote += [str(outer.control), outer.tier, json.dumps(outer.warm)]
+    zygote += [str(outer.control), outer.tier, json.dumps(outer.warm), _searched_last(outer)]
     if outer.tier != "bwrap":
         return zygote
     argv = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
@@ -67,6 +69,9 @@ def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
         argv += ["--ro-bind-try", place, place]
     for place in outer.places:
         argv += ["--ro-bind", gathered.get(place, place), place]
+    for package in outer.packages:
+        inside = f"{PACKAGES}/{os.path.basename(package)}"
+        argv += ["--ro-bind", gathered.get(package, package), inside]
     jail = str(Path(__file__).parents[1] / "jail")
     argv += ["--ro-bind", gathered.get(jail, jail), f"{INSIDE}/jail"]
     argv += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/tmp"]
@@ -80,6 +85,13 @@ def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
     return [*argv, *zygote]
 
 
+def _searched_last(outer: Outer) -> str:
+    """Where a zygote finds the packages; empty: there are none."""
+    if not outer.packages:
+        return ""
+    return PACKAGES if outer.tier == "bwrap" else os.path.dirname(outer.packages[0])
+
+
 def gather(places: list[str]) -> dict[str, str]:
     """Where a plain user finds each place, in a mount namespace that ends with this process."""
     kernel.unshare(kernel.CLONE_NEWNS)
@@ -89,7 +101,10 @@ def gather(places: list[str]) -> dict[str, str]:
     found = {}
     for number, place in enumerate(places):
         target = f"{base}/{number}"
-        os.mkdir(target)
+        if os.path.isdir(place):
+            os.mkdir(target)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
         kernel.mount(place, target, "", kernel.MS_BIND | kernel.MS_REC)
         found[place] = target
     return found
@@ -103,7 +118,8 @@ def become_plain() -> None:
 
 def main() -> None:
     values = json.loads(sys.argv[1])
-    outer = Outer(**{**values, "places": tuple(values["places"]), "warm": tuple(values["warm"])})
+    values |= {name: tuple(values[name]) for name in ("places", "warm", "packages")}
+    outer = Outer(**values)
     parent = os.getppid()
     os.umask(0o022)  # what a program makes in a jail has the modes that it would have elsewhere
     gathered = {}
@@ -112,7 +128,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
         jail = str(Path(__file__).parents[1] / "jail")
         if outer.tier == "bwrap":
-            gathered = gather([*outer.places, jail])
+            gathered = gather([*outer.places, *outer.packages, jail])
         become_plain()
     os.chdir("/")
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)

@@ -21,7 +21,7 @@ import socket
 import sys
 from typing import Any
 
-from . import allowed, frames, keeper, kernel, seccomp
+from . import allowed, frames, keeper, kernel, seccomp, suite
 
 PACKET = 1 << 16  # bytes of a request
 DESCRIPTORS = 16  # most that come with one packet
@@ -80,24 +80,44 @@ def refuse(fd: int, error: OSError) -> None:
         return
 
 
-def warm(packages: Any, tier: str) -> None:
+def warm(packages: Any, tier: str, searched_last: str = "") -> None:
+    """`searched_last` is a directory for what is not found elsewhere; jails do not search it."""
+    _import_random()
+    if searched_last:
+        sys.path.append(searched_last)
     for name in [*WARM.split(), *packages]:
         try:
             __import__(name)
         except ImportError as error:
             print(f"zygote: {error}", file=sys.stderr)
+    if "pytest" in packages:
+        suite.warm(searched_last)
+    if searched_last:
+        sys.path.remove(searched_last)
     for counted in (True, False):
         seccomp.program(allowed.policy(tier, counted))
     gc.collect()
     gc.freeze()  # collections in a jail do not touch, and so copy, what is shared
 
 
+def _import_random() -> None:
+    """Without its seeding at each fork, which is a fifth of what a fork costs: only the guest needs
+    it, and calls `guest.seed_random`.
+    """
+    register = os.register_at_fork
+    os.register_at_fork = lambda **hooks: None
+    try:
+        import random  # noqa: F401
+    finally:
+        os.register_at_fork = register
+
+
 def main() -> None:
-    """`main` of `python -m`-less start: arguments are CONTROL_FD, TIER and a JSON list of modules
-    to import beside the usual ones.
+    """`main` of `python -m`-less start: arguments are CONTROL_FD, TIER, a JSON list of modules
+    to import beside the usual ones, and where else to look for them.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
-    warm(json.loads(sys.argv[3]), sys.argv[2])
+    warm(json.loads(sys.argv[3]), sys.argv[2], sys.argv[4])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b"warm")

@@ -42,6 +42,8 @@ def test_a_mistake_is_named(override: str, says: str) -> None:
         ("{use='regex'}", "regex needs the option 'pattern'"),
         ("{use='regex', options={pattern='('}}", "is no pattern"),
         ("{use='math', options={gold='x'}}", "math has no option 'gold'"),
+        ("{use='code_tests', options={rel_tol='1e-6'}}", "rel_tol is a number from 0 on"),
+        ("{use='code_tests', options={abs_tol=-1.0}}", "abs_tol is a number from 0 on"),
         ("{use='calculator:reward', options={a=1}}", "which is no built-in reward"),
         ("{use='calculator:missing'}", "defines no 'missing'"),
         ("{use='mcp:a/b'}", "is a tool, not a reward"),

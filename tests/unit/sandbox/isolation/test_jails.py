@@ -281,3 +281,13 @@ async def test_a_killed_zygote_makes_no_right_answer_wrong(
     answer = await graded
     assert (answer.status, answer.value) == ("crashed", None)
     assert (await grading.reward(row, answered(0))).value == 1.0
+
+
+async def test_no_two_jails_draw_the_same_random_numbers(launcher: JailLauncher) -> None:
+    source = (
+        "import os, random, sys\nprint(random.random(), flush=True)\n"
+        "if os.fork() == 0:\n    print(random.random(), flush=True)\n    os._exit(0)\nos.wait()"
+    )
+    ran = [await launcher.run({"mode": "program", "source": source}, LIMITS) for _ in range(3)]
+    drawn = [number for one in ran for number in one.stdout.split()]
+    assert len(set(drawn)) == len(drawn) == 6
