@@ -28,10 +28,11 @@ from common.runtime.waits import WaitTable
 from services.sandbox.answer import Answer
 from services.sandbox.ends import Ends
 from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.pytest_packages import with_pytest
 from services.sandbox.isolation.slots import JailSlots
-from services.sandbox.jailed import Jailed, interpreter_of
+from services.sandbox.jailed import Jailed
 from services.sandbox.jobs import LoadedJob, trusted
 from services.sandbox.workers.pool import Pool, PoolLimits
 
@@ -146,6 +147,12 @@ class SandboxActor(Actor):
             raise Refused(
                 f"{', '.join(uses)} of job {m.job} run code that the model wrote, which takes "
                 f"{isolation.MEANING[demanded]}; this host has {self._found.meaning}",
+                where=self._name,
+                fix=self._found.fix,
+            )
+        if m.jail.root and self._found.tier == "landlock":
+            raise Refused(
+                f"sandbox.root of job {m.job} takes bubblewrap: Landlock shows the host's files",
                 where=self._name,
                 fix=self._found.fix,
             )

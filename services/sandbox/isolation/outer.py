@@ -24,9 +24,12 @@ PACKAGES = f"{INSIDE}/packages"  # and packages that its interpreter lacks
 SYSTEM = ("/usr",)
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 OPTIONAL = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+OURS = ("dev", "proc", "run", "sys", "tmp")  # of an image they are not shown: a jail has its own
 DEVICES = ("null", "zero", "full", "random", "urandom")
 START = (
-    "import sys; sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); jail.zygote.main()"
+    "import sys; sys.version_info >= (3, 8) or sys.exit('meshrl: jails take Python 3.8 or newer, "
+    "this is ' + sys.version); sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); "
+    "jail.zygote.main()"
 )
 OUT_OF_MEMORY_SCORE = "500"
 MOST_PROCESSES = 8192  # most in all jails together
@@ -43,6 +46,7 @@ class Outer:
     places: tuple[str, ...] = ()  # directories to show, read-only, beside the system's
     warm: tuple[str, ...] = field(default=())  # modules that jailed code finds imported
     packages: tuple[str, ...] = ()  # of one directory: for those that the interpreter lacks
+    root: str = ""  # a directory that is shown as the file system, in place of the host's
 
     def argument(self) -> str:
         return json.dumps(asdict(self))
@@ -58,15 +62,7 @@ def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
         return zygote
     argv = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
     argv += ["--clearenv", "--hostname", "jail"]
-    for place in SYSTEM:
-        argv += ["--ro-bind", place, place]
-    for link in LINKS:
-        if os.path.islink(link):
-            argv += ["--symlink", os.readlink(link), link]
-        elif os.path.isdir(link):
-            argv += ["--ro-bind", link, link]
-    for place in OPTIONAL:
-        argv += ["--ro-bind-try", place, place]
+    argv += shown(gathered.get(outer.root, outer.root)) if outer.root else host()
     for place in outer.places:
         argv += ["--ro-bind", gathered.get(place, place), place]
     for package in outer.packages:
@@ -83,6 +79,35 @@ def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
     # The zygote makes namespaces and mounts inside of its own; jails close all this behind them.
     argv += ["--cap-add", "ALL", "--remount-ro", "/dev", "--remount-ro", "/"]
     return [*argv, *zygote]
+
+
+def host() -> list[str]:
+    """Shows the host's programs and libraries."""
+    argv = []
+    for place in SYSTEM:
+        argv += ["--ro-bind", place, place]
+    for link in LINKS:
+        if os.path.islink(link):
+            argv += ["--symlink", os.readlink(link), link]
+        elif os.path.isdir(link):
+            argv += ["--ro-bind", link, link]
+    for place in OPTIONAL:
+        argv += ["--ro-bind-try", place, place]
+    return argv
+
+
+def shown(root: str) -> list[str]:
+    """Shows an image: each thing at its top, as a link there may lead nowhere but inside."""
+    argv = []
+    for name in sorted(os.listdir(root)):
+        place = os.path.join(root, name)
+        if name in OURS:
+            continue
+        if os.path.islink(place):
+            argv += ["--symlink", os.readlink(place), f"/{name}"]
+        else:
+            argv += ["--ro-bind", place, f"/{name}"]
+    return argv
 
 
 def _searched_last(outer: Outer) -> str:
@@ -128,7 +153,8 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
         jail = str(Path(__file__).parents[1] / "jail")
         if outer.tier == "bwrap":
-            gathered = gather([*outer.places, *outer.packages, jail])
+            image = [outer.root] if outer.root else []
+            gathered = gather([*outer.places, *outer.packages, jail, *image])
         become_plain()
     os.chdir("/")
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)

@@ -15,7 +15,8 @@ from services.sandbox.answer import Answer
 from services.sandbox.grading.code import Grading
 from services.sandbox.grading.real_pytest import Suites
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.pytest_packages import with_pytest
 from services.sandbox.isolation.slots import JailSlots
