@@ -242,6 +242,7 @@ class JailLauncher:
             for number, fd in enumerate(group.lists if group else ()):
                 fds[f"group{number}"] = fd
             request: dict[str, Any] = {"limits": limits.document(), "descriptors": list(fds)}
+            request["counted"] = group is not None
             if self.tier != "bwrap":
                 scratch = self._scratch()
                 request |= {"scratch": scratch, "readable": self._readable()}
