@@ -13,7 +13,8 @@ from loadtests.conformance.row import Row
 from services.sandbox.answer import Answer
 from services.sandbox.grading.code import Grading
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
 
