@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _random
 import ast
+import atexit
 import builtins
 import errno
 import io
@@ -133,7 +134,7 @@ def _end(code: int) -> NoReturn:
     try:
         if code == 0 and "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
-        import atexit
+
 
         atexit._run_exitfuncs()
     except BaseException:
