@@ -20,7 +20,7 @@ import socket
 import sys
 from typing import Any
 
-from . import frames, keeper, kernel, seccomp
+from . import frames, guest, keeper, kernel, seccomp
 
 PACKET = 1 << 16  # bytes of a request
 DESCRIPTORS = 16  # most that come with one packet
@@ -76,6 +76,8 @@ def warm(packages: Any) -> None:
         except ImportError as error:
             print(f"zygote: {error}", file=sys.stderr)
     seccomp.program(seccomp.JAIL)
+    guest.make_streams()
+    keeper.environment()
     gc.collect()
     gc.freeze()  # collections in a jail do not touch, and so copy, what is shared
 
