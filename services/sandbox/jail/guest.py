@@ -73,17 +73,24 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
 
 def make_streams() -> None:
     """Standard streams over descriptors 0 to 2, whatever these are when a guest runs: the zygote
-    makes them once.
+    makes them once. They ask then whether one can seek in what they write to: it must be a pipe.
     """
     stdin = io.BufferedReader(io.FileIO(0, closefd=False))
     sys.stdin = io.TextIOWrapper(stdin, encoding="utf-8")
+    reading, writing = os.pipe()
     for name, fd in (("stdout", 1), ("stderr", 2)):
+        kept = os.dup(fd)
+        os.dup2(writing, fd)
         raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
         text = io.TextIOWrapper(
             raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
         )  # what was printed before a time-out is not lost
+        os.dup2(kept, fd)
+        os.close(kept)
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
+    os.close(reading)
+    os.close(writing)
 
 
 def seed_random() -> None:
@@ -139,7 +146,6 @@ def _end(code: int) -> NoReturn:
     try:
         if code == 0 and "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
-
 
         atexit._run_exitfuncs()
     except BaseException:
