@@ -20,7 +20,7 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from . import checking, frames, judged, plain, remote
+from . import checking, frames, judged, plain, remote, suite
 
 # Exit statuses that name why a program ended; the sandbox tells the model in words.
 OUT_OF_MEMORY, REFUSED = 72, 77
@@ -59,6 +59,8 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
             remote.serve(peer, lambda: _module(program["source"], "solution"))
         elif mode == "tests":
             checking.run(program, cells, peer)
+        elif mode == "suite":
+            suite.run(program, cells)
         else:
             _module(program["source"], "__main__")
         _end(0)

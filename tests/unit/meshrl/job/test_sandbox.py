@@ -28,6 +28,8 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "calculator.toml"
         ("sandbox.tier=none", "must be one of cgroup, bwrap, landlock"),
         ("sandbox.memory_mb=1", "sandbox.memory_mb = 1 must be at least 32"),
         ("sandbox.python=nowhere/python", "there is no interpreter at"),
+        ("sandbox.root=nowhere", "sandbox.root: there is no directory"),
+        ("sandbox.root=.", "sandbox.root: "),
     ],
 )
 def test_a_mistake_is_named(override: str, says: str) -> None:
