@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+
+from common.grading import reading
+
 
 class Unsupported(Exception):
     """No runner of the job can run a row's tests; the text names what of them it cannot do."""
+
+
+def unsupported(tests: str) -> tuple[str, ...]:
+    """Names each thing in these tests in Python that the runner `isolated` cannot do, as "fixture
+    caplog" or "import numpy (not in the jail)", in the order of the source; empty if it can run all
+    of them. It reads and runs nothing. What shows only when tests run is told then (`Unsupported`).
+    """
+    try:
+        tree = ast.parse(tests)
+    except SyntaxError as error:
+        return (f"syntax error, line {error.lineno}",)
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, nested too deep
+        return (f"no Python: {type(error).__name__}",)
+    return tuple(dict.fromkeys(reading.Reader().read(tree)))

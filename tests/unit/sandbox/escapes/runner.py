@@ -25,7 +25,8 @@ from common.errors import DeadlineExceeded, MeshError
 from common.process.host import SystemHost
 from services.sandbox.grading.code import Grading
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import Jail
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import JailSlots

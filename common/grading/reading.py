@@ -1,0 +1,249 @@
+"""Reads the syntax tree of tests in Python for what the runner `isolated` cannot run."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+
+_PYTEST = (
+    "raises approx fixture mark param fail skip xfail importorskip warns deprecated_call "
+    "MonkeyPatch FixtureRequest CaptureFixture ExceptionInfo exit main"
+)
+PYTEST = frozenset(_PYTEST.split())
+FIXTURES = frozenset({"capsys", "capfd", "monkeypatch", "request"})
+DEPTH = 9  # of classes that derive from each other; a source may say that they do in a circle
+MARKS_REFUSED = {"anyio": "pytest-anyio", "trio": "pytest-trio"}
+
+# Of the standard library: what has no sense where the solution runs in another process.
+MODULES = {
+    "threading": "threads that use the solution",
+    "multiprocessing": "processes that use the solution",
+    "concurrent": "threads that use the solution",
+    "subprocess": "programs",
+    "runpy": "programs",
+    "pickle": "objects of the solution by value",
+    "shelve": "objects of the solution by value",
+    "weakref": "references to objects of the solution",
+    "gc": "objects of the solution's process",
+    "tracemalloc": "memory of the solution's process",
+    "socket": "the network",
+    "tkinter": "a display",
+    "doctest": "the solution's source",
+}
+_INSPECT = (
+    "getsource getsourcelines getsourcefile getfile signature getfullargspec getmembers "
+    "getmodule getdoc stack currentframe"
+)
+CALLS = {
+    "inspect": frozenset(_INSPECT.split()),
+    "importlib": {"reload"},
+    "sys": {"getsizeof", "getrefcount", "settrace", "setprofile", "_getframe"},
+    "mock": {"create_autospec", "seal"},
+}
+
+
+class Reader:
+    """Reads one module of tests."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, str] = {}  # names in the source, and the modules that they mean
+        self._ours: set[str] = set()  # names imported from the solution
+        self._fixtures: set[str] = set()
+        self._classes: dict[str, ast.ClassDef] = {}
+
+    def read(self, tree: ast.Module) -> Iterator[str]:
+        """The name of each thing that cannot be run; one may come twice."""
+        guarded = _guarded(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom) and node not in guarded:
+                yield from self._imported(node)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                self._classes[node.name] = node
+                yield from self._class(node)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._fixtures.update(self._fixture_names(node))
+        found = False
+        for owner, function in self._tests(tree):
+            found = True
+            yield from self._test(owner, function)
+        if not found:
+            yield "no test found"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                yield from self._attribute(node)
+            elif isinstance(node, ast.Call):
+                yield from self._call(node)
+
+    # -- names
+
+    def _imported(self, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                self._modules[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+                yield from _module(alias.name)
+            return
+        name = "." * node.level + (node.module or "")
+        yield from _module(name)
+        for alias in node.names:
+            if name == "solution":
+                self._ours.add(alias.asname or alias.name)
+            else:
+                self._modules[alias.asname or alias.name] = f"{name}.{alias.name}"
+            if name == "pytest" and alias.name not in PYTEST:
+                yield f"pytest.{alias.name}"
+            if alias.name in CALLS.get(name.rpartition(".")[2], ()):
+                yield f"{name}.{alias.name}"
+
+    def _path(self, node: ast.AST) -> str:
+        """`a.b.c` of an expression, its first name being that of the module it means; or ""."""
+        if isinstance(node, ast.Name):
+            return self._modules.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            before = self._path(node.value)
+            return f"{before}.{node.attr}" if before else ""
+        return ""
+
+    def _attribute(self, node: ast.Attribute) -> Iterator[str]:
+        before, _, name = self._path(node).rpartition(".")
+        if before == "pytest" and name not in PYTEST:
+            yield f"pytest.{name}"
+        elif before == "pytest.mark" and name in MARKS_REFUSED:
+            yield f"pytest.mark.{name}"
+        elif name in CALLS.get(before.rpartition(".")[2], ()) and before:
+            yield f"{before}.{name}"
+
+    def _call(self, node: ast.Call) -> Iterator[str]:
+        path = self._path(node.func)
+        if path == "pytest.importorskip" and node.args:
+            wanted = node.args[0]
+            if isinstance(wanted, ast.Constant) and isinstance(wanted.value, str):
+                for _ in _module(wanted.value):
+                    yield f"pytest.importorskip({wanted.value!r})"
+        if path.split(".")[-1] in ("patch", "object") and "patch" in path:
+            for keyword in node.keywords:
+                if keyword.arg in ("autospec", "spec", "spec_set"):
+                    yield f"mock.patch(..., {keyword.arg}=)"
+
+    # -- tests
+
+    def _tests(
+        self, tree: ast.Module
+    ) -> Iterator[tuple[ast.ClassDef | None, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if node.name.startswith("test"):
+                    yield None, node
+            elif isinstance(node, ast.ClassDef) and self._holds_tests(node):
+                yield from self._methods(node, node)
+
+    def _holds_tests(self, node: ast.ClassDef) -> bool:
+        return node.name.startswith("Test") or self._is_case(node)
+
+    def _methods(
+        self, owner: ast.ClassDef, node: ast.ClassDef, depth: int = 0
+    ) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                if part.name.startswith("test"):
+                    yield owner, part
+            elif isinstance(part, ast.ClassDef) and part.name.startswith("Test"):
+                yield from self._methods(part, part)
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id in self._classes and depth < DEPTH:
+                yield from self._methods(owner, self._classes[base.id], depth + 1)
+
+    def _is_case(self, node: ast.ClassDef, depth: int = 0) -> bool:
+        """Whether it is a `unittest.TestCase`."""
+        for base in node.bases:
+            if self._path(base).rpartition(".")[2] in ("TestCase", "IsolatedAsyncioTestCase"):
+                return True
+            known = self._classes.get(base.id) if isinstance(base, ast.Name) else None
+            if known is not None and depth < DEPTH and self._is_case(known, depth + 1):
+                return True
+        return False
+
+    def _fixture_names(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+        for decorator in node.decorator_list:
+            call = decorator if isinstance(decorator, ast.Call) else None
+            if self._path(call.func if call else decorator) == "pytest.fixture":
+                yield node.name
+                for keyword in call.keywords if call else ():
+                    if keyword.arg == "name" and isinstance(keyword.value, ast.Constant):
+                        yield str(keyword.value.value)
+
+    def _test(
+        self, owner: ast.ClassDef | None, node: ast.FunctionDef | ast.AsyncFunctionDef
+    ) -> Iterator[str]:
+        case = owner is not None and self._is_case(owner)
+        marks = [*node.decorator_list, *(owner.decorator_list if owner else ())]
+        given = set(self._parameters(marks))
+        if not case:
+            names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+            static = any(self._path(d) == "staticmethod" for d in node.decorator_list)
+            skipped = (owner is not None and not static) + self._patched(node.decorator_list)
+            without_default = names[: len(names) - len(node.args.defaults)]
+            for name in without_default[skipped:]:
+                if name not in given | self._fixtures | FIXTURES:
+                    yield f"fixture {name}" if name != "mocker" else "pytest-mock's mocker"
+        if isinstance(node, ast.AsyncFunctionDef) and not case:
+            paths = {self._path(m.func if isinstance(m, ast.Call) else m) for m in marks}
+            if "pytest.mark.asyncio" not in paths and "pytestmark" not in self._modules:
+                yield f"async def {node.name} without pytest.mark.asyncio"
+
+    def _parameters(self, marks: list[ast.expr]) -> Iterator[str]:
+        for mark in marks:
+            if isinstance(mark, ast.Call) and self._path(mark.func) == "pytest.mark.parametrize":
+                named = mark.args[0] if mark.args else mark.keywords[0].value
+                if isinstance(named, ast.Constant):
+                    yield from (name.strip() for name in str(named.value).split(","))
+                elif isinstance(named, ast.List | ast.Tuple):
+                    yield from (str(e.value) for e in named.elts if isinstance(e, ast.Constant))
+
+    def _patched(self, decorators: list[ast.expr]) -> int:
+        """How many arguments the decorators of `unittest.mock` fill."""
+        count = 0
+        for decorator in decorators:
+            if not isinstance(decorator, ast.Call):
+                continue
+            path = self._path(decorator.func).split(".")
+            if "patch" not in path or path[-1] == "dict":
+                continue
+            given = len(decorator.args) > (2 if path[-1] == "object" else 1)
+            count += not given and not any(k.arg == "new" for k in decorator.keywords)
+        return count
+
+    # -- classes
+
+    def _class(self, node: ast.ClassDef) -> Iterator[str]:
+        for base in node.bases:
+            path = self._path(base)
+            if path.split(".")[0] in self._ours or path.startswith("solution."):
+                yield f"class {node.name} derives from the solution's {path.rpartition('.')[2]}"
+
+
+def _guarded(tree: ast.Module) -> set[ast.AST]:
+    """Imports that may fail: those in a `try` that handles it."""
+    found: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try):
+            for handler in node.handlers:
+                named = ast.dump(handler.type) if handler.type else "ImportError"
+                if "ImportError" in named or "ModuleNotFoundError" in named or "Exc" in named:
+                    found.update(part for child in node.body for part in ast.walk(child))
+    return found
+
+
+def _module(name: str) -> Iterator[str]:
+    first = name.split(".")[0]
+    if name == "pytest" or name == "solution":
+        return
+    if name.startswith("."):
+        yield f"import {name} (a relative import)"
+    elif first in MODULES:
+        yield f"import {name} ({MODULES[first]})"
+    elif first in ("pytest", "solution") or first not in sys.stdlib_module_names:
+        yield f"import {name} (not in the jail)"

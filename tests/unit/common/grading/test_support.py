@@ -1,0 +1,86 @@
+"""What the runner `isolated` cannot run is named by reading the tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.grading.support import unsupported
+
+USUAL = """
+import math
+import unittest
+from datetime import date
+from unittest import mock
+
+import pytest
+from solution import Stack, add
+import solution as s
+
+@pytest.fixture(params=[1, 2], ids=["one", "two"])
+def filled(request):
+    yield Stack([request.param])
+
+@pytest.mark.parametrize("a,b", [(1, 2), pytest.param(3, 4, id="x", marks=pytest.mark.xfail)])
+def test_add(a, b):
+    assert add(a, b) == pytest.approx(a + b)
+
+class TestStack:
+    def setup_method(self):
+        self.stack = Stack()
+
+    def test_filled(self, filled, capsys, monkeypatch):
+        assert len(filled) == 1
+
+    @mock.patch("solution.add")
+    def test_patched(self, added):
+        s.run()
+        added.assert_called_once()
+
+class Cases(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.day = date(2020, 1, 1)
+
+    def test_sub(self):
+        with self.subTest(x=1):
+            self.assertAlmostEqual(s.f(1), math.pi)
+
+@pytest.mark.asyncio
+async def test_waits():
+    assert await s.wait() == 1
+"""
+
+
+def test_usual_tests_are_supported() -> None:
+    assert unsupported(USUAL) == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("def test_f(:", "syntax error, line 1"),
+        ("x = 1", "no test found"),
+        ("import numpy as np\ndef test_f(): pass", "import numpy (not in the jail)"),
+        ("from .a import b\ndef test_f(): pass", "import .a (a relative import)"),
+        ("def test_f(caplog): pass", "fixture caplog"),
+        ("def test_f(mocker): pass", "pytest-mock's mocker"),
+        (
+            "import pytest\nnp = pytest.importorskip('numpy')\ndef test_f(): pass",
+            "pytest.importorskip('numpy')",
+        ),
+        ("import pytest\ndef test_f(): pytest.freeze_includes()", "pytest.freeze_includes"),
+        (
+            "import threading\ndef test_f(): pass",
+            "import threading (threads that use the solution)",
+        ),
+        ("async def test_f(): pass", "async def test_f without pytest.mark.asyncio"),
+        ("import inspect\ndef test_f(): inspect.getsource(f)", "inspect.getsource"),
+    ],
+)
+def test_what_cannot_be_run_is_named(source: str, named: str) -> None:
+    assert named in unsupported(source)
+
+
+def test_an_import_that_may_fail_is_not_named() -> None:
+    source = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\ndef test_f(): pass"
+    assert unsupported(source) == ()
