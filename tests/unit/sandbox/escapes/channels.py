@@ -493,4 +493,31 @@ except OSError as error:
     print("ESCAPED" if error.errno == 109 else "enough", error)
 """,
     ),
+    Pair(
+        "pages that are in memory",
+        START
+        + SHARED.format(80, 24)
+        + """
+def act():
+    for i, fd in enumerate(shared):
+        if i in bits:
+            os.pread(fd, 1, 0)
+        else:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+act()
+on(act)
+""",
+        LISTEN
+        + SHARED.format(80, 24)
+        + """
+seen = []
+for i, fd in enumerate(shared):
+    try:
+        os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+        seen.append(i)
+    except BlockingIOError:
+        pass
+told(seen)
+""",
+    ),
 ]
