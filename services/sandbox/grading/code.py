@@ -10,6 +10,7 @@ are broken, or that no runner can run them, is an error, not a score.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, UNSUPPORTED
@@ -73,7 +74,7 @@ class Grading:
         """By the runner that the job names; `auto` is the isolated one where it can run them."""
         runner, why = str(self._options.get("runner", "auto")), ""
         if runner != "pytest":
-            lacks = unsupported(tests)
+            lacks = _lacks(tests)
             if not lacks:
                 return await isolated.passed(self._attempt, source, tests)
             why = f"the runner isolated cannot run: {', '.join(lacks)}"
@@ -84,3 +85,9 @@ class Grading:
             return await real_pytest.passed(self._attempt, self._suites, source, tests)
         except Unsupported as error:
             raise Unsupported("; ".join(filter(None, (why, str(error))))) from None
+
+
+@functools.lru_cache(shapes.KNOWN)
+def _lacks(tests: str) -> tuple[str, ...]:
+    """What the runner isolated cannot run; as long to find out as a jail takes to begin."""
+    return unsupported(tests)

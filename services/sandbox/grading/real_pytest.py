@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import BadMessage, PeerLost
-from common.grading import suites
+from common.grading import shapes, suites
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.grading.attempt import (
@@ -28,7 +28,6 @@ from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
 from services.sandbox.isolation.limits import MIB
 
 PYTEST_BYTES = 64 * MIB  # address space of pytest itself, beside the solution's memory
-KNOWN_MOST = 4096  # suites whose tests are remembered; a group's answers share a row
 PASSED = "passed"
 
 
@@ -98,7 +97,7 @@ async def _known(attempt: Attempt, suite: Suites, tests: str) -> list[str]:
             jail.close()
     names = _judged(said, written)
     suite.known[tests] = names
-    while len(suite.known) > KNOWN_MOST:
+    while len(suite.known) > shapes.KNOWN:
         suite.known.popitem(last=False)
     return names
 
