@@ -95,7 +95,7 @@ def warm(packages: Any, tier: str, searched_last: str = "") -> None:
     if searched_last:
         sys.path.remove(searched_last)
     for counted in (True, False):
-        seccomp.program(allowed.policy(tier, counted))
+        seccomp.prepared(allowed.policy(tier, counted), True)
     guest.make_streams()
     keeper.environment()
     gc.collect()
