@@ -11,7 +11,7 @@ LIMIT = 16 << 20  # bytes of a frame; a longer prefix means that the stream is g
 
 
 # Without the functions of `json` around it: what a fork touches, it copies.
-_scan = json.JSONDecoder().scan_once
+_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 class Closed(Exception):
