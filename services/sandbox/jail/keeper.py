@@ -16,53 +16,59 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from . import frames, guest, kernel, landlock, seccomp, watch
+from . import frames, guest, kernel, landlock, seccomp, usage, watch
 
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
 OUT_OF_TIME_GRACE_S = 1  # after SIGXCPU, which a program may handle, comes SIGKILL
-OWN_PROCESSES = 1  # the keeper itself counts among a jail's
+OWN_PROCESSES = 1  # the keeper itself counts among its user's
+OWN = ("keeper", "usage")  # descriptors that no guest gets
 SETUP_FAILED = 70
 DESCRIPTORS = 1024  # more than a zygote ever has
 
 
 def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
     """Runs one jail from its closing to its end; never returns."""
-    channel = fds["keeper"]
+    channel, child = fds["keeper"], 0
     try:
         _close_others(fds)
         wake = _wakes()
         if tier == "bwrap":
-            _join_groups(fds)
             _namespaces(request["limits"])
             kernel.drop_capabilities()
             seccomp.install(seccomp.JAIL)
         else:
-            _join_groups(fds)
             os.setsid()
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         program = frames.receive(channel)
-        begun = time.monotonic()
-        ready, closed = os.pipe()
+        ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
         if child == 0:
             _become_guest({**fds, "closed": closed}, request, program, tier)
         os.close(closed)
         for name, fd in fds.items():
-            if name != "keeper":
+            if name not in OWN:
                 os.close(fd)
+        if tier != "bwrap":  # the guest does so, too: whoever is first
+            os.setpgid(child, child)
+        cpu = _usage(fds, tier, child)
         nonce = frames.receive(channel)["nonce"]
-        report = watch.Watch(child, channel, wake, request["limits"], begun, tier).until_ended()
-        if not report["timeout"] and not os.read(ready, 1):
+
+        def signal_all(number: int) -> None:
+            _signal_all(number, tier, child)
+
+        guarded = watch.Watch(child, channel, wake, ready, request["limits"], cpu, signal_all)
+        report = guarded.until_ended()
+        if not guarded.set_up():
             report = {"failed": f"a guest could not be set up: status {report['exit']}"}
         frames.send(channel, {"nonce": nonce, **report})
         if tier != "bwrap":  # there, the kernel kills what is left
-            _kill_rest(tier)
+            _signal_all(signal.SIGKILL, tier, child)
         os._exit(0)
     except frames.Closed:  # the sandbox wants no more of this
-        _kill_rest(tier)
+        _signal_all(signal.SIGKILL, tier, child)
         os._exit(0)
     except BaseException:
         frames.send(channel, {"failed": traceback.format_exc(limit=3)})
@@ -77,7 +83,9 @@ def _close_others(fds: dict[str, int]) -> None:
 
 
 def _join_groups(fds: dict[str, int]) -> None:
-    """The control groups of this jail, whose lists of processes came opened for writing."""
+    """The control groups of this jail, whose lists of processes came opened for writing. Only the
+    guest joins: neither does it take its keeper's share of the cores, nor is the keeper frozen.
+    """
     for name in [name for name in fds if name.startswith("group")]:
         os.write(fds[name], b"0")
         os.close(fds.pop(name))
@@ -104,8 +112,12 @@ def _become_guest(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        os.close(fds.pop("keeper"))
+        for name in OWN:
+            fds.pop(name, None)
         _close_others(fds)
+        _join_groups(fds)
+        if request["nice"]:  # which nobody can take back
+            os.nice(request["nice"])
         for place, name in enumerate(("stdin", "stdout", "stderr")):
             os.dup2(fds[name], place)
             os.close(fds[name])
@@ -113,6 +125,7 @@ def _become_guest(
         if tier == "bwrap":
             os.setsid()
         else:
+            os.setpgid(0, 0)
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
         if tier != "bwrap":
@@ -129,7 +142,7 @@ def _become_guest(
     except ValueError:  # a limit beyond what may be set
         traceback.print_exc()
         os._exit(SETUP_FAILED)
-    os.write(fds["closed"], b"y")
+    os.write(fds["closed"], repr(time.monotonic()).encode())
     os.close(fds["closed"])
     guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
 
@@ -178,12 +191,24 @@ def _wakes() -> int:
     return reading
 
 
-def _kill_rest(tier: str) -> None:
-    """All others of the jail. By number: as the first process of a namespace, everybody."""
+def _usage(fds: dict[str, int], tier: str, child: int) -> usage.Grouped | usage.Scanned:
+    """Where the CPU time of the jail is read."""
+    if "usage" in fds:
+        return usage.Grouped(fds["usage"])
+    if tier == "bwrap":
+        return usage.Scanned(True, lambda fields: True)
+    group = str(child).encode()
+    return usage.Scanned(False, lambda fields: fields[2] == group)
+
+
+def _signal_all(number: int, tier: str, child: int) -> None:
+    """To all others of the jail: as the first process of a namespace, everybody; else the group
+    of processes, which none can leave.
+    """
     try:
         if tier == "bwrap":
-            os.kill(-1, signal.SIGKILL)
-        else:
-            os.killpg(0, signal.SIGKILL)
+            os.kill(-1, number)
+        elif child:
+            os.killpg(child, number)
     except ProcessLookupError:
         return
