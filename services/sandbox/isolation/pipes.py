@@ -128,6 +128,10 @@ class Pipe(_Reader):
     def theirs(self) -> int:
         return self._theirs.fileno()
 
+    def allow(self, size: int) -> None:
+        """Lets a frame have `size` bytes more than any may have."""
+        self._limit = FRAME_BYTES + size
+
     def handed(self) -> None:
         """The jail has its end: ours of it is closed, so that the jail's end is seen."""
         self._theirs.close()

@@ -42,6 +42,7 @@ class Zygote:
         self._unanswered: deque[asyncio.Future[None]] = deque()
         self._jails = 0  # that run
         self._retired = False
+        self.ended = False  # it has closed its end of the socket
 
     @property
     def pid(self) -> int:
@@ -114,6 +115,7 @@ class Zygote:
         except OSError as error:
             ended = ConnectionResetError(str(error))
         asyncio.get_running_loop().remove_reader(self._control)
+        self.ended = True
         self._fail(ended)
 
     def _fail(self, error: Exception) -> None:

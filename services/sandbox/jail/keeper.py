@@ -8,15 +8,17 @@ report must carry only when the guest has been forked. When it ends, the kernel 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import frames, guest, kernel, landlock, seccomp, usage, watch
+from . import allowed, frames, guest, kernel, landlock, refusals, seccomp, usage, watch
 
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -29,19 +31,21 @@ DESCRIPTORS = 1024  # more than a zygote ever has
 
 def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
     """Runs one jail from its closing to its end; never returns."""
-    channel, child = fds["keeper"], 0
+    channel = fds["keeper"]
     try:
         _close_others(fds)
+        policy = allowed.policy(tier, request["counted"])
         wake = _wakes()
         if tier == "bwrap":
             _namespaces(request["limits"])
             kernel.drop_capabilities()
-            seccomp.install(seccomp.JAIL)
         else:
             os.setsid()
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        # It holds for us, too: what we call from here on must be among what goes through.
+        refused = refusals.Refusals(seccomp.install(policy, listen=True))
         program = frames.receive(channel)
         ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
@@ -51,24 +55,23 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
         for name, fd in fds.items():
             if name not in OWN:
                 os.close(fd)
-        if tier != "bwrap":  # the guest does so, too: whoever is first
-            os.setpgid(child, child)
-        cpu = _usage(fds, tier, child)
+        cpu = _usage(fds, tier)
         nonce = frames.receive(channel)["nonce"]
 
         def signal_all(number: int) -> None:
-            _signal_all(number, tier, child)
+            _signal_all(number, tier, cpu.members)
 
-        guarded = watch.Watch(child, channel, wake, ready, request["limits"], cpu, signal_all)
-        report = guarded.until_ended()
-        if not guarded.set_up():
+        settings = request["limits"]
+        watching = watch.Watch(child, channel, wake, ready, settings, cpu, signal_all, refused)
+        report = {**watching.until_ended(), "refused": refused.numbers}
+        if not watching.set_up():
             report = {"failed": f"a guest could not be set up: status {report['exit']}"}
         frames.send(channel, {"nonce": nonce, **report})
         if tier != "bwrap":  # there, the kernel kills what is left
-            _signal_all(signal.SIGKILL, tier, child)
+            _kill_rest(tier)
         os._exit(0)
     except frames.Closed:  # the sandbox wants no more of this
-        _signal_all(signal.SIGKILL, tier, child)
+        _kill_rest(tier)
         os._exit(0)
     except BaseException:
         frames.send(channel, {"failed": traceback.format_exc(limit=3)})
@@ -125,11 +128,8 @@ def _become_guest(
         if tier == "bwrap":
             os.setsid()
         else:
-            os.setpgid(0, 0)
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
-        if tier != "bwrap":
-            seccomp.install(seccomp.ONE_GROUP)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         os.chdir(scratch)
         environment(scratch)
@@ -191,24 +191,35 @@ def _wakes() -> int:
     return reading
 
 
-def _usage(fds: dict[str, int], tier: str, child: int) -> usage.Grouped | usage.Scanned:
+def _usage(fds: dict[str, int], tier: str) -> usage.Grouped | usage.Scanned:
     """Where the CPU time of the jail is read."""
     if "usage" in fds:
         return usage.Grouped(fds["usage"])
-    if tier == "bwrap":
-        return usage.Scanned(True, lambda fields: True)
-    group = str(child).encode()
-    return usage.Scanned(False, lambda fields: fields[2] == group)
+    return usage.Scanned(0 if tier == "bwrap" else os.getpgrp())
 
 
-def _signal_all(number: int, tier: str, child: int) -> None:
-    """To all others of the jail: as the first process of a namespace, everybody; else the group
-    of processes, which none can leave.
+def _signal_all(number: int, tier: str, members: Callable[[], list[int]]) -> None:
+    """To all others of the jail: as the first process of a namespace, everybody; else whoever is
+    in our group of processes, which none can leave. Those that were begun meanwhile are next.
     """
+    if tier == "bwrap":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, number)
+        return
+    told: set[int] = set()
+    while fresh := set(members()) - told:
+        for pid in fresh:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        told |= fresh
+
+
+def _kill_rest(tier: str) -> None:
+    """All others of the jail. By number: as the first process of a namespace, everybody."""
     try:
         if tier == "bwrap":
-            os.kill(-1, number)
-        elif child:
-            os.killpg(child, number)
+            os.kill(-1, signal.SIGKILL)
+        else:
+            os.killpg(0, signal.SIGKILL)
     except ProcessLookupError:
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 FIRST_PIDS = 2  # in a process namespace of their own: the keeper, and the guest's first process
@@ -25,6 +24,11 @@ class Grouped:
     def seconds(self) -> float:
         return self._read() - self._before
 
+    @staticmethod
+    def members() -> list[int]:
+        """None: whoever is in the group is frozen from outside."""
+        return []
+
     def _read(self) -> float:
         text = os.pread(self._fd, 256, 0)
         if text.startswith(b"usage_usec"):
@@ -35,13 +39,12 @@ class Grouped:
 class Scanned:
     """Of what `/proc` shows. What was seen once stays counted, whoever waits for its end or not.
 
-    `ours` says by the fields of `/proc/PID/stat`, from the third one on, who belongs to the jail.
-    With a process namespace of its own (`alone`) it also notices that processes have come and gone
-    between two looks: from then on it is `blind`.
+    The jail is a group of processes, or with 0 all of a process namespace of its own. There it is
+    also noticed that processes have come and gone between two looks: from then on it is `blind`.
     """
 
-    def __init__(self, alone: bool, ours: Callable[[list[bytes]], bool]) -> None:
-        self._alone, self._ours = alone, ours
+    def __init__(self, group: int) -> None:
+        self._alone, self._group = group == 0, str(group).encode()
         self._total = self._reaped = 0.0
         self._seen: dict[tuple[int, bytes], tuple[float, float, int]] = {}
         self._last_pid = FIRST_PIDS
@@ -71,6 +74,9 @@ class Scanned:
             self.blind = True
         return self._total
 
+    def members(self) -> list[int]:
+        return [pid for pid, *_ in self._processes()]
+
     def _processes(self) -> list[tuple[int, bytes, float, int]]:
         """(pid, start, CPU time of children that were waited for, threads) of each."""
         found, keeper = [], os.getpid()
@@ -82,7 +88,7 @@ class Scanned:
                     fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue
-            if self._ours(fields):
+            if self._alone or fields[2] == self._group:
                 children = (int(fields[13]) + int(fields[14])) * TICK_S
                 found.append((int(name), fields[19], children, int(fields[17])))
         return found

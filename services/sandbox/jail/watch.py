@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import frames, usage
+from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
 LOOK_SHARE = 20  # times what a look took: the keeper of a large jail does not only look
@@ -48,9 +49,11 @@ class Watch:
         limits: dict[str, Any],
         cpu: usage.Grouped | usage.Scanned,
         signal_all: Callable[[int], None],
+        refusals: Refusals,
     ) -> None:
         self._child, self._channel, self._wake = child, channel, wake
         self._limits, self._cpu, self._signal_all = limits, cpu, signal_all
+        self._refusals = refusals
         self._ready, self._set_up = ready, False
         self._begun = self._lap = time.monotonic()
         self._parallel = max(1, min(os.cpu_count() or 1, limits["processes"]))
@@ -63,6 +66,8 @@ class Watch:
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         self._poller.register(wake, select.POLLIN)
+        if refusals.fd >= 0:
+            self._poller.register(refusals.fd, select.POLLIN)
 
     def until_ended(self) -> dict[str, Any]:
         while True:
@@ -80,6 +85,10 @@ class Watch:
             for fd, _ in self._poller.poll(1000 * max(self._next_look - now, 0)):
                 if fd == self._wake:
                     os.read(self._wake, 4096)
+                elif fd == self._refusals.fd:
+                    self._refusals.answer()
+                    if self._refusals.fd < 0:
+                        self._poller.unregister(fd)
                 else:
                     self._told(frames.receive(self._channel))
 
@@ -163,12 +172,12 @@ class Watch:
             if pid == 0:
                 return None
             if pid == self._child:
-                return self._report(os.waitstatus_to_exitcode(status), used, "")
+                return self._report(_exit_code(status), used, "")
 
     def _out_of_time(self, which: str) -> dict[str, Any]:
         self._signal_all(signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
-        return self._report(os.waitstatus_to_exitcode(status), used, which)
+        return self._report(_exit_code(status), used, which)
 
     def _report(self, exit: int, used: Any, timeout: str) -> dict[str, Any]:
         if exit == -signal.SIGXCPU:
@@ -183,3 +192,8 @@ class Watch:
             "wall_s": time.monotonic() - self._begun,
             "laps": self._laps,
         }
+
+
+def _exit_code(status: int) -> int:
+    """os.waitstatus_to_exitcode, which Python 3.8 does not have."""
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)

@@ -19,7 +19,8 @@ from common.process.host import SystemHost
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import Ends
 from services.sandbox.grading.code import Grading
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import JailSlots
