@@ -38,6 +38,7 @@ TRIES = 3  # attempts to start a jail, should its zygote have ended
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
 GUEST_NICE = 10  # of guests that no control group weighs: behind their keepers and this process
+_NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
 
 
@@ -62,7 +63,6 @@ class JailLauncher:
         self._starting = asyncio.Lock()
         self._groups: deque[Cgroup] = deque()
         self._made: list[Cgroup] = []
-        self._numbers = itertools.count()
         self.started = 0  # jails
 
     @property
@@ -299,7 +299,7 @@ class JailLauncher:
             await self.clock.sleep(LEAVING_S)
             group = self._empty_group()
         if group is None:
-            group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(self._numbers)}")
+            group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(_NUMBERS)}")
             self._made.append(group)
         group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes)
         return group
