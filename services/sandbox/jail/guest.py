@@ -187,7 +187,7 @@ def _cells(fd: int) -> None:
                 stream.flush()
             except (OSError, ValueError):
                 continue
-        frames.send(fd, {"cell": cell["number"], "exit": status})
+        frames.send(fd, {"cell": cell["token"], "exit": status})
 
 
 def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:
