@@ -39,6 +39,7 @@ TRIES = 3  # attempts to start a jail, should its zygote have ended
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
 OVERHEAD_PROCESSES = 1  # the keeper
+_NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
 
 
@@ -64,7 +65,6 @@ class JailLauncher:
         self._groups: deque[Cgroup] = deque()
         self._users = deque(users.given())  # of which no jail is, longest unused first
         self._made: list[Cgroup] = []
-        self._numbers = itertools.count()
         self.started = 0  # jails
 
     @property
@@ -293,7 +293,7 @@ class JailLauncher:
             await self.clock.sleep(LEAVING_S)
             group = self._empty_group()
         if group is None:
-            group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(self._numbers)}")
+            group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(_NUMBERS)}")
             self._made.append(group)
         group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes + OVERHEAD_PROCESSES)
         return group

@@ -8,6 +8,8 @@ report must carry only when the guest has been forked. When it ends, the kernel 
 
 from __future__ import annotations
 
+# What a fork touches, it copies: the functions of `signal` go through its enumerations.
+import _signal
 import errno
 import os
 import resource
@@ -122,9 +124,9 @@ def _become_guest(
     fds: dict[str, int], request: dict[str, Any], program: Any, tier: str, proc: int
 ) -> NoReturn:
     try:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        _signal.set_wakeup_fd(-1)
+        for number in (_signal.SIGCHLD, _signal.SIGINT):
+            _signal.signal(number, _signal.SIG_DFL)
         os.close(fds.pop("keeper"))
         _close_others({**fds, "proc": proc})
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
@@ -140,7 +142,8 @@ def _become_guest(
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
         os.chdir(scratch)
-        environment(scratch)
+        if scratch != SCRATCH:
+            os.environ.update(HOME=scratch, TMPDIR=scratch)
     except (OSError, ValueError):  # ValueError: a limit beyond what may be set
         traceback.print_exc()
         os._exit(SETUP_FAILED)
@@ -179,13 +182,14 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
         resource.setrlimit(which, (soft, soft if hard is None else hard))
 
 
-def environment(scratch: str) -> None:
+def environment() -> None:
+    """That of guests, which the zygote has already."""
     os.environ.clear()
     os.environ.update(
         {
             "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
-            "HOME": scratch,
-            "TMPDIR": scratch,
+            "HOME": SCRATCH,
+            "TMPDIR": SCRATCH,
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
@@ -197,8 +201,8 @@ def environment(scratch: str) -> None:
 def _wakes() -> int:
     """A descriptor that becomes readable whenever a process of the jail ends."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    _signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    _signal.signal(_signal.SIGCHLD, lambda *_: None)
     return reading
 
 
