@@ -92,3 +92,15 @@ def test_outer_jails_take_blocks_that_do_not_overlap() -> None:
     assert len(set(blocks)) == 2000
     assert all(users.FIRST <= block < 2**31 - users.OF_ONE for block in blocks)
     assert {block % users.OF_ONE for block in blocks} == {users.FIRST % users.OF_ONE}
+
+
+@pytest.mark.needs("bwrap")
+async def test_what_a_jail_shows_every_user_can_enter(launcher: JailLauncher) -> None:
+    source = """
+import os
+for place, folders, names in os.walk("/", onerror=print):
+    folders[:] = [name for name in folders if place in ("/", "/run", "/run/meshrl", "/root")]
+    folders[:] = [name for name in folders if name not in ("proc", "tmp", "lost+found")]
+"""
+    found = await launcher.run({"mode": "program", "source": source}, LIMITS)
+    assert (found.status, found.stdout) == ("ok", b""), found
