@@ -71,6 +71,7 @@ def command(outer: Outer, gathered: dict[str, str], users: int) -> list[str]:
     for place in outer.places:
         argv += _parents(place)  # bubblewrap would keep from all others what is kept from us
         argv += ["--ro-bind", gathered.get(place, place), place]
+    argv += _parents(f"{PACKAGES}/all")
     for place in outer.packages:
         argv += ["--ro-bind", gathered.get(place, place), f"{PACKAGES}/{os.path.basename(place)}"]
     jail = str(Path(__file__).parents[1] / "jail")
@@ -97,6 +98,7 @@ def host() -> list[str]:
         elif os.path.isdir(link):
             argv += ["--ro-bind", link, link]
     for place in OPTIONAL:
+        argv += _parents(place)
         argv += ["--ro-bind-try", place, place]
     return argv
 
