@@ -71,10 +71,16 @@ class Jail:
     def stderr(self) -> bytes:
         return self.output.streams[1].taken()
 
-    def lap(self, pause: bool = False) -> None:
-        """Starts the jail's clocks anew, or stops them until the next lap."""
+    def lap(self, pause: bool = False, waits: bool = False) -> None:
+        """Starts the jail's clocks anew, or stops them until the next lap. With `waits` the wall
+        clock stands until it is the jail's turn.
+        """
         self.laps += 1
-        self.keeper.send_now({"lap": True, "pause": pause})
+        self.keeper.send_now({"lap": True, "pause": pause, "turn": not waits})
+
+    def turn(self, begins: bool) -> None:
+        """Lets the jail's wall clock run, or stand."""
+        self.keeper.send_now({"turn": begins})
 
     async def report(self, deadline_s: float) -> dict[str, Any]:
         """The keeper's word on how the guest ended."""
