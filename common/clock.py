@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from common.errors import DeadlineExceeded
@@ -29,16 +28,35 @@ class Clock(Protocol):
         """Ends its block after `seconds` with DeadlineExceeded(what)."""
 
 
-@asynccontextmanager
-async def loop_timeout(seconds: float, what: str) -> AsyncIterator[None]:
+def loop_timeout(seconds: float, what: str) -> AbstractAsyncContextManager[None]:
     """A timeout by the time of the running loop, which may be virtual."""
-    try:
-        async with asyncio.timeout(seconds) as scope:
-            yield
-    except TimeoutError as error:
-        if scope.expired():
-            raise DeadlineExceeded(f"{what} took longer than {seconds:g} s") from None
-        raise error
+    return _LoopTimeout(seconds, what)
+
+
+class _LoopTimeout(AbstractAsyncContextManager[None]):
+    """A class and no generator: every await of the mesh is inside of one."""
+
+    __slots__ = ("_scope", "_seconds", "_what")
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._seconds, self._what = seconds, what
+        self._scope = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        try:
+            await self._scope.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise self._late() from None
+        if isinstance(error, TimeoutError) and self._scope.expired():
+            raise self._late() from None
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"{self._what} took longer than {self._seconds:g} s")
 
 
 class SystemClock:

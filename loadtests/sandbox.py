@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from loadtests.measuring.sandboxed import Place, sandboxed
-from services.sandbox.isolation.jail_launcher import Interpreter
+from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
 from services.sandbox.workers.pool import Pool, PoolLimits, Work
 from services.sandbox.workers.worker import TOOL

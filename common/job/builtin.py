@@ -43,6 +43,8 @@ TOOLS = {
     "calculator": Tool("Works out an arithmetic expression.", "expression", jailed=False),
 }
 
+RUNNERS = ("auto", "isolated", "pytest")  # of tests in Python; auto: isolated where it can run them
+
 PERSON = "the person"  # as a tool of a trajectory; no model can call it: it names no function
 
 _TEXT = frozenset({"answer", "strip"})
@@ -52,7 +54,11 @@ REWARDS = {
     "choice": Reward(_TEXT | {"letters"}),
     "regex": Reward(_TEXT | {"pattern"}, required=frozenset({"pattern"})),
     "code_tests": Reward(
-        frozenset({"tests", "strip", "prefix", "partial", "case_s", "memory_mb"}), jailed=True
+        frozenset(
+            {"tests", "strip", "prefix", "partial", "case_s", "memory_mb", "rel_tol", "abs_tol"}
+        )
+        | {"runner"},
+        jailed=True,
     ),
 }
 

@@ -170,6 +170,7 @@ class SandboxConfig(Table):
     tier: Literal["cgroup", "bwrap", "landlock"] = "bwrap"  # isolation that the model's code needs
     processes: Count = 1  # sandbox processes of the mesh
     python: File = ""  # interpreter of the model's code; empty: ours, with the standard library
+    root: File = ""  # directory or OCI bundle that is its file system; empty: the host's /usr
     imports: list[str] = field(default_factory=list)  # modules that it finds imported already
     wall_s: Annotated[float, Ge(0.1)] = 10.0  # for one call, less what it waited for a core
     cpu_s: Annotated[float, Ge(0.1)] = 10.0

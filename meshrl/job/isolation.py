@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from common.errors import Refused
-from common.job.config import JobConfig
+from common.job.config import JobConfig, SandboxConfig
 from common.job.isolation import MEANING, suffices
 
 PROBE_S = 120.0
@@ -19,11 +19,17 @@ class Isolation:
     tier: str
     meaning: str
     fix: str  # how to reach a better one; empty: it is the best
+    problem: str = ""  # why a job's interpreter does not run in it; empty: it does
 
 
-def found() -> Isolation:
-    """The tier of this host, found by trying it in a process of its own; takes a second or two."""
+def found(sandbox: SandboxConfig | None = None) -> Isolation:
+    """The tier of this host, found by trying it in a process of its own; takes a second or two.
+    With the settings of a job it is tried with the interpreter that these name, and its imports.
+    """
     command = [sys.executable, "-m", "services.sandbox.isolation.tiers"]
+    if sandbox is not None:
+        names = ("python", "root", "imports")
+        command.append(json.dumps({name: getattr(sandbox, name) for name in names}))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)
         return Isolation(**json.loads(done.stdout))
@@ -35,10 +41,17 @@ def require(config: JobConfig) -> None:
     """Refused where the job lets the model's code run and this host contains it too little."""
     if not config.jailed:
         return
-    isolation, demanded = found(), config.sandbox.tier
+    isolation, demanded = found(config.sandbox), config.sandbox.tier
     if not suffices(isolation.tier, demanded):
         raise Refused(
             f"{', '.join(sorted(set(config.jailed)))} run code that the model wrote, which takes "
             f"{MEANING[demanded]} (sandbox.tier); this host has {isolation.meaning}",
             fix=isolation.fix,
+        )
+    if isolation.problem:
+        key = "sandbox.root" if config.sandbox.root else "sandbox.python"
+        raise Refused(
+            f"{key}: the interpreter of the model's code does not run in a jail: "
+            f"{isolation.problem}",
+            fix='docs/sandbox.md, "Images", says what it takes',
         )

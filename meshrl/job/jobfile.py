@@ -150,12 +150,11 @@ class _Checker:
         """The job of a run, as its document has it, and with the absolute paths of its bundle."""
         config = schema.validated(document, self.fail)
         python = config.environment.python and os.path.abspath(config.environment.python)
-        box = replace(config.sandbox, python=sandbox.absolute(config.sandbox, Path.cwd()))
         config = replace(
             config,
             cache=str(Path(config.cache).expanduser()) if config.cache else "",
             environment=replace(config.environment, python=python),
-            sandbox=box,
+            sandbox=sandbox.absolute(config.sandbox, Path.cwd()),
         )
         placed = in_bundle(config, bundle)
         self._sizes(placed)
@@ -195,7 +194,7 @@ class _Checker:
                 config.reward, judge=replace(judge, template=models.filled(judge, base, self.fail))
             ),
             evaluation=replace(evaluation, datasets=held),
-            sandbox=replace(config.sandbox, python=sandbox.absolute(config.sandbox, base)),
+            sandbox=sandbox.absolute(config.sandbox, base),
         )
 
     def _sizes(self, config: JobConfig) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from common.errors import ConfigError
-from common.job import builtin
-from common.job.config import JobConfig, RewardPartConfig
+from common.job import builtin, images
+from common.job.config import JobConfig, RewardPartConfig, SandboxConfig
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
+TOLERANCES = frozenset({"rel_tol", "abs_tol"})
 _MCP = re.compile(r"mcp:([^/]+)/(.+)")
 
 
@@ -21,8 +23,26 @@ def check(config: JobConfig, fail: Fail) -> None:
     _tools(config, fail)
     _rewards(config, fail)
     sandbox = config.sandbox
-    if sandbox.python and not os.access(sandbox.python, os.X_OK):
+    if sandbox.root:
+        _image(sandbox, fail)
+    elif sandbox.python and not os.access(sandbox.python, os.X_OK):
         raise fail("sandbox.python", f"there is no interpreter at {sandbox.python}", "")
+
+
+def _image(sandbox: SandboxConfig, fail: Fail) -> None:
+    """The image is there and has an interpreter for this host."""
+    if sandbox.tier == "landlock":
+        wrong = "sandbox.root takes bubblewrap: Landlock shows no other file system than the host's"
+        raise fail("sandbox.tier", wrong, 'Set sandbox.tier = "bwrap"')
+    try:
+        root = images.tree(sandbox.root)
+    except ConfigError as error:
+        raise fail("sandbox.root", f"sandbox.root: {error.message}", error.fix) from error
+    try:
+        images.python_of(root, sandbox.python)
+    except ConfigError as error:
+        key = "sandbox.python" if sandbox.python else "sandbox.root"
+        raise fail(key, f"{key}: {error.message}", error.fix) from error
 
 
 def references(config: JobConfig) -> Iterator[tuple[str, str]]:
@@ -95,6 +115,17 @@ def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
             raise fail(f"{place}.{option}", wrong, "")
     for option in known.required - set(part.options):
         raise fail(place, f"{place}: {part.use} needs the option {option!r}", "")
+    runner = part.options.get("runner", builtin.RUNNERS[0])
+    if runner not in builtin.RUNNERS:
+        names = ", ".join(builtin.RUNNERS)
+        wrong = f"{place}: {part.use} has no runner {runner!r}; there are {names}"
+        raise fail(f"{place}.runner", wrong, "")
+    for option in TOLERANCES & set(part.options):
+        value = part.options[option]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and 0 <= value < math.inf):
+            wrong = f"{place}: {option} is a number from 0 on, not {value!r}"
+            raise fail(f"{place}.{option}", wrong, "")
     pattern = part.options.get("pattern")
     if pattern is not None:
         try:
@@ -104,7 +135,12 @@ def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
             raise fail(f"{place}.pattern", wrong, "") from error
 
 
-def absolute(sandbox: Any, base: Path) -> str:
-    """The interpreter's path, as it is: links lead out of a virtual environment."""
-    python: str = sandbox.python
-    return python and os.path.abspath(base / python)
+def absolute(sandbox: SandboxConfig, base: Path) -> SandboxConfig:
+    """With absolute paths. The interpreter's stays as it is: links lead out of a virtual
+    environment; in an image it is a path inside.
+    """
+    root = sandbox.root and os.path.abspath(base / Path(sandbox.root).expanduser())
+    python = sandbox.python
+    if python and not root:
+        python = os.path.abspath(base / python)
+    return replace(sandbox, root=root, python=python)

@@ -55,7 +55,7 @@ def verifiers(job: JobFile) -> None:
 def sandbox(job: JobFile) -> None:
     """The interpreter of the model's code runs, and has what the job imports there."""
     config = job.config.sandbox
-    if not config.python:
+    if config.root or not config.python:  # an image's interpreter is run where it is contained
         return
     names = config.imports
     ran = _run(Path(config.python), f"import {', '.join(['sys', *names])}", IMPORT_S)

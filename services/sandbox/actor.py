@@ -28,9 +28,11 @@ from common.runtime.waits import WaitTable
 from services.sandbox.answer import Answer
 from services.sandbox.ends import Ends
 from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.pytest_packages import with_pytest
 from services.sandbox.isolation.slots import JailSlots
-from services.sandbox.jailed import Jailed, interpreter_of
+from services.sandbox.jailed import Jailed
 from services.sandbox.jobs import LoadedJob, trusted
 from services.sandbox.workers.pool import Pool, PoolLimits
 
@@ -148,11 +150,24 @@ class SandboxActor(Actor):
                 where=self._name,
                 fix=self._found.fix,
             )
+        if m.jail.root and self._found.tier == "landlock":
+            raise Refused(
+                f"sandbox.root of job {m.job} takes bubblewrap: Landlock shows the host's files",
+                where=self._name,
+                fix=self._found.fix,
+            )
+        tier = "landlock" if self._found.tier == "landlock" else "bwrap"
         interpreter = interpreter_of(m.jail)
-        launcher = self._launchers.get(interpreter)
-        if launcher is None:
-            tier = "landlock" if self._found.tier == "landlock" else "bwrap"
-            launcher = JailLauncher(
+        launcher = self._launcher(interpreter, tier, log)
+        await launcher.start()
+        # One with pytest begins when the first row asks for it.
+        suites = self._launcher(with_pytest(interpreter), tier, log)
+        return Jailed(launcher, suites, self._clock, self._slots, m)
+
+    def _launcher(self, interpreter: Interpreter, tier: str, log: Path | None) -> JailLauncher:
+        """The one of this interpreter, for all jobs."""
+        if interpreter not in self._launchers:
+            self._launchers[interpreter] = JailLauncher(
                 self._host,
                 self._clock,
                 tier,
@@ -162,9 +177,7 @@ class SandboxActor(Actor):
                 self._waits,
                 self._ends,
             )
-            await launcher.start()
-            self._launchers[interpreter] = launcher
-        return Jailed(launcher, self._clock, self._slots, m)
+        return self._launchers[interpreter]
 
     @call(Sandbox.run)
     async def run(self, m: RunTools) -> Outcomes:

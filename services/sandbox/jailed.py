@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from common.api.sandbox import CRASHED, OK, REFUSED, JailSettings, LoadJob
 from common.clock import Clock
 from common.job import builtin
 from services.sandbox.answer import Answer
-from services.sandbox.grading import code
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.grading import code, real_pytest
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
@@ -25,8 +24,15 @@ class Jailed:
     """The jailed tools and rewards of one job."""
 
     def __init__(
-        self, launcher: JailLauncher, clock: Clock, slots: JailSlots, loaded: LoadJob
+        self,
+        launcher: JailLauncher,
+        suites: JailLauncher,
+        clock: Clock,
+        slots: JailSlots,
+        loaded: LoadJob,
     ) -> None:
+        """`suites` makes jails with pytest."""
+        self._suites = real_pytest.Suites(suites)
         jail = loaded.jail
         self._launcher, self._slots, self._job = launcher, slots, loaded.job
         self._limits = limits_of(jail)
@@ -60,7 +66,9 @@ class Jailed:
         self, row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]
     ) -> Answer:
         """`code_tests`."""
-        grading = code.Grading(self._launcher, self._slots, self._job, self._limits, options)
+        grading = code.Grading(
+            self._launcher, self._slots, self._job, self._limits, options, self._suites
+        )
         return await grading.reward(row, turns)
 
     def close(self) -> None:
@@ -70,30 +78,6 @@ class Jailed:
 def limits_of(jail: JailSettings) -> JailLimits:
     """The part of it that bounds one call; its fields have the same names."""
     return JailLimits(**{field.name: getattr(jail, field.name) for field in fields(JailLimits)})
-
-
-def interpreter_of(jail: JailSettings) -> Interpreter:
-    """Ours, or the one that the job names: with what is installed for it."""
-    if not jail.python:
-        own = Interpreter.own()
-        return Interpreter(own.python, own.isolated, own.places, tuple(jail.imports))
-    python = Path(jail.python)
-    base = _base_of(python)
-    places = {str(place) for place in (python.parent.parent, base) if place is not None}
-    shown = tuple(sorted(place for place in places if not place.startswith("/usr")))
-    return Interpreter(str(python), False, shown, tuple(jail.imports))
-
-
-def _base_of(python: Path) -> Path | None:
-    """Where the standard library of a virtual environment's interpreter lies."""
-    settings = python.parent.parent / "pyvenv.cfg"
-    if not settings.is_file():
-        return None
-    for line in settings.read_text().splitlines():
-        key, _, value = line.partition("=")
-        if key.strip() == "home":
-            return Path(value.strip()).resolve().parent
-    return None
 
 
 def told(ran: Ran) -> dict[str, Any]:
@@ -110,4 +94,6 @@ def told(ran: Ran) -> dict[str, Any]:
     said: dict[str, Any] = {"status": ran.status, "output": output}
     if ran.status == OK and ran.exit:
         said["exit"] = ran.exit
+    if ran.refused:
+        said["refused"] = list(ran.refused)
     return said

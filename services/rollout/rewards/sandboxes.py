@@ -91,6 +91,7 @@ def jail_settings(config: JobConfig) -> JailSettings:
     return JailSettings(
         tier=sandbox.tier,
         python=sandbox.python,
+        root=sandbox.root,
         imports=sandbox.imports,
         wall_s=sandbox.wall_s,
         cpu_s=sandbox.cpu_s,

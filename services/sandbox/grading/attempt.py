@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import DeadlineExceeded
+from common.grading.cases import BadTests as BadTests
+from services.sandbox.grading.equality import Tolerance
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import Jail, JailFailed
 from services.sandbox.isolation.limits import MIB, JailLimits
@@ -16,10 +18,6 @@ CASE_S = 4.0  # CPU time for one case
 SEND_S = 30.0  # for a jail to take a frame
 LATE_CASES = 5  # cases that end their jail, mostly by time; later ones are not passed
 RETRIES = 3  # for jails that ended before they were asked anything
-
-
-class BadTests(Exception):
-    """The row's tests are none."""
 
 
 class Attempt:
@@ -36,6 +34,7 @@ class Attempt:
         self.launcher, self.clock, self.slots = launcher, launcher.clock, slots
         self.job, self.options = job, options
         self.partial = bool(options.get("partial", True))
+        self.tolerance = Tolerance.of(options)
         self.late = 0  # cases that ended their jail
         case_s = float(options.get("case_s", CASE_S))
         memory = int(options.get("memory_mb", 0)) * MIB

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import json
 import secrets
 from typing import Any
 
 from common.errors import BadMessage, PeerLost
+from common.grading.cases import Called
+from common.grading.support import Unsupported
 from services.sandbox.grading.attempt import RETRIES, SEND_S, Attempt, answering, ended
+from services.sandbox.grading.equality import same
 from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
+from services.sandbox.isolation.pipes import FRAME_BYTES
+from services.sandbox.jail import frames, plain
+
+SPACES = 8  # times what is wanted, as JSON, that an answer may take: escapes, and wrong ones
 
 
-async def passed(attempt: Attempt, source: str, function: str, cases: list[Any]) -> list[bool]:
+async def passed(attempt: Attempt, source: str, function: str, cases: list[Called]) -> list[bool]:
     """Which of the cases the function passes. One jail serves all calls, and another goes on after
     the one in which it ended.
     """
     found: list[bool] = []
-    program = {"mode": "calls", "source": source, "function": function}
+    for case in cases:
+        _sendable(case)
+    program = {"mode": "calls", "source": source, "function": function, "graded": True}
     async with attempt.slots.of(attempt.job):
         early = 0  # jails that ended before they were asked
         while len(found) < len(cases) and not attempt.over(found):
             jail = await attempt.launcher.open(program, attempt.limits, cells=True)
             try:
-                if await _answer(attempt, jail, {}) is None:  # it does not even load
+                if await _answer(attempt, jail, None) is None:  # it does not even load
                     await ended(jail)
                     break
                 while len(found) < len(cases) and not attempt.over(found):
@@ -32,7 +41,7 @@ async def passed(attempt: Attempt, source: str, function: str, cases: list[Any])
                     if answer is None and not await ended(jail) and early < RETRIES:
                         early += 1
                         break  # another jail is asked
-                    found.append(_right(answer, cases[len(found)]))
+                    found.append(_right(attempt, answer, cases[len(found)]))
                     if answer is None:
                         attempt.late += 1
                         break
@@ -41,7 +50,7 @@ async def passed(attempt: Attempt, source: str, function: str, cases: list[Any])
     return found + [False] * (len(cases) - len(found))
 
 
-async def _answer(attempt: Attempt, jail: Jail, case: dict[str, Any]) -> dict[str, Any] | None:
+async def _answer(attempt: Attempt, jail: Jail, case: Called | None) -> dict[str, Any] | None:
     """What the guest says to a call, or to nothing at its start; None if it has ended."""
     assert jail.cells is not None
     token = secrets.token_hex(8)
@@ -49,7 +58,8 @@ async def _answer(attempt: Attempt, jail: Jail, case: dict[str, Any]) -> dict[st
         if case:
             jail.lap()
             jail.output.left = attempt.limits.output_bytes
-            asked = {"call": token, "args": case["args"], "kwargs": case.get("kwargs", {})}
+            jail.cells.allow(SPACES * max(_size(value) for value in case.accepted))
+            asked = {"call": token, **_packed(case)}
             await jail.cells.send(attempt.clock, asked, SEND_S)
         patience = SLOWEST * attempt.limits.wall_s + GRACE_S
         waited = asyncio.ensure_future(jail.cells.receive(attempt.clock, patience))
@@ -64,23 +74,22 @@ async def _answer(attempt: Attempt, jail: Jail, case: dict[str, Any]) -> dict[st
     return None
 
 
-def _right(answer: dict[str, Any] | None, case: dict[str, Any]) -> bool:
-    return answer is not None and "value" in answer and same(answer["value"], case["output"])
+def _right(attempt: Attempt, answer: dict[str, Any] | None, case: Called) -> bool:
+    if answer is None or "value" not in answer:
+        return False
+    return any(same(answer["value"], wanted, attempt.tolerance) for wanted in case.accepted)
 
 
-def same(found: Any, wanted: Any) -> bool:
-    """Equality of JSON values; floats may differ by rounding, true is not 1."""
-    if isinstance(wanted, bool) or isinstance(found, bool):
-        return found is wanted
-    if isinstance(wanted, float) or isinstance(found, float):
-        if not (isinstance(found, int | float) and isinstance(wanted, int | float)):
-            return False
-        try:
-            return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9)
-        except OverflowError:  # a whole number beyond all floats
-            return False
-    if isinstance(wanted, list) and isinstance(found, list):
-        return len(wanted) == len(found) and all(map(same, found, wanted))
-    if isinstance(wanted, dict) and isinstance(found, dict):
-        return wanted.keys() == found.keys() and all(same(found[k], wanted[k]) for k in wanted)
-    return type(found) is type(wanted) and bool(found == wanted)
+def _packed(case: Called) -> dict[str, Any]:
+    return {"args": plain.jsonable(case.args), "kwargs": plain.jsonable(case.kwargs)}
+
+
+def _size(value: Any) -> int:
+    return len(json.dumps(plain.jsonable(value)))
+
+
+def _sendable(case: Called) -> None:
+    """Unsupported if the arguments do not fit into what a jail reads at once."""
+    size = len(frames.pack(_packed(case)))
+    if size > frames.LIMIT - FRAME_BYTES:
+        raise Unsupported(f"arguments of {size} bytes as JSON; {frames.LIMIT >> 20} MiB at most")

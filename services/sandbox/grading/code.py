@@ -2,21 +2,26 @@
 
 No test is where the program can read or change it. Cases with standard input and output (`printed`)
 and calls of a function (`called`) are compared here, after the program has answered; tests in
-Python run in a jail of their own (`isolated`). A case that runs out of its limits, or whose program
-dies, is not passed. That no jail can be made, that the tests themselves are broken, or that no
-runner can run them, is an error, not a score.
+Python run in a jail of their own (`isolated`), and those that this cannot run under the real pytest
+beside the program (`real_pytest`), where a program can forge them. A case that runs out of its
+limits, or whose program dies, is not passed. That no jail can be made, that the tests themselves
+are broken, or that no runner can run them, is an error, not a score.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, UNSUPPORTED
-from common.grading.support import Unsupported
+from common.grading import cases, shapes
+from common.grading.cases import BadTests, CalledTests, Tests
+from common.grading.support import Unsupported, unsupported
 from services.sandbox.answer import Answer
-from services.sandbox.grading import called, isolated, printed
-from services.sandbox.grading.answers import answer_of, code_of
-from services.sandbox.grading.attempt import Attempt, BadTests
+from services.sandbox.grading import called, isolated, printed, real_pytest
+from services.sandbox.grading.answers import answer_of
+from services.sandbox.grading.attempt import Attempt
+from services.sandbox.grading.programs import program_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import JailLimits
@@ -33,17 +38,20 @@ class Grading:
         job: str,
         limits: JailLimits,
         options: dict[str, Any],
+        suites: real_pytest.Suites | None = None,
     ) -> None:
-        self._options = options
+        """`suites` is where the runner `pytest` runs; without it, there is none."""
+        self._options, self._suites = options, suites
         self._attempt = Attempt(launcher, slots, job, limits, options)
 
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> Answer:
         """The share of tests passed; all or nothing without `partial`."""
         answer = answer_of(turns, self._options)
-        source = str(self._options.get("prefix", "")) + code_of(answer)
+        prefix = str(self._options.get("prefix", ""))
         try:
-            tests = row[self._options.get("tests", "tests")]
-            passed = await self._passed(source, tests) if answer.strip() else [False]
+            style, tests = shapes.read(row[self._options.get("tests", "tests")])
+            program = program_of(answer, prefix, cases.names(tests), style == shapes.STDIN)
+            passed = await self._passed(prefix + program, tests) if program.strip() else [False]
         except Unsupported as error:
             return Answer(UNSUPPORTED, None, str(error))
         except (BadTests, KeyError, TypeError, ValueError) as error:
@@ -55,10 +63,31 @@ class Grading:
         score = sum(passed) / len(passed)
         return Answer(OK, score if self._attempt.partial else float(all(passed)), "")
 
-    async def _passed(self, source: str, tests: Any) -> list[bool]:
+    async def _passed(self, source: str, tests: Tests) -> list[bool]:
         if isinstance(tests, str):
-            return await isolated.passed(self._attempt, source, tests)
-        if isinstance(tests, dict):
-            cases = list(tests["cases"])
-            return await called.passed(self._attempt, source, str(tests["function"]), cases)
-        return await printed.passed(self._attempt, source, tests)
+            return await self._in_python(source, tests)
+        if isinstance(tests, CalledTests):
+            return await called.passed(self._attempt, source, tests.function, tests.cases)
+        return await printed.passed(self._attempt, source, tests.cases)
+
+    async def _in_python(self, source: str, tests: str) -> list[bool]:
+        """By the runner that the job names; `auto` is the isolated one where it can run them."""
+        runner, why = str(self._options.get("runner", "auto")), ""
+        if runner != "pytest":
+            lacks = _lacks(tests)
+            if not lacks:
+                return await isolated.passed(self._attempt, source, tests)
+            why = f"the runner isolated cannot run: {', '.join(lacks)}"
+            if runner == "isolated" or self._suites is None:
+                raise Unsupported(why)
+        assert self._suites is not None
+        try:
+            return await real_pytest.passed(self._attempt, self._suites, source, tests)
+        except Unsupported as error:
+            raise Unsupported("; ".join(filter(None, (why, str(error))))) from None
+
+
+@functools.lru_cache(shapes.KNOWN)
+def _lacks(tests: str) -> tuple[str, ...]:
+    """What the runner isolated cannot run; as long to find out as a jail takes to begin."""
+    return unsupported(tests)

@@ -66,7 +66,7 @@ async def _pair(attempt: Attempt, source: str, tests: str) -> tuple[Jail, Jail]:
     one, other = socket.socketpair()
     solution: Jail | None = None
     try:
-        program = {"mode": "objects", "source": source}
+        program: dict[str, Any] = {"mode": "objects", "source": source}
         limits = attempt.limits
         solution = await attempt.launcher.open(program, limits, peer=one.fileno())
         program = {"mode": "tests", "source": tests, "patience_s": UNTOLD * limits.wall_s}

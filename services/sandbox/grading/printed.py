@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from common.api.sandbox import OK, TIMEOUT
+from common.grading.cases import Printed
 from services.sandbox.grading.attempt import Attempt
+from services.sandbox.grading.equality import same_text
+
+SPACES = 2  # times what is wanted that a program may print: layout, and what it says beside
 
 
-async def passed(attempt: Attempt, source: str, cases: list[dict[str, Any]]) -> list[bool]:
+async def passed(attempt: Attempt, source: str, cases: list[Printed]) -> list[bool]:
     """Which of the cases the program passes, each in a jail of its own."""
     found: list[bool] = []
     while len(found) < len(cases) and not attempt.over(found):
@@ -16,11 +20,17 @@ async def passed(attempt: Attempt, source: str, cases: list[dict[str, Any]]) -> 
     return found + [False] * (len(cases) - len(found))
 
 
-async def _printed(attempt: Attempt, source: str, case: dict[str, Any]) -> bool:
-    stdin, wanted = str(case["input"]).encode(), str(case["output"]).split()
+async def _printed(attempt: Attempt, source: str, case: Printed) -> bool:
+    wanted = max(len(text.encode()) for text in case.accepted)
+    limits = attempt.limits
+    limits = replace(limits, output_bytes=limits.output_bytes + SPACES * wanted)
     async with attempt.slots.of(attempt.job):
-        program = {"mode": "program", "source": source}
-        ran = await attempt.launcher.run(program, attempt.limits, stdin)
+        program = {"mode": "program", "source": source, "graded": True}
+        ran = await attempt.launcher.run(program, limits, case.stdin.encode())
     attempt.late += ran.status == TIMEOUT
-    said = ran.stdout.decode("utf-8", "replace").split()
-    return ran.status == OK and ran.exit == 0 and said == wanted
+    said = ran.stdout.decode("utf-8", "replace")
+    return (
+        ran.status == OK
+        and ran.exit == 0
+        and any(same_text(said, text, attempt.tolerance) for text in case.accepted)
+    )

@@ -12,7 +12,6 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import KILLED, Ends
 from services.sandbox.isolation.cgroups import Cgroup, Homes
+from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.outer import PLAIN_ID, Outer
@@ -33,28 +33,12 @@ from services.sandbox.isolation.zygotes import Zygote, ZygoteSilent
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
+AT_ONCE = 1 << 14  # characters of a program that a socket's buffer surely holds
 TRIES = 3  # attempts to start a jail, should its zygote have ended
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
 OVERHEAD_PROCESSES = 1  # the keeper
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
-
-
-@dataclass(frozen=True)
-class Interpreter:
-    """What runs jailed Python."""
-
-    python: str
-    isolated: bool  # only the standard library
-    places: tuple[str, ...]  # where it and its packages lie
-    warm: tuple[str, ...] = ()
-
-    @classmethod
-    def own(cls) -> Interpreter:
-        """Ours, without the packages of our environment."""
-        base = os.path.realpath(sys.base_prefix)
-        python = os.path.join(base, "bin", f"python{sys.version_info.major}")
-        return cls(python, True, () if base.startswith("/usr") else (base,))
 
 
 class JailLauncher:
@@ -92,9 +76,13 @@ class JailLauncher:
         return self._zygote.pid if self._zygote is not None else 0
 
     async def start(self) -> None:
-        """Makes the outer jail and its zygote; JailFailed says why it cannot."""
+        """Makes the outer jail and its zygote, if there is none; JailFailed says why it cannot."""
+        if self._zygote is not None and not self._zygote.ended:
+            return
         async with self._starting:
             code = self._zygote.child.poll() if self._zygote is not None else None
+            if code is None and self._zygote is not None and self._zygote.ended:
+                code = KILLED  # its end is seen before its parent, the outer jail, has ended
             if code is not None:
                 how = f"signal {-code}" if code < 0 else f"exit status {code}"
                 self._ends.saw("zygote", code, how, self._log)
@@ -112,6 +100,8 @@ class JailLauncher:
             interpreter.isolated,
             interpreter.places,
             interpreter.warm,
+            interpreter.packages,
+            interpreter.root,
         )
         try:
             child = self._host.spawn(
@@ -199,12 +189,18 @@ class JailLauncher:
     ) -> Jail:
         """One that its zygote says it has forked, and that has what it is to run."""
         jail, zygote, answer = await self._asked(limits, stdin, cells, peer)
-        telling = asyncio.get_running_loop().create_task(self._tell(jail, program))
+        telling: asyncio.Task[None] | None = None
         try:
-            await zygote.begun(answer)
-            await telling
+            if len(program.get("source", "")) < AT_ONCE:
+                await self._tell(jail, program)
+                await zygote.begun(answer)
+            else:
+                telling = asyncio.get_running_loop().create_task(self._tell(jail, program))
+                await zygote.begun(answer)
+                await telling
         except BaseException as error:
-            telling.cancel()
+            if telling is not None:
+                telling.cancel()
             jail.close()
             if isinstance(error, ZygoteSilent):
                 self._replace(zygote, error.message)
@@ -246,6 +242,7 @@ class JailLauncher:
             for number, fd in enumerate(group.lists if group else ()):
                 fds[f"group{number}"] = fd
             request: dict[str, Any] = {"limits": limits.document(), "descriptors": list(fds)}
+            request["counted"] = group is not None
             if self.tier != "bwrap":
                 scratch = self._scratch()
                 request |= {"scratch": scratch, "readable": self._readable()}
@@ -279,7 +276,7 @@ class JailLauncher:
         own = str(Path(__file__).parents[1] / "jail")
         places = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
         devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-        return [*places, *devices, *interpreter.places, own]
+        return [*places, *devices, *interpreter.places, *interpreter.packages, own]
 
     def _scratch(self) -> str:
         """A directory on disk, where no mount namespace gives one in memory."""

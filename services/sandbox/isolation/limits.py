@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 MIB = 1 << 20
@@ -20,7 +20,7 @@ class JailLimits:
     output_bytes: int = 64 * 1024  # standard output and error together
 
     def document(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(self.__dict__)
 
     def capped(self, wall_s: float = 0.0, cpu_s: float = 0.0, memory_bytes: int = 0) -> JailLimits:
         """The same, or less where a value is given."""

@@ -20,12 +20,16 @@ from services.sandbox.jail import kernel
 PLAIN_ID = 64_200  # user and group that own nothing, outside the ranges of distributions
 GATHERED = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
 INSIDE = "/run/meshrl"  # where this package's jail folder lies in a jail
+PACKAGES = f"{INSIDE}/packages"  # and packages that its interpreter lacks
 SYSTEM = ("/usr",)
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 OPTIONAL = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+OURS = ("dev", "proc", "run", "sys", "tmp")  # of an image they are not shown: a jail has its own
 DEVICES = ("null", "zero", "full", "random", "urandom")
 START = (
-    "import sys; sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); jail.zygote.main()"
+    "import sys; sys.version_info >= (3, 8) or sys.exit('meshrl: jails take Python 3.8 or newer, "
+    "this is ' + sys.version); sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); "
+    "jail.zygote.main()"
 )
 OUT_OF_MEMORY_SCORE = "500"
 MOST_PROCESSES = 8192  # most in all jails together
@@ -41,6 +45,8 @@ class Outer:
     isolated: bool  # without its site-packages
     places: tuple[str, ...] = ()  # directories to show, read-only, beside the system's
     warm: tuple[str, ...] = field(default=())  # modules that jailed code finds imported
+    packages: tuple[str, ...] = ()  # of one directory: for those that the interpreter lacks
+    root: str = ""  # a directory that is shown as the file system, in place of the host's
 
     def argument(self) -> str:
         return json.dumps(asdict(self))
@@ -51,22 +57,16 @@ def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
     flags = ["-I", "-S"] if outer.isolated else ["-I"]
     package = INSIDE if outer.tier == "bwrap" else str(Path(__file__).parents[1])
     zygote = [outer.python, *flags, "-c", START.format(package)]
-    zygote += [str(outer.control), outer.tier, json.dumps(outer.warm)]
+    zygote += [str(outer.control), outer.tier, json.dumps(outer.warm), _searched_last(outer)]
     if outer.tier != "bwrap":
         return zygote
     argv = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
     argv += ["--clearenv", "--hostname", "jail"]
-    for place in SYSTEM:
-        argv += ["--ro-bind", place, place]
-    for link in LINKS:
-        if os.path.islink(link):
-            argv += ["--symlink", os.readlink(link), link]
-        elif os.path.isdir(link):
-            argv += ["--ro-bind", link, link]
-    for place in OPTIONAL:
-        argv += ["--ro-bind-try", place, place]
+    argv += shown(gathered.get(outer.root, outer.root)) if outer.root else host()
     for place in outer.places:
         argv += ["--ro-bind", gathered.get(place, place), place]
+    for place in outer.packages:
+        argv += ["--ro-bind", gathered.get(place, place), f"{PACKAGES}/{os.path.basename(place)}"]
     jail = str(Path(__file__).parents[1] / "jail")
     argv += ["--ro-bind", gathered.get(jail, jail), f"{INSIDE}/jail"]
     argv += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/tmp"]
@@ -80,6 +80,42 @@ def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
     return [*argv, *zygote]
 
 
+def host() -> list[str]:
+    """Shows the host's programs and libraries."""
+    argv = []
+    for place in SYSTEM:
+        argv += ["--ro-bind", place, place]
+    for link in LINKS:
+        if os.path.islink(link):
+            argv += ["--symlink", os.readlink(link), link]
+        elif os.path.isdir(link):
+            argv += ["--ro-bind", link, link]
+    for place in OPTIONAL:
+        argv += ["--ro-bind-try", place, place]
+    return argv
+
+
+def shown(root: str) -> list[str]:
+    """Shows an image: each thing at its top, as a link there may lead nowhere but inside."""
+    argv = []
+    for name in sorted(os.listdir(root)):
+        place = os.path.join(root, name)
+        if name in OURS:
+            continue
+        if os.path.islink(place):
+            argv += ["--symlink", os.readlink(place), f"/{name}"]
+        else:
+            argv += ["--ro-bind", place, f"/{name}"]
+    return argv
+
+
+def _searched_last(outer: Outer) -> str:
+    """Where a zygote finds the packages; empty: there are none."""
+    if not outer.packages:
+        return ""
+    return PACKAGES if outer.tier == "bwrap" else os.path.dirname(outer.packages[0])
+
+
 def gather(places: list[str]) -> dict[str, str]:
     """Where a plain user finds each place, in a mount namespace that ends with this process."""
     kernel.unshare(kernel.CLONE_NEWNS)
@@ -89,7 +125,10 @@ def gather(places: list[str]) -> dict[str, str]:
     found = {}
     for number, place in enumerate(places):
         target = f"{base}/{number}"
-        os.mkdir(target)
+        if os.path.isdir(place):
+            os.mkdir(target)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
         kernel.mount(place, target, "", kernel.MS_BIND | kernel.MS_REC)
         found[place] = target
     return found
@@ -103,7 +142,8 @@ def become_plain() -> None:
 
 def main() -> None:
     values = json.loads(sys.argv[1])
-    outer = Outer(**{**values, "places": tuple(values["places"]), "warm": tuple(values["warm"])})
+    values |= {name: tuple(values[name]) for name in ("places", "warm", "packages")}
+    outer = Outer(**values)
     parent = os.getppid()
     os.umask(0o022)  # what a program makes in a jail has the modes that it would have elsewhere
     gathered = {}
@@ -112,7 +152,8 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
         jail = str(Path(__file__).parents[1] / "jail")
         if outer.tier == "bwrap":
-            gathered = gather([*outer.places, jail])
+            image = [outer.root] if outer.root else []
+            gathered = gather([*outer.places, *outer.packages, jail, *image])
         become_plain()
     os.chdir("/")
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)

@@ -77,6 +77,8 @@ class Output:
 
     async def drained(self, clock: Clock, deadline_s: float) -> None:
         """Returns when all streams have ended, or at the deadline."""
+        if all(stream.ended for stream in self.streams):
+            return
         with contextlib.suppress(DeadlineExceeded):
             async with clock.timeout(deadline_s, "the end of a jail's output"):
                 for stream in self.streams:
@@ -126,6 +128,10 @@ class Pipe(_Reader):
     def theirs(self) -> int:
         return self._theirs.fileno()
 
+    def allow(self, size: int) -> None:
+        """Lets a frame have `size` bytes more than any may have."""
+        self._limit = FRAME_BYTES + size
+
     def handed(self) -> None:
         """The jail has its end: ours of it is closed, so that the jail's end is seen."""
         self._theirs.close()
@@ -144,24 +150,36 @@ class Pipe(_Reader):
             return False
 
     async def send(self, clock: Clock, value: Any, deadline_s: float) -> None:
-        record = memoryview(frames.pack(value))
+        """Returns when a frame was taken; at once if it fits into the socket's buffer."""
+        record = self._written(memoryview(frames.pack(value)))
+        if not record:
+            return
         loop = asyncio.get_running_loop()
         async with clock.timeout(deadline_s, "a jail to take a frame"):
             while record:
+                free = loop.create_future()
+                loop.add_writer(self._fd, _wake, free)
                 try:
-                    record = record[os.write(self._fd, record) :]
-                except BlockingIOError:
-                    free = loop.create_future()
-                    loop.add_writer(self._fd, _wake, free)
-                    try:
-                        await free
-                    finally:
-                        loop.remove_writer(self._fd)
-                except OSError as error:
-                    raise PeerLost(f"a jail has closed its channel: {error}") from None
+                    await free
+                finally:
+                    loop.remove_writer(self._fd)
+                record = self._written(record)
+
+    def _written(self, record: memoryview) -> memoryview:
+        """What is left of it when no more is taken now; PeerLost if the jail has gone."""
+        try:
+            while record:
+                record = record[os.write(self._fd, record) :]
+        except BlockingIOError:
+            return record
+        except OSError as error:
+            raise PeerLost(f"a jail has closed its channel: {error}") from None
+        return record
 
     async def receive(self, clock: Clock, deadline_s: float) -> Any:
         """The next frame; PeerLost at the end, BadMessage when it is none, DeadlineExceeded."""
+        if (frame := self._frame()) is not None:
+            return frame
         async with clock.timeout(deadline_s, "a jail's answer"):
             while True:
                 frame = self._frame()

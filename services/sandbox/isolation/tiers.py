@@ -1,6 +1,7 @@
 """Detects, by trying, which tier of isolation this host can give to code that the model wrote.
 
-`python -m services.sandbox.isolation.tiers` prints what it found as JSON, for the command line.
+`python -m services.sandbox.isolation.tiers [JSON]` prints what it found as JSON, for the command
+line.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ import asyncio
 import json
 import os
 import shutil
+import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.api.sandbox import JailSettings
 from common.clock import Clock, SystemClock
 from common.errors import MeshError
 from common.job.isolation import MEANING
 from common.process.host import Host, SystemHost
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.jail import landlock, seccomp
+from services.sandbox.jail import calls, landlock
 
 PROBE = JailLimits(wall_s=20.0, cpu_s=20.0)
 WORD = "in a jail"
@@ -41,8 +46,8 @@ class Found:
 async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
     """The best tier in which a program runs here."""
     try:
-        seccomp.program(seccomp.JAIL)
-    except seccomp.Unsupported as error:
+        calls.architecture()
+    except calls.Unsupported as error:
         return Found("none", f"{error}: run the sandbox on another machine")
     problem = ""
     if shutil.which("bwrap"):
@@ -56,18 +61,46 @@ async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
     return Found("none", no_bwrap(problem))
 
 
-async def tried(tier: str, host: Host, clock: Clock, log: Path | None) -> str:
+async def tried(
+    tier: str, host: Host, clock: Clock, log: Path | None, interpreter: Interpreter | None = None
+) -> str:
     """Why a program does not run in this tier here; empty if it does."""
-    launcher = JailLauncher(host, clock, tier, Interpreter.own(), None, log)
+    interpreter = interpreter or Interpreter.own()
+    launcher = JailLauncher(host, clock, tier, interpreter, None, log)
+    imports = "".join(f"import {name}\n" for name in interpreter.warm)
     try:
-        ran = await launcher.run({"mode": "program", "source": f"print({WORD!r})"}, PROBE)
+        program = {"mode": "program", "source": f"{imports}print({WORD!r})"}
+        ran = await launcher.run(program, PROBE)
     except MeshError as error:
-        return error.message
+        return f"{error.message}{last_line(log)}"
     finally:
         await launcher.stop()
     if ran.status == "ok" and ran.stdout.decode().strip() == WORD:
         return ""
-    return f"{ran.status}: {ran.error} {ran.stderr.decode(errors='replace')[-200:]}"
+    said = (ran.stderr.decode(errors="replace").strip().splitlines() or [ran.error])[-1]
+    return f"{ran.status}: {said[-200:]}"
+
+
+def last_line(log: Path | None) -> str:
+    """What was said last of a start that failed, to follow the error's text."""
+    if log is None or not log.is_file():
+        return ""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return f": {lines[-1][-200:]}" if lines else ""
+
+
+async def unfit(
+    found: Found, interpreter: Interpreter, host: Host, clock: Clock, log: Path | None
+) -> str:
+    """Why the interpreter that a job names does not run in the tier of this host; empty: it does,
+    and has what the job imports.
+    """
+    if found.tier == "none" or interpreter == Interpreter.own():
+        return ""
+    if interpreter.root and found.tier == "landlock":
+        return "Landlock shows no other file system than the host's: an image takes bubblewrap"
+    tier = "landlock" if found.tier == "landlock" else "bwrap"
+    return await tried(tier, host, clock, log, interpreter)
 
 
 def no_groups() -> str:
@@ -113,8 +146,17 @@ def _contained() -> bool:
 
 
 async def _main() -> None:
-    found = await find(SystemHost(), SystemClock(), Path(os.devnull))
-    print(json.dumps({**asdict(found), "meaning": found.meaning}))
+    """With a job's settings as JSON it is also said why its interpreter does not run, if so."""
+    host, clock, problem = SystemHost(), SystemClock(), ""
+    found = await find(host, clock, Path(os.devnull))
+    if sys.argv[1:]:
+        with tempfile.NamedTemporaryFile(prefix="meshrl-probe-") as log:
+            try:
+                interpreter = interpreter_of(JailSettings(**json.loads(sys.argv[1])))
+                problem = await unfit(found, interpreter, host, clock, Path(log.name))
+            except MeshError as error:
+                problem = error.message
+    print(json.dumps({**asdict(found), "meaning": found.meaning, "problem": problem}))
 
 
 if __name__ == "__main__":

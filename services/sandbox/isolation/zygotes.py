@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, MeshError
-from common.process.handle import Child, start_time
+from common.process.handle import Child, Usage, start_time
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.workers.slicing import charged_s
@@ -42,6 +42,7 @@ class Zygote:
         self._unanswered: deque[asyncio.Future[None]] = deque()
         self._jails = 0  # that run
         self._retired = False
+        self.ended = False  # it has closed its end of the socket
 
     @property
     def pid(self) -> int:
@@ -83,7 +84,8 @@ class Zygote:
         """Waits for its answer. ZygoteSilent when it does nothing, ConnectionResetError when it has
         ended. Meanwhile this process says that it waits for the zygote, by its number.
         """
-        asked, before = self._clock.monotonic(), self._own.usage()
+        asked = self._clock.monotonic()
+        before: Usage | None = None  # read only for one that is late: it costs a tenth of a fork
         looks = 0
         with self._waits.wait("a jail", on=f"the zygote (pid {self.pid})"):
             while True:
@@ -93,8 +95,9 @@ class Zygote:
                 except DeadlineExceeded:
                     pass
                 usage = self._own.usage()
-                if usage is None or before is None:
+                if usage is None:
                     raise ConnectionResetError("the zygote has ended")
+                before = before or usage
                 looks = looks + 1 if usage.state in STOPPED else 0
                 if looks > 1:
                     raise ZygoteSilent(f"somebody has stopped it (pid {self.pid})")
@@ -112,6 +115,7 @@ class Zygote:
         except OSError as error:
             ended = ConnectionResetError(str(error))
         asyncio.get_running_loop().remove_reader(self._control)
+        self.ended = True
         self._fail(ended)
 
     def _fail(self, error: Exception) -> None:

@@ -6,17 +6,20 @@ believes nothing that it says beyond "this is what the code answered".
 
 from __future__ import annotations
 
+import _random
 import ast
+import builtins
 import errno
 import io
 import linecache
 import os
+import random
 import sys
 import traceback
 import types
 from typing import Any, NoReturn
 
-from . import frames, plain
+from . import frames, judged, plain, suite
 from .objects import side
 from .testing import running
 
@@ -38,20 +41,27 @@ SOURCE_NAME = "main.py"
 def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
     """Runs `program` and ends the process; never returns."""
     mode = program["mode"]
+    seed_random()
     try:
         if mode == "shell":
             shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
             os.execv(shell, [shell, "-c", program["source"]])
+        graded = bool(program.get("graded"))
         stdin = io.BufferedReader(io.FileIO(0, closefd=False))
         sys.stdin = io.TextIOWrapper(stdin, encoding="utf-8")
+        setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - its type says that nobody does
         for name, fd in (("stdout", 1), ("stderr", 2)):
             raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
             text = io.TextIOWrapper(
-                raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
-            )  # what was printed before a time-out is not lost
+                raw, encoding="utf-8", errors="backslashreplace", line_buffering=not graded
+            )  # what was printed before a time-out is not lost, if anybody reads it
             setattr(sys, name, text)
             setattr(sys, f"__{name}__", text)
         sys.argv = [SOURCE_NAME]
+        for name in ("exit", "quit"):  # as `site` adds them, which is not imported here
+            setattr(builtins, name, sys.exit)
+        if graded:
+            judged.prepare()
         if mode == "cells":
             _cells(cells)
         elif mode == "calls":
@@ -60,16 +70,25 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
             side.serve(peer, lambda: _module(program["source"], "solution"))
         elif mode == "tests":
             running.run(program, cells, peer)
+        elif mode == "suite":
+            suite.run(program, cells)
         else:
             _module(program["source"], "__main__")
         _end(0)
     except frames.Closed:
         _end(0)
     except SystemExit as request:
-        _end(_exit_code(request))
+        _end(0 if program.get("graded") else _exit_code(request))  # no judge of a corpus minds
     except BaseException as error:
         show(error)
         _end(_status(error))
+
+
+def seed_random() -> None:
+    """Else all guests of a zygote would draw the same numbers; children of this one draw others."""
+    generator = random._inst
+    _random.Random.seed(generator)
+    os.register_at_fork(after_in_child=generator.seed)
 
 
 def _module(source: str, name: str) -> types.ModuleType:
@@ -123,7 +142,10 @@ def _end(code: int) -> NoReturn:
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
+    streams: list[Any] = [sys.stdout, sys.stderr, sys.__stdout__]
+    main = vars(sys.modules.get("__main__", sys))
+    streams += [value for value in main.values() if issubclass(type(value), io.IOBase)]
+    for stream in streams:
         try:
             stream.flush()
         except BaseException:  # the program has closed or replaced it
@@ -172,28 +194,21 @@ def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:
             print(repr(value))
 
 
-def _named(module: types.ModuleType, path: str) -> Any:
-    """A function, or a method of a fresh instance of a class."""
-    found: Any = module
-    for part in path.split("."):
-        found = getattr(found() if isinstance(found, type) else found, part)
-    return found
-
-
 # ---- calls --------------------------------------------------------------------------------------
 
 
 def _calls(program: dict[str, Any], fd: int) -> None:
     """Calls one function of the program with what comes, and says what it returned."""
     module = _module(program["source"], "solution")
-    _named(module, program["function"])
+    judged.named(module, program["function"])
     frames.send(fd, {"ready": True})
     while True:
         asked = frames.receive(fd)
         answer: dict[str, Any] = {"call": asked["call"]}
+        args, kwargs = plain.unpacked(asked["args"]), plain.unpacked(asked["kwargs"])
         try:
-            function = _named(module, program["function"])
-            answer["value"] = plain.jsonable(function(*asked["args"], **asked["kwargs"]))
+            function = judged.named(module, program["function"])
+            answer["value"] = plain.jsonable(judged.returned(function(*args, **kwargs)))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except BaseException as error:

@@ -16,7 +16,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from . import frames, guest, kernel, landlock, seccomp, watch
+from . import allowed, frames, guest, kernel, landlock, refusals, seccomp, watch
 
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -31,18 +31,20 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
     channel = fds["keeper"]
     try:
         _close_others(fds)
+        policy = allowed.policy(tier, request["counted"])
         wake = _wakes()
         if tier == "bwrap":
             _join_groups(fds)
             _namespaces(request["limits"])
             kernel.drop_capabilities()
-            seccomp.install(seccomp.JAIL)
         else:
             _join_groups(fds)
             os.setsid()
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        # It holds for us, too: what we call from here on must be among what goes through.
+        refused = refusals.Refusals(seccomp.install(policy, listen=True))
         program = frames.receive(channel)
         begun = time.monotonic()
         ready, closed = os.pipe()
@@ -54,7 +56,8 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
             if name != "keeper":
                 os.close(fd)
         nonce = frames.receive(channel)["nonce"]
-        report = watch.Watch(child, channel, wake, request["limits"], begun, tier).until_ended()
+        watching = watch.Watch(child, channel, wake, request["limits"], begun, tier, refused)
+        report = {**watching.until_ended(), "refused": refused.numbers}
         if not report["timeout"] and not os.read(ready, 1):
             report = {"failed": f"a guest could not be set up: status {report['exit']}"}
         frames.send(channel, {"nonce": nonce, **report})
@@ -115,8 +118,6 @@ def _become_guest(
         else:
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
-        if tier != "bwrap":
-            seccomp.install(seccomp.ONE_GROUP)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         os.chdir(scratch)
         environment(scratch)

@@ -4,9 +4,12 @@ border.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-DEPTH = 50
+DEPTH = 200  # nesting of one value
+WORD = 1 << 63  # integers beyond it cross as hexadecimal digits, which are read in linear time
+MARK = "\0int"  # the key under which they do; no other key begins with that character
 
 
 class Odd(Exception):
@@ -14,32 +17,85 @@ class Odd(Exception):
 
 
 def jsonable(value: Any, depth: int = 0) -> Any:
-    """The value as JSON holds it: tuples and sets as lists, sets sorted, keys as text; Odd for any
-    other.
+    """The value as JSON holds it: tuples and sets as lists, sets sorted, keys as text, large
+    integers as `number` reads them; Odd for any other.
     """
     if depth > DEPTH:
         raise Odd(f"nested deeper than {DEPTH}")
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    if value is None:
-        return None
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return _whole(int.__index__(value))
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, (list, tuple)):
         return [jsonable(item, depth + 1) for item in value]
     if isinstance(value, (set, frozenset)):
-        items = [jsonable(item, depth + 1) for item in value]
-        try:
-            return sorted(items)
-        except TypeError:  # items of several kinds
-            return sorted(items, key=repr)
+        return [jsonable(item, depth + 1) for item in _sorted(value)]
     if isinstance(value, dict):
-        return {_key(key): jsonable(item, depth + 1) for key, item in value.items()}
+        found = {_key(key): jsonable(item, depth + 1) for key, item in value.items()}
+        if len(found) < len(value):
+            raise Odd("keys of which two are the same text")
+        return found
+    return jsonable(_builtin(value), depth)
+
+
+def number(value: Any) -> Any:
+    """The int or float that `jsonable` has packed, or None if it is none. ValueError: garbage."""
+    if isinstance(value, dict) and len(value) == 1 and isinstance(value.get(MARK), str):
+        try:
+            return int(value[MARK], 16)
+        except ValueError:
+            return None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def unpacked(value: Any) -> Any:
+    """What `jsonable` has packed, large integers among it."""
+    if isinstance(value, list):
+        return [unpacked(item) for item in value]
+    if isinstance(value, dict):
+        if MARK in value:
+            return number(value)
+        return {key: unpacked(item) for key, item in value.items()}
+    return value
+
+
+def _whole(value: int) -> Any:
+    return value if -WORD < value < WORD else {MARK: "%x" % value}
+
+
+def _sorted(items: Any) -> list[Any]:
+    try:
+        return sorted(items)
+    except TypeError:  # items of several kinds
+        return sorted(items, key=repr)
+
+
+def _builtin(value: Any) -> Any:
+    """The built-in number that equals one of the standard library's or of numpy's."""
+    numbers, numpy = sys.modules.get("numbers"), sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        found = value.item()
+        if isinstance(found, (bool, int, float, str)):
+            return found
+    if numbers is not None and isinstance(value, numbers.Rational):
+        if value.denominator == 1:
+            return int(value.numerator)
+        try:
+            return float(value)
+        except OverflowError:
+            raise Odd("a fraction beyond all floats") from None
     raise Odd(f"{type(value).__name__} is no plain data")
 
 
 def _key(key: Any) -> str:
     if isinstance(key, str):
-        return str(key)
+        if key.startswith(MARK[0]):
+            raise Odd("a key that begins with a null character")
+        return str.__str__(key)
     if key is None or isinstance(key, bool):
         return {None: "null", True: "true", False: "false"}[key]
     if isinstance(key, (int, float)):

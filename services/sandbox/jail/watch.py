@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from . import frames
+from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
@@ -32,16 +33,27 @@ class Watch:
     """
 
     def __init__(
-        self, child: int, channel: int, wake: int, limits: dict[str, Any], begun: float, tier: str
+        self,
+        child: int,
+        channel: int,
+        wake: int,
+        limits: dict[str, Any],
+        begun: float,
+        tier: str,
+        refusals: Refusals,
     ) -> None:
         self._child, self._channel, self._wake, self._tier = child, channel, wake, tier
-        self._limits = limits
+        self._limits, self._refusals = limits, refusals
         self._begun = self._lap = begun
         self._lap_cpu = self._lap_queued = self._lap_all = 0.0
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         self._poller.register(wake, select.POLLIN)
+        if refusals.fd >= 0:
+            self._poller.register(refusals.fd, select.POLLIN)
         self._lap_stolen = stolen()
+        self._wall = begun  # since when wall clock time counts
+        self._stands: tuple[float, float, float] | None = None  # since when it does not
         self._paused = False
         self._laps = 0
 
@@ -56,16 +68,38 @@ class Watch:
             for fd, _ in self._poller.poll(1000 * max(left, LOOK_S)):
                 if fd == self._wake:
                     os.read(self._wake, 4096)
+                elif fd == self._refusals.fd:
+                    self._refusals.answer()
+                    if self._refusals.fd < 0:
+                        self._poller.unregister(fd)
                 else:
                     self._told(frames.receive(self._channel))
 
     def _told(self, frame: Any) -> None:
-        """`lap`: a new case begins; `pause`: nothing is asked of the guest until the next lap."""
+        """`lap`: a new case begins; `pause`: nothing is asked of the guest until the next lap;
+        `turn`: whether another jail waits for this one, without which no wall clock time counts.
+        """
+        if "lap" not in frame:
+            self._turned(frame["turn"])
+            return
         self._laps += 1
         self._paused = frame.get("pause", False)
         self._lap, self._lap_cpu = time.monotonic(), self._cpu()
         self._lap_queued, self._lap_all = self._queued(), self._cpu_of_all()
-        self._lap_stolen = stolen()
+        self._lap_stolen, self._wall, self._stands = stolen(), self._lap, None
+        self._turned(frame.get("turn", True))
+
+    def _turned(self, ours: bool) -> None:
+        """What was waited for a core while the wall clock stood is not taken from it either."""
+        now = (time.monotonic(), self._queued(), stolen())
+        if not ours:
+            self._stands = self._stands or now
+        elif self._stands is not None:
+            since, queued, taken = self._stands
+            self._wall += now[0] - since
+            self._lap_queued += now[1] - queued
+            self._lap_stolen += now[2] - taken
+            self._stands = None
 
     def _left(self) -> tuple[float, str]:
         if self._paused:
@@ -73,7 +107,9 @@ class Watch:
         if time.monotonic() - self._lap > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
             return -1.0, "wall"
         cpu = self._limits["cpu_s"] - (self._cpu() - self._lap_cpu)
-        wall = self._limits["wall_s"] - (time.monotonic() - self._lap)
+        wall = self._limits["wall_s"] - (time.monotonic() - self._wall)
+        if self._stands is not None:
+            wall = self._limits["wall_s"]
         if wall <= 0:
             cpu = min(cpu, self._limits["cpu_s"] - (self._cpu_of_all() - self._lap_all))
             wall += self._queued() - self._lap_queued + stolen() - self._lap_stolen
@@ -119,12 +155,12 @@ class Watch:
             if pid == 0:
                 return None
             if pid == self._child:
-                return self._report(os.waitstatus_to_exitcode(status), usage, "")
+                return self._report(_exit_code(status), usage, "")
 
     def _stopped(self, which: str) -> dict[str, Any]:
         os.kill(self._child, signal.SIGKILL)
         _, status, usage = os.wait4(self._child, 0)
-        return self._report(os.waitstatus_to_exitcode(status), usage, which)
+        return self._report(_exit_code(status), usage, which)
 
     def _report(self, exit: int, usage: Any, timeout: str) -> dict[str, Any]:
         if exit == -signal.SIGXCPU:
@@ -136,3 +172,8 @@ class Watch:
             "wall_s": time.monotonic() - self._begun,
             "laps": self._laps,
         }
+
+
+def _exit_code(status: int) -> int:
+    """os.waitstatus_to_exitcode, which Python 3.8 does not have."""
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)

@@ -10,6 +10,7 @@ but modules.
 
 from __future__ import annotations
 
+import array
 import errno
 import gc
 import json
@@ -20,7 +21,7 @@ import socket
 import sys
 from typing import Any
 
-from . import frames, keeper, kernel, seccomp
+from . import allowed, frames, keeper, kernel, seccomp, suite
 
 PACKET = 1 << 16  # bytes of a request
 DESCRIPTORS = 16  # most that come with one packet
@@ -36,7 +37,7 @@ WARM = (
 def serve(control: socket.socket, tier: str) -> None:
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if tier == "bwrap" else -1
     while True:
-        packet, fds, _, _ = socket.recv_fds(control, PACKET, DESCRIPTORS)
+        packet, fds = _received(control)
         if not packet:
             return
         request = json.loads(packet)
@@ -56,6 +57,17 @@ def serve(control: socket.socket, tier: str) -> None:
         control.send(DONE)
 
 
+def _received(control: socket.socket) -> tuple[bytes, list[int]]:
+    """A packet and its descriptors; socket.recv_fds, which Python 3.8 does not have."""
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(DESCRIPTORS * fds.itemsize)
+    packet, told, _, _ = control.recvmsg(PACKET, room)
+    for level, kind, content in told:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return packet, list(fds)
+
+
 def refuse(fd: int, error: OSError) -> None:
     """The sandbox is told why there is no jail, and takes it for its own failure."""
     text = f"no jail: {error}"
@@ -68,23 +80,44 @@ def refuse(fd: int, error: OSError) -> None:
         return
 
 
-def warm(packages: Any) -> None:
+def warm(packages: Any, tier: str, searched_last: str = "") -> None:
+    """`searched_last` is a directory for what is not found elsewhere; jails do not search it."""
+    _import_random()
+    if searched_last:
+        sys.path.append(searched_last)
     for name in [*WARM.split(), *packages]:
         try:
             __import__(name)
         except ImportError as error:
             print(f"zygote: {error}", file=sys.stderr)
-    seccomp.program(seccomp.JAIL)
+    if "pytest" in packages:
+        suite.warm(searched_last)
+    if searched_last:
+        sys.path.remove(searched_last)
+    for counted in (True, False):
+        seccomp.program(allowed.policy(tier, counted))
     gc.collect()
     gc.freeze()  # collections in a jail do not touch, and so copy, what is shared
 
 
+def _import_random() -> None:
+    """Without its seeding at each fork, which is a fifth of what a fork costs: only the guest needs
+    it, and calls `guest.seed_random`.
+    """
+    register = os.register_at_fork
+    os.register_at_fork = lambda **hooks: None
+    try:
+        import random  # noqa: F401
+    finally:
+        os.register_at_fork = register
+
+
 def main() -> None:
-    """`main` of `python -m`-less start: arguments are CONTROL_FD, TIER and a JSON list of modules
-    to import beside the usual ones.
+    """`main` of `python -m`-less start: arguments are CONTROL_FD, TIER, a JSON list of modules
+    to import beside the usual ones, and where else to look for them.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
-    warm(json.loads(sys.argv[3]))
+    warm(json.loads(sys.argv[3]), sys.argv[2], sys.argv[4])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b"warm")

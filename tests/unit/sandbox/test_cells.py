@@ -14,7 +14,8 @@ import pytest
 from common.clock import SystemClock
 from common.process.host import SystemHost
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.sessions import Sessions

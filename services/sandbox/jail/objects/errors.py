@@ -49,7 +49,7 @@ def is_own(kind: type[Any]) -> bool:
     return getattr(builtins, kind.__name__, None) is not kind
 
 
-def mirrored(place: Any, name: str, bases: list[Any]) -> type[BaseException]:
+def mirrored(place: Any, name: str, bases: list[Any]) -> Any:
     """A class that stands for one of the other side."""
     kinds = [kind for kind in bases if isinstance(kind, type) and issubclass(kind, BaseException)]
     members = {
@@ -84,15 +84,15 @@ def parts(error: BaseException) -> list[Any]:
     return [type(error), error.args, text, attributes, cause if last is None else None]
 
 
-def made(kind: Any, args: Any, text: str, attributes: Any, cause: Any, place: Any) -> BaseException:
+def made(kind: Any, args: Any, text: str, attributes: Any, cause: Any, place: Any) -> Any:
     """The exception that the other side has told of."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         kind = Failed
-    error: BaseException
-    if isinstance(kind, Mirror):
-        error = kind.__new__(kind, *args)
+    error: Any
+    if type(kind) is Mirror:
+        error = BaseException.__new__(kind, *args)  # type: ignore[arg-type]
         error.args = tuple(args)
-        error._text = str(text)  # type: ignore[attr-defined]
+        error._text = str(text)
     else:
         try:
             error = kind(*args)
@@ -101,7 +101,7 @@ def made(kind: Any, args: Any, text: str, attributes: Any, cause: Any, place: An
         for name, value in attributes.items():
             if not str(name).startswith("_"):
                 setattr(error, str(name), value)
-    error._place = place  # type: ignore[attr-defined]
+    error._place = place
     if isinstance(cause, BaseException):
         error.__cause__ = cause
     return error

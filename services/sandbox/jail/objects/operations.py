@@ -17,7 +17,8 @@ BINARY = {
     **{f"__{name}__": getattr(operator, f"__{name}__") for name in ("eq", "ne", "lt", "le")},
     **{f"__{name}__": getattr(operator, f"__{name}__") for name in ("gt", "ge")},
 }
-ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+ARITHMETIC = _ARITHMETIC.split()
 for _name in ARITHMETIC:
     _function = getattr(operator, f"__{_name}__")
     BINARY[f"__{_name}__"] = _function
@@ -43,17 +44,20 @@ CONVERSIONS: dict[str, Callable[..., Any]] = {
 
 def _equal(target: Any, other: Any) -> list[bool]:
     """Whether they are equal, and whether `target` equals what it cannot know."""
-    return [bool(target == other), bool(target == object())]
+    equal = bool(target == other)
+    try:
+        return [equal, equal and bool(target == object())]
+    except Exception:  # it asks the other for what only its own class has
+        return [equal, False]
 
 
 def content(target: Any) -> Any:
     """What an object whose class derives from list, dict or set holds, as one of those."""
     if isinstance(target, dict):
         return dict(dict.items(target))
-    for kind in (list, set):
-        if isinstance(target, kind):
-            return kind(kind.__iter__(target))
-    return list(target)
+    if isinstance(target, set):
+        return set(set.__iter__(target))
+    return list(list.__iter__(target) if isinstance(target, list) else target)
 
 
 def _get(target: Any, name: str) -> Any:
@@ -227,14 +231,21 @@ def handable(value: Any) -> bool:
     )
 
 
-def named_class(module: str, name: str) -> Any:
-    """A class of the standard library by its name; None if that is none which is imported."""
-    if module not in getattr(sys, "stdlib_module_names", ()) or module.startswith("__"):
-        return None
-    found = getattr(sys.modules.get(module), name, None)
-    return found if isinstance(found, type) else None
+STRANGE = {"antigravity", "this", "turtle", "turtledemo", "tkinter", "idlelib", "test", "__main__"}
 
 
 def named_module(name: str) -> Any:
-    """A module of the standard library that is imported, by its name."""
-    return sys.modules.get(name) if name in getattr(sys, "stdlib_module_names", ()) else None
+    """A module of the standard library by its name; None if it is none."""
+    first = name.split(".")[0]
+    if first not in getattr(sys, "stdlib_module_names", ()) or first in STRANGE:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def named_class(module: str, name: str) -> Any:
+    """A class of the standard library by its name; None if it is none."""
+    found = getattr(named_module(module), name, None)
+    return found if isinstance(found, type) else None

@@ -13,6 +13,7 @@ about, and nothing that can be told from a forgery: it is refused by name.
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any, Callable
 
 from . import values
@@ -20,9 +21,14 @@ from .errors import Mirror
 
 TESTS = "tests"  # name of the module that holds them
 ORDER = ("lt", "le", "gt", "ge")
-ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+ARITHMETIC = _ARITHMETIC.split()
 DIFFERENCES = ("sub", "rsub", "isub", "xor", "rxor")  # a test for closeness begins so
-CONVERSIONS = "neg pos abs invert int float complex index round bytes reversed format dir".split()
+_CONVERSIONS = "neg pos abs invert int float complex index round bytes reversed format dir"
+CONVERSIONS = _CONVERSIONS.split()
+
+_FUNCTION = "__code__ __name__ __qualname__ __defaults__ __kwdefaults__ __annotations__"
+OF_FUNCTIONS = _FUNCTION.split()
 
 
 class Place:
@@ -33,6 +39,7 @@ class Place:
     identity = False  # it equals itself only
     makes = ""  # calling it makes instances under test: "class", or "capital" for a name like GCD
     made = ""  # how its maker was named
+    direct = False  # that was the test, by name
     seen = False  # it has seen data in arithmetic
 
     def __init__(self, side: Any, number: int, kind: str) -> None:
@@ -40,6 +47,11 @@ class Place:
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         return self.side.ask(operation, self.number, *arguments)
+
+    def reached(self, name: str) -> None:
+        """By a name of the solution. If by several, by the one that says least."""
+        makes = naming(name)
+        self.makes = makes if self.makes in ("", "class") and makes else self.makes
 
     def refuse(self, what: str) -> None:
         self.side.refuse(what)
@@ -72,7 +84,7 @@ class Remote:
     def __init__(self, place: Place) -> None:
         object.__setattr__(self, "_remote", place)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         place = place_of(self)
         if place.builtin is not None or place.base is not None:
@@ -81,7 +93,7 @@ class Remote:
             return place.ask("kind")
         return Remote
 
-    __doc__ = property(lambda self: place_of(self).ask("get", "__doc__"))  # type: ignore
+    __doc__ = property(lambda self: place_of(self).ask("get", "__doc__"))
 
     def __getattr__(self, name: str) -> Any:
         place = place_of(self)
@@ -89,8 +101,8 @@ class Remote:
             raise AttributeError(name)
         value = place.ask("get", name)
         found = place_of(value)
-        if found is not None and not found.makes:
-            found.makes = naming(name)
+        if found is not None:
+            found.reached(name)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -103,7 +115,7 @@ class Remote:
         place = place_of(self)
         value = place.ask("call", list(args), kwargs)
         if place.makes and type(value) is Remote:
-            place_of(value).made = place.makes
+            place_of(value).made, place_of(value).direct = place.makes, True
         return value
 
     def __hash__(self) -> int:
@@ -164,7 +176,8 @@ class Remote:
             return not place.identity and bool(place.ask("operator", "__eq__", other))
         if not _is_data(other):
             return NotImplemented  # an object of the tests: approx, ANY, and their own
-        if place.made and place.ask("operator", "__eq__", other) is True and place.made == "class":
+        claims = place.made and place.ask("operator", "__eq__", other) is True
+        if claims and place.made == "class" and place.direct:
             place.refuse(f"equality of a {place.kind} with plain data, by its own `__eq__`")
         return False
 
@@ -212,6 +225,10 @@ def _wanted(place: Place, name: str) -> bool:
     """Whether a name like `__name__` is asked for by the tests themselves, or by a decorator."""
     if not place.side.trusted:
         return name in ("__name__", "__qualname__", "__doc__", "__module__")
+    if place.builtin is types.FunctionType and name in OF_FUNCTIONS:
+        return True
+    if place.builtin is type and name == "__dict__":  # `mock.patch` looks there first
+        return True
     return sys._getframe(2).f_globals.get("__name__") == TESTS
 
 
@@ -240,7 +257,7 @@ def _order(name: str) -> Callable[..., Any]:
             if not place.made or not _is_data(other):
                 return NotImplemented
             place.ask("operator", f"__{name}__", other)
-            if place.made == "class":
+            if place.made == "class" and place.direct:
                 place.refuse(f"order of a {place.kind} and plain data, by its own `__{name}__`")
             return NotImplemented
         return place.ask("operator", f"__{name}__", other)
@@ -257,6 +274,8 @@ def _arithmetic(name: str) -> Callable[..., Any]:
         if not place.side.trusted:
             return value
         found = place_of(value)
+        if found is not None:
+            found.direct = False
         if type(other) is Remote:
             if found is not None:
                 found.made = found.made or place.made or place_of(other).made
@@ -267,10 +286,12 @@ def _arithmetic(name: str) -> Callable[..., Any]:
         if found is not None:
             found.made = found.made or place.made
             found.seen = found.seen or place.made != "class"
-        elif place.made != "class":  # it has seen what is perhaps the expected value
-            raise TypeError(f"data for {name} of an object of the solution and data")
-        elif name in DIFFERENCES:
+        elif name in DIFFERENCES and place.direct and place.made == "class":
             place.refuse(f"data for {name} of a {place.kind} and data, by its own `__{name}__`")
+        elif (
+            place.made != "class" or name in DIFFERENCES
+        ):  # it has seen what is perhaps the expected value
+            raise TypeError(f"data for {name} of an object of the solution and data")
         return value
 
     return operator
@@ -296,7 +317,7 @@ for _names, _make in ((ORDER, _order), (ARITHMETIC, _arithmetic), (CONVERSIONS, 
         if _make is _arithmetic:
             setattr(Remote, f"__r{_name}__", _make(f"r{_name}"))
             setattr(Remote, f"__i{_name}__", _make(f"i{_name}"))
-setattr(Remote, "__divmod__", _arithmetic("divmod"))
+Remote.__divmod__ = _arithmetic("divmod")  # type: ignore[operator]
 
 
 # -- data that is an object, too: a named tuple, a member of an IntEnum

@@ -12,6 +12,7 @@ import os
 import select
 import sys
 import types
+import warnings
 from time import monotonic  # tests may put another in its place
 from typing import Any, Callable
 
@@ -21,15 +22,13 @@ from .remote import Place, Remote, both, place_of
 
 LIVE = 16  # containers of the solution whose changes by the tests are looked for
 PRINTED = 1 << 20  # characters of what one operation prints that are told
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType),
-        *(types.ModuleType, types.CoroutineType, types.AsyncGeneratorType, types.MappingProxyType),
-        *(type, map, filter, zip, enumerate, reversed, type(iter([])), type({}.keys())),
-        *(type({}.values()), type({}.items()), property, staticmethod, classmethod, memoryview),
-    )
-}
+_BUILT_IN: tuple[Any, ...] = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType),
+    *(types.ModuleType, types.CoroutineType, types.AsyncGeneratorType, types.MappingProxyType),
+    *(type, map, filter, zip, enumerate, reversed, type(iter([])), type({}.keys())),
+    *(type({}.values()), type({}.items()), property, staticmethod, classmethod, memoryview),
+)
+KINDS = {kind.__name__: kind for kind in _BUILT_IN}
 
 
 class Unsupported(BaseException):
@@ -52,6 +51,7 @@ class Side:
         self.turn: Callable[[bool], None] | None = None  # told when the other side takes long
         self.patience_s = 0.0  # of waiting for the other side, until that is told
         self._told = False
+        self.wants_warnings = False  # the tests look for warnings: the solution's come over
         self._live: list[tuple[int, Any, list[Any]]] = []  # containers got as attributes
         self.closed = False
         self._environment: dict[Any, Any] | None = None
@@ -73,26 +73,24 @@ class Side:
             if issubclass(value, BaseException) and errors.is_own(value):
                 bases = [message.packed(base, depth + 1) for base in value.__bases__]
                 return ["error class", self.keep(value), value.__name__, bases]
-            if operations.named_class(value.__module__, value.__qualname__) is value:
+            module = str(value.__module__)
+            if module in sys.modules and (
+                operations.named_class(module, value.__qualname__) is value
+            ):
                 return ["named", value.__module__, value.__qualname__]
         if kind is types.ModuleType and operations.named_module(value.__name__) is value:
             return ["module", value.__name__]
-        for base in values.BASES:
-            if isinstance(value, base):
-                data = base(value) if base is not tuple else tuple(tuple.__iter__(value))
-                if base is str:
-                    data = str.__str__(value)
-                elif base is int:
-                    data = int.__index__(value)
-                elif base is float:
-                    data = float.__float__(value)
-                return ["both", message.packed(data, depth + 1), self.keep(value), kind.__name__]
+        data = values.bare(value)
+        if data is not None:
+            return ["both", message.packed(data, depth + 1), self.keep(value), kind.__name__]
         base = next((b.__name__ for b in values.LIVE if isinstance(value, b)), "")
         if base and self.trusted:  # a list of a class of the tests is data to the solution
             return message.packed(operations.content(value), depth + 1)
         if self.trusted and not operations.handable(value):
-            self.refuse(f"an object of {kind.__module__}.{kind.__qualname__} handed to the solution")
-        identity = kind.__eq__ is object.__eq__
+            self.refuse(
+                f"an object of {kind.__module__}.{kind.__qualname__} handed to the solution"
+            )
+        identity = getattr(kind, "__eq__", None) is object.__eq__
         builtin = kind.__name__ if KINDS.get(kind.__name__) is kind else ""
         return ["mine", self.keep(value), kind.__name__, builtin, base, identity]
 
@@ -100,7 +98,7 @@ class Side:
         """An exception's parts; what of them cannot be handed over is left out."""
         if not self.trusted:
             return parts
-        kind, args, text, attributes, cause = parts
+        kind, args, text, _, cause = parts
         return [kind, tuple(a if _simple(a) else str(a) for a in args), text, {}, cause]
 
     def _unpacked(self, message: values.Message, packed: Any, depth: int) -> Any:
@@ -120,7 +118,8 @@ class Side:
             parts = [message.unpacked(part, depth + 1) for part in rest[1]]
             if number not in self._remotes:
                 place = Place(self, number, "exception")
-                self._remotes[number] = errors.made(*parts, place)
+                kind, args, text, attributes, cause = parts
+                self._remotes[number] = errors.made(kind, args, text, attributes, cause, place)
             return self._remotes[number]
         if kind == "error class":
             number = int(rest[0])
@@ -187,6 +186,7 @@ class Side:
                     if frame["asked"] != asked:
                         raise ValueError("an answer to something else")
                     error, value = self._heard(frame, message)
+                    warned = self.message().unpacked(frame.get("warned", ["value", None]))
                     break
             except Unsupported:
                 raise
@@ -194,6 +194,9 @@ class Side:
                 self.failed = self.closed = True
                 raise frames.Closed("an answer that is none") from None
             self._answer(frame)
+        for warning in warned if self.wants_warnings and warned else ():
+            if isinstance(warning, Warning):
+                warnings.warn(warning, stacklevel=3)
         if error is not None:
             self.failed = True
             if isinstance(error, StopIteration) and operation != "next" and self.trusted:
@@ -236,13 +239,17 @@ class Side:
         context: dict[str, Any] = {}
         if (sys.stdout, sys.stderr) != self._streams:
             context["output"] = True
+        if self.wants_warnings:
+            context["warnings"] = True
         now = dict(os.environ)
         if self._environment is None:
             self._environment = now
         elif now != self._environment:
             names = {*now, *self._environment}
             context["environment"] = {
-                name: now.get(name) for name in names if now.get(name) != self._environment.get(name)
+                name: now.get(name)
+                for name in names
+                if now.get(name) != self._environment.get(name)
             }
             self._environment = now
         return context
@@ -287,6 +294,7 @@ class Side:
     def _answer(self, frame: Any) -> None:
         answer: dict[str, Any] = {}
         message = self.message()
+        warned: list[Any] | None = None
         recorded = _Recorded() if frame.get("output") and not self.trusted else None
         try:
             for name, value in (frame.get("environment") or {}).items():
@@ -299,7 +307,12 @@ class Side:
             if self.trusted and not operations.may(operation, target, arguments):
                 raise PermissionError(f"a solution may not {operation} what belongs to its tests")
             message.remember()
-            found = operations.OPERATIONS[operation](target, *arguments)
+            if frame.get("warnings") and not self.trusted:
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    found = operations.OPERATIONS[operation](target, *arguments)
+            else:
+                found = operations.OPERATIONS[operation](target, *arguments)
             answer["changed"] = message.changed()
             answer["value"] = message.packed(found)
             if operation in ("get", "item") and type(found) in values.MUTABLE:
@@ -313,6 +326,8 @@ class Side:
                 recorded.stop()
         if recorded is not None:
             answer["printed"] = recorded.taken()
+        if warned:
+            answer["warned"] = self.message().packed([w.message for w in warned])
         answer["asked"] = frame.get("asked")
         self._send(answer)
 
@@ -343,7 +358,9 @@ class _Recorded:
 
 
 def _stream() -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", newline="", write_through=True)
+    return io.TextIOWrapper(
+        io.BytesIO(), "utf-8", "backslashreplace", newline="", write_through=True
+    )
 
 
 def serve(fd: int, load: Callable[[], Any]) -> None:

@@ -18,7 +18,7 @@ SMALL = 1 << 62  # larger numbers cross as hexadecimal digits, of which there ma
 # Types with places in a message: they can be changed. Each with how it is emptied and filled.
 SEQUENCES = {"list": list, "deque": deque, "set": set, "bytearray": bytearray}
 MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-MUTABLE = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items()]}
+MUTABLE: dict[Any, str] = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items()]}
 MUTABLE[defaultdict] = "defaultdict"
 FIXED = {"tuple": tuple, "frozenset": frozenset}
 
@@ -45,9 +45,28 @@ PARTS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
 }
 # What a class may derive from that is data: its instances cross as data, and as objects.
 BASES = (int, float, complex, str, bytes, tuple, frozenset)
-LIVE = (list, dict, set, deque, bytearray)
+LIVE: tuple[Any, ...] = (list, dict, set, deque, bytearray)
 SINGLE = {"Ellipsis": ..., "NotImplemented": NotImplemented}
 DATA = (type(None), bool, int, float, complex, str, bytes, bytearray)
+
+
+def bare(value: Any) -> Any:
+    """The data in an instance of a class that derives from one of `BASES`; None for any other."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, complex):
+        return complex(value.real, value.imag)
+    if isinstance(value, bytes):
+        return bytes.__add__(value, b"")
+    if isinstance(value, tuple):
+        return tuple(tuple.__iter__(value))
+    if isinstance(value, frozenset):
+        return frozenset(frozenset.__iter__(value))
+    return None
 
 
 def named_types() -> dict[str, type[Any]]:

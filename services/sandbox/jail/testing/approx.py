@@ -1,4 +1,4 @@
-"""pytest's `approx`: numbers, and lists, tuples, sets and dicts of them, equal within a tolerance."""
+"""pytest's `approx`: numbers, and lists, tuples and dicts of them, equal within a tolerance."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def _holds_tests(name: str, value: type[Any]) -> bool:
         return False
     return is_case(value) or (
         name.startswith("Test")
-        and value.__init__ is object.__init__  # type: ignore[misc]
-        and value.__new__ is object.__new__
+        and getattr(value, "__init__", None) is object.__init__
+        and getattr(value, "__new__", None) is object.__new__
     )
 
 

@@ -23,9 +23,7 @@ class Definition:
         name: Any = None,
     ) -> None:
         self.function, self.scope, self.autouse = function, scope, autouse
-        self.params = [
-            p if isinstance(p, Parameters) else Parameters(p) for p in params or ()
-        ]
+        self.params = [p if isinstance(p, Parameters) else Parameters(p) for p in params or ()]
         self.name = name or function.__name__
         self.__name__ = function.__name__
 
@@ -108,7 +106,7 @@ def _definitions(namespace: Any) -> Iterator[Definition]:
 
 
 def _is_method(function: Any) -> bool:
-    return function.__code__.co_varnames[:1] == ("self",)
+    return bool(function.__code__.co_varnames[:1] == ("self",))
 
 
 def _width(scope: Any) -> int:

@@ -61,9 +61,7 @@ class Case:
         self.ids: list[str] = []
         self.marks: list[Mark] = []
 
-    def with_row(
-        self, names: list[str], row: Parameters, indirect: Any, named: str
-    ) -> Case:
+    def with_row(self, names: list[str], row: Parameters, indirect: Any, named: str) -> Case:
         case = Case()
         case.values, case.indirect = dict(self.values), dict(self.indirect)
         case.ids, case.marks = [*self.ids, named], [*self.marks, *row.marks]
@@ -114,4 +112,3 @@ def _rows(
         shown = values.id or (named[place] if named and named[place] is not None else str(place))
         rows.append(before.with_row(names, values, indirect, str(shown)))
     return rows
-

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..objects.derived import super_of
 from ..objects.errors import Escaped
-from ..objects.remote import TESTS, Remote, naming, place_of
+from ..objects.remote import TESTS, Remote, place_of
 from ..objects.side import Side
 
 NAME = "tests.py"
@@ -36,7 +36,7 @@ class Solution(types.ModuleType):
         value = side.ask("get", 0, name)
         place = place_of(value)
         if place is not None:
-            place.makes = naming(name)
+            place.reached(name)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -104,6 +104,9 @@ def is_a(value: Any, kind: Any) -> bool:
         return True
     if not isinstance(kind, type):
         return isinstance(value, kind)
+    known = place.builtin or place.base
+    if known is not None and issubclass(known, kind):
+        return True
     return kind.__module__ != TESTS and bool(place.ask("is_a", kind))
 
 

@@ -12,8 +12,10 @@ import types
 from collections import namedtuple
 from typing import Any, Iterator
 
+from ..objects.remote import Remote, place_of
 from ..objects.side import Side
 
+COROUTINE = 0x80  # flag of code, see `inspect`
 MISSING = object()
 KEPT = ("sys.stdout", "sys.stderr")  # of the tests alone: what the solution prints comes over
 CaptureResult = namedtuple("CaptureResult", "out err")
@@ -45,16 +47,15 @@ class MonkeyPatch:
         finally:
             patch.undo()
 
-    def setattr(
-        self, target: Any, name: Any, value: Any = MISSING, raising: bool = True
-    ) -> None:
+    def setattr(self, target: Any, name: Any, value: Any = MISSING, raising: bool = True) -> None:
         if value is MISSING:
             value, (target, name) = name, found(target)
         old = getattr(target, name, MISSING)
         if old is MISSING and raising:
             raise AttributeError(f"{target!r} has no attribute {name!r}")
         if isinstance(target, type):  # a static method stays one
-            old = vars(target).get(name, MISSING)
+            members = target.__dict__
+            old = members[name] if name in members else MISSING  # noqa: SIM401 (it may be remote)
         set_both(self.side, target, name, value)
         self._undo.append(lambda: restore_both(self.side, target, name, old))
 
@@ -70,7 +71,7 @@ class MonkeyPatch:
         self._undo.append(lambda: setattr(target, name, old))
 
     def setitem(self, mapping: Any, name: Any, value: Any) -> None:
-        old = mapping[name] if name in mapping else MISSING
+        old = mapping[name] if name in mapping else MISSING  # noqa: SIM401 (it may be remote)
         mapping[name] = value
         self._undo.append(lambda: _put(mapping, name, old))
 
@@ -137,7 +138,7 @@ def watch_mock(side: Side) -> None:
     """What `unittest.mock.patch` changes in a module of the standard library, the solution sees."""
     from unittest import mock
 
-    kind: Any = mock._patch  # type: ignore[attr-defined]
+    kind: Any = mock._patch
     enter, leave = kind.__enter__, kind.__exit__
 
     def entered(self: Any) -> Any:
@@ -153,6 +154,16 @@ def watch_mock(side: Side) -> None:
         return leave(self, *error)
 
     kind.__enter__, kind.__exit__ = entered, left
+    own = mock._is_async_obj  # type: ignore[attr-defined]
+
+    def is_async(value: Any) -> bool:
+        if type(value) is Remote:
+            return place_of(value).builtin is types.FunctionType and bool(
+                value.__code__.co_flags & COROUTINE
+            )
+        return bool(own(value))
+
+    mock._is_async_obj = is_async  # type: ignore[attr-defined]
 
 
 def watch_random(side: Side) -> None:

@@ -46,7 +46,7 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
         if side.refused:
             report(unsupported=side.refused)
         elif side.closed or side.failed or side.used:  # what the solution has or raises is no help
-            report(ready=False, tests=[])
+            report(ready=False, tests=[], error=f"{type(error).__name__}: {error}"[:TEXT])
         elif isinstance(error, Skipped):
             report(ready=True, tests=["skipped"])
             tests.skip()
@@ -93,6 +93,7 @@ class Tests:
         side = self._side
         sys.modules["solution"] = namespace.Solution(side)
         sys.modules["pytest"] = shim(side)
+        side.wants_warnings = "warn" in source or "deprecated" in source
         if "mock" in source:
             patching.watch_mock(side)
         if "random" in source and "seed" in source:

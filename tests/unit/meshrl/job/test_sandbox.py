@@ -28,6 +28,8 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "calculator.toml"
         ("sandbox.tier=none", "must be one of cgroup, bwrap, landlock"),
         ("sandbox.memory_mb=1", "sandbox.memory_mb = 1 must be at least 32"),
         ("sandbox.python=nowhere/python", "there is no interpreter at"),
+        ("sandbox.root=nowhere", "sandbox.root: there is no directory"),
+        ("sandbox.root=.", "sandbox.root: "),
     ],
 )
 def test_a_mistake_is_named(override: str, says: str) -> None:
@@ -42,6 +44,8 @@ def test_a_mistake_is_named(override: str, says: str) -> None:
         ("{use='regex'}", "regex needs the option 'pattern'"),
         ("{use='regex', options={pattern='('}}", "is no pattern"),
         ("{use='math', options={gold='x'}}", "math has no option 'gold'"),
+        ("{use='code_tests', options={rel_tol='1e-6'}}", "rel_tol is a number from 0 on"),
+        ("{use='code_tests', options={abs_tol=-1.0}}", "abs_tol is a number from 0 on"),
         ("{use='calculator:reward', options={a=1}}", "which is no built-in reward"),
         ("{use='calculator:missing'}", "defines no 'missing'"),
         ("{use='mcp:a/b'}", "is a tool, not a reward"),

@@ -20,7 +20,8 @@ from common.clock import SystemClock
 from common.process.host import SystemHost
 from services.sandbox.grading.code import Grading
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions

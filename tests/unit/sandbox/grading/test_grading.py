@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.clock import SystemClock
 from services.sandbox.answer import Answer
-from services.sandbox.grading.answers import answer_of, code_of
+from services.sandbox.grading.answers import answer_of
 from services.sandbox.grading.calculator import calculator
 from services.sandbox.grading.code import Grading
 from services.sandbox.grading.texts import choice, exact, regex
@@ -107,20 +107,6 @@ def test_the_calculator_always_answers_with_text(expression: str) -> None:
     assert isinstance(calculator(expression), str)
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("So:\n```python\nx = 1\n```\n", "x = 1\n"),
-        ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
-        ("```python\na\n```\nand ```open", "a\n"),
-        ("`x`", "`x`"),
-    ],
-)
-def test_code_is_the_last_block(text: str, code: str) -> None:
-    assert code_of(text) == code
-
-
 def test_an_answer_is_the_last_turn_of_the_model() -> None:
     turns = [*said("first"), {"role": "tool", "value": 1}, *said("last$$")]
     assert answer_of(turns, {"strip": "$"}) == "last"
@@ -143,7 +129,6 @@ async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) ->
 
     for tests in (
         "def test_f(:",
-        "import missing_module\ndef test_f(): pass",
         "x = 1",
         [],
         {"function": "f"},
@@ -153,6 +138,8 @@ async def test_broken_tests_are_an_error_and_no_score(launcher: JailLauncher) ->
     ):
         answer = await graded(tests)
         assert answer.status in ("bad_value", "raised") and answer.value is None, (tests, answer)
+    unsupported = await graded("import missing_module\ndef test_f(): pass")
+    assert unsupported.status == "unsupported" and "missing_module" in unsupported.error
     assert (await graded("from solution import g\ndef test_g(): pass")).value == 0.0
     assert (
         await graded("from solution import f\ndef test_f():\n    assert f(2) == 2")
@@ -251,8 +238,7 @@ GCD = Vector = Yes
 async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailLauncher) -> None:
     grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
     assert (await grading.reward({"tests": FORGED}, said(VECTORS))).value == 1.0
-    # Of the two that remain, one compares objects of the class with each other.
-    assert (await grading.reward({"tests": FORGED}, said(YES))).value == pytest.approx(1 / 7)
+    assert (await grading.reward({"tests": FORGED}, said(YES))).value == 0.0
 
 
 @pytest.mark.needs("bwrap")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from common.clock import SystemClock
-from services.sandbox.grading.called import same
 from services.sandbox.grading.code import Grading
+from services.sandbox.grading.equality import Tolerance, same
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.slots import JailSlots
@@ -147,4 +147,4 @@ def test_there_are_fifty_coding_problems() -> None:
     ],
 )
 def test_values_are_compared_as_json(found: Any, wanted: Any, equal: bool) -> None:
-    assert same(found, wanted) is equal
+    assert same(found, wanted, Tolerance()) is equal

@@ -19,7 +19,8 @@ from common.process.host import SystemHost
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import Ends
 from services.sandbox.grading.code import Grading
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import JailSlots
@@ -281,3 +282,13 @@ async def test_a_killed_zygote_makes_no_right_answer_wrong(
     answer = await graded
     assert (answer.status, answer.value) == ("crashed", None)
     assert (await grading.reward(row, answered(0))).value == 1.0
+
+
+async def test_no_two_jails_draw_the_same_random_numbers(launcher: JailLauncher) -> None:
+    source = (
+        "import os, random, sys\nprint(random.random(), flush=True)\n"
+        "if os.fork() == 0:\n    print(random.random(), flush=True)\n    os._exit(0)\nos.wait()"
+    )
+    ran = [await launcher.run({"mode": "program", "source": source}, LIMITS) for _ in range(3)]
+    drawn = [number for one in ran for number in one.stdout.split()]
+    assert len(set(drawn)) == len(drawn) == 6

@@ -13,7 +13,8 @@ from common.clock import SystemClock
 from common.job import isolation
 from common.process.host import SystemHost
 from services.sandbox.isolation import cgroups, tiers
-from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
 
 

@@ -1,0 +1,43 @@
+"""Says of what style a row's tests are, or what is wrong with them whatever a program answers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from common.grading import cases, suites
+from common.grading.cases import BadTests, CalledTests, Tests
+
+KNOWN = 1024  # modules of tests that are not read again: a group's answers share a row
+STDIN, CALLS, PYTHON = "stdin", "calls", "Python"
+
+
+def read(tests: Any) -> tuple[str, Tests]:
+    """The style, and what the tests are. BadTests if they are none, Unsupported if no runner could
+    judge by them.
+    """
+    found = cases.read(tests)
+    if isinstance(found, str):
+        _python(found)
+        return PYTHON, found
+    if not found.cases:
+        raise BadTests("there is no case")
+    if isinstance(found, CalledTests):
+        if not all(part.isidentifier() for part in found.function.split(".")):
+            raise BadTests(f"{found.function!r:.60} is not the name of a function or Class.method")
+        return CALLS, found
+    return STDIN, found
+
+
+@functools.lru_cache(KNOWN)
+def _python(tests: str) -> None:
+    if not tests.strip():
+        raise BadTests("an empty text")
+    try:
+        found = suites.read(tests).tests
+    except SyntaxError as error:
+        raise BadTests(f"syntax error in Python, line {error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise BadTests(f"no Python: {error or type(error).__name__}") from None
+    if not found:
+        raise BadTests("Python without a function test_*")

@@ -1,0 +1,1 @@
+"""A program that reads its standard input, and prints."""

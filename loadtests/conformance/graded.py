@@ -1,0 +1,49 @@
+"""Has the product grade the conformance set: each solution as the answer of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from loadtests.conformance.row import Row
+from services.sandbox.answer import Answer
+from services.sandbox.grading.code import Grading
+from services.sandbox.isolation import cgroups
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.slots import JailSlots
+
+Answers = dict[tuple[str, str], Answer]  # by row and solution
+
+
+async def graded(rows: Iterable[Row], jobs: int, runner: str) -> Answers:
+    """What `code_tests` says of every solution, with so many graded at a time."""
+    clock = SystemClock()
+    slots = JailSlots(clock, jobs)
+    turns = asyncio.Semaphore(2 * jobs)
+    found: Answers = {}
+    with tempfile.TemporaryDirectory(prefix="conformance-") as place:
+        log = Path(place, "jails.log")
+        launcher = JailLauncher(
+            SystemHost(), clock, "bwrap", Interpreter.own(), cgroups.find(), log
+        )
+        await launcher.start()
+
+        async def one(row: Row, which: str) -> None:
+            text = f"The program:\n\n```python\n{row.solutions[which]}```\n"
+            turn = {"role": "model", "text": text}
+            options = {"runner": runner}
+            async with turns:
+                grading = Grading(launcher, slots, "conformance", JailLimits(), options)
+                found[row.name, which] = await grading.reward({"tests": row.tests}, [turn])
+
+        try:
+            await asyncio.gather(*(one(row, which) for row in rows for which in row.solutions))
+        finally:
+            await launcher.stop()
+    return found

@@ -1,0 +1,1 @@
+"""One function, and assertions in `check(candidate)`."""

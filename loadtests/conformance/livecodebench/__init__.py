@@ -1,0 +1,1 @@
+"""Programs, and methods of a class that are called; cases in JSON."""

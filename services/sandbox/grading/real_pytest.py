@@ -1,0 +1,180 @@
+"""Tests in Python under the real pytest, in one jail together with the solution.
+
+What tests there are is found without the solution, so that none is lost by its doing; each is asked
+for by a token of its own. A jail that ends, or is silent for too long, fails the test that it was
+asked for, and another one goes on behind it. What a program can forge is in docs/sandbox.md.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.errors import BadMessage, PeerLost
+from common.grading import shapes, suites
+from common.grading.cases import BadTests
+from common.grading.support import Unsupported
+from services.sandbox.grading.attempt import (
+    RETRIES,
+    SEND_S,
+    Attempt,
+    answering,
+    ended,
+)
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
+from services.sandbox.isolation.limits import MIB
+
+PYTEST_BYTES = 64 * MIB  # address space of pytest itself, beside the solution's memory
+PASSED = "passed"
+
+
+@dataclass(frozen=True)
+class Suites:
+    """Jails with pytest, and the tests of suites that were looked at before."""
+
+    launcher: JailLauncher
+    known: OrderedDict[str, list[str]] = field(default_factory=OrderedDict)
+
+
+async def passed(attempt: Attempt, suite: Suites, source: str, tests: str) -> list[bool]:
+    """Which of the tests the solution passes, in the order in which pytest runs them."""
+    found: list[bool] = []
+    async with attempt.slots.of(attempt.job):
+        known = await _known(attempt, suite, tests)
+        early = 0
+        while len(found) < len(known) and not attempt.over(found):
+            program = {"source": source, "tests": tests}
+            jail = await _jail(attempt, suite, program)
+            try:
+                said = await _word(attempt, jail)
+                if said is None and not await ended(jail) and early < RETRIES:
+                    early += 1
+                    continue
+                collected = _names(said)
+                if not collected:  # the solution does not load
+                    break
+                places = _places(known, collected)
+                plan = [place for place in places[len(found) :] if place is not None]
+                await _tell(attempt, jail, {"plan": plan})
+                while len(found) < len(known) and not attempt.over(found):
+                    if places[len(found)] is None:  # it is not there any more
+                        found.append(False)
+                        continue
+                    outcome = await _outcome(attempt, jail, len(found))
+                    if outcome is None and not await ended(jail) and early < RETRIES:
+                        early += 1
+                        break
+                    found.append(outcome == PASSED)
+                    if outcome is None:
+                        attempt.late += 1
+                        break
+            finally:
+                jail.close()
+    return found + [False] * (len(known) - len(found))
+
+
+async def _jail(attempt: Attempt, suite: Suites, program: dict[str, Any]) -> Jail:
+    limits = replace(attempt.limits, memory_bytes=attempt.limits.memory_bytes + PYTEST_BYTES)
+    return await suite.launcher.open({"mode": "suite", **program}, limits, cells=True)
+
+
+async def _known(attempt: Attempt, suite: Suites, tests: str) -> list[str]:
+    """The names of the tests without their parameters, one for each set of them."""
+    if tests in suite.known:
+        suite.known.move_to_end(tests)
+        return suite.known[tests]
+    written = suites.read(tests)
+    for _ in range(RETRIES):
+        jail = await _jail(attempt, suite, {"tests": tests})
+        try:
+            said = await _word(attempt, jail)
+            if said is not None or await ended(jail):
+                break
+        finally:
+            jail.close()
+    names = _judged(said, written)
+    suite.known[tests] = names
+    while len(suite.known) > shapes.KNOWN:
+        suite.known.popitem(last=False)
+    return names
+
+
+def _judged(said: dict[str, Any] | None, written: suites.Suite) -> list[str]:
+    """What a look at tests without a solution has come to."""
+    if said is None:  # it ran out of its limits
+        return written.tests
+    if "absent" in said:
+        raise Unsupported(f"the interpreter of the model's code has no pytest: {said['absent']}")
+    if "broken" in said:
+        module = str(said["module"])
+        if module and module.partition(".")[0] != suites.SOLUTION:
+            raise Unsupported(f"the tests import {module}, which jails do not have")
+        if not said["used"]:
+            raise BadTests(str(said["broken"]))
+        return written.tests
+    for entry in said["collected"]:
+        if "lacks" in entry:
+            raise BadTests(f"{entry['id']}: there is no fixture {entry['lacks']!r}")
+    names = _names(said)
+    if said["used"]:  # a test may be made by what stood for the solution
+        names += [name for name in written.tests if name not in names]
+    if not names:
+        raise BadTests("pytest finds no test in it")
+    return names
+
+
+def _names(said: dict[str, Any] | None) -> list[str]:
+    """The names of what was collected, without parameters; none for whatever else is said."""
+    found = (said or {}).get("collected")
+    entries = found if isinstance(found, list) else []
+    return [str(e["id"]).partition("[")[0] for e in entries if isinstance(e, dict) and "id" in e]
+
+
+def _places(known: list[str], collected: list[str]) -> list[int | None]:
+    """Where each known test is among those that were collected with the solution."""
+    by_name: dict[str, list[int]] = {}
+    for place, name in enumerate(collected):
+        by_name.setdefault(name, []).append(place)
+    seen: Counter[str] = Counter()
+    places: list[int | None] = []
+    for name in known:
+        there = by_name.get(name, [])
+        places.append(there[seen[name]] if seen[name] < len(there) else None)
+        seen[name] += 1
+    return places
+
+
+async def _tell(attempt: Attempt, jail: Jail, frame: dict[str, Any]) -> None:
+    assert jail.cells is not None
+    try:
+        await jail.cells.send(attempt.clock, frame, SEND_S)
+    except PeerLost:
+        return  # what is asked next is not answered
+
+
+async def _outcome(attempt: Attempt, jail: Jail, number: int) -> str | None:
+    """How a test ended; None if its jail did."""
+    token = secrets.token_hex(8)
+    jail.lap()
+    jail.output.left = attempt.limits.output_bytes
+    await _tell(attempt, jail, {"test": number})
+    await _tell(attempt, jail, {"token": token})
+    said = await _word(attempt, jail)
+    if said is None or said.get("token") != token or said.get("test") != number:
+        return None
+    return str(said.get("outcome"))
+
+
+async def _word(attempt: Attempt, jail: Jail) -> dict[str, Any] | None:
+    """The next word of the jail; None if it has ended, or prints too much."""
+    assert jail.cells is not None
+    patience = SLOWEST * attempt.limits.wall_s + GRACE_S
+    try:
+        with answering():
+            said: dict[str, Any] = await jail.cells.receive(attempt.clock, patience)
+    except (PeerLost, BadMessage):
+        return None
+    return said

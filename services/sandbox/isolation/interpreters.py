@@ -1,0 +1,58 @@
+"""Which interpreter runs jailed Python: ours, the one that a job names, or that of its image."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.api.sandbox import JailSettings
+from common.job import images
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What runs jailed Python."""
+
+    python: str
+    isolated: bool  # only the standard library
+    places: tuple[str, ...]  # where it and its packages lie
+    warm: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # that lie elsewhere, in one directory, to warm if it lacks them
+    root: str = ""  # the file system that it lies in, where that is not the host's
+
+    @classmethod
+    def own(cls) -> Interpreter:
+        """Ours, without the packages of our environment."""
+        base = os.path.realpath(sys.base_prefix)
+        python = os.path.join(base, "bin", f"python{sys.version_info.major}")
+        return cls(python, True, () if base.startswith("/usr") else (base,))
+
+
+def interpreter_of(jail: JailSettings) -> Interpreter:
+    """Ours, or the one that the job names: with what is installed for it."""
+    if jail.root:
+        root = images.tree(jail.root)
+        python = images.python_of(root, jail.python)
+        return Interpreter(python, False, (), tuple(jail.imports), root=str(root))
+    if not jail.python:
+        own = Interpreter.own()
+        return Interpreter(own.python, own.isolated, own.places, tuple(jail.imports))
+    named = Path(jail.python)
+    base = _base_of(named)
+    places = {str(place) for place in (named.parent.parent, base) if place is not None}
+    shown = tuple(sorted(place for place in places if not place.startswith("/usr")))
+    return Interpreter(str(named), False, shown, tuple(jail.imports))
+
+
+def _base_of(python: Path) -> Path | None:
+    """Where the standard library of a virtual environment's interpreter lies."""
+    settings = python.parent.parent / "pyvenv.cfg"
+    if not settings.is_file():
+        return None
+    for line in settings.read_text().splitlines():
+        key, _, value = line.partition("=")
+        if key.strip() == "home":
+            return Path(value.strip()).resolve().parent
+    return None

@@ -1,0 +1,55 @@
+"""What a program finds when it is judged by cases: the room that judges of such programs give it,
+and its function as they look it up.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import types
+from typing import Any
+
+STACK = 120 << 20  # bytes of the main thread's stack; the kernel leaves 128 MiB free below it
+THREAD_STACK = 256 << 20  # bytes; half of what a jail may have by default
+CLASS = "Solution"
+
+
+def prepare() -> None:
+    """Room for recursion, and for numbers of any length, as statements of problems assume."""
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    room = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
+    resource.setrlimit(resource.RLIMIT_STACK, (room, most))
+    import _thread
+
+    given = _thread.stack_size
+
+    def stack_size(size: int = 0) -> int:
+        return given(min(size, THREAD_STACK))
+
+    _thread.stack_size = stack_size
+    if "threading" in sys.modules:
+        sys.modules["threading"].stack_size = stack_size  # type: ignore[attr-defined]
+
+
+def named(module: types.ModuleType, path: str) -> Any:
+    """A function, or a method of a fresh instance of a class; a bare name may be one of the class
+    Solution.
+    """
+    first, *_ = parts = path.split(".")
+    if not hasattr(module, first) and hasattr(getattr(module, CLASS, None), first):
+        parts = [CLASS, *parts]
+    found: Any = module
+    for part in parts:
+        found = getattr(found() if isinstance(found, type) else found, part)
+    return found
+
+
+def returned(value: Any) -> Any:
+    """What a function comes to: one that is `async` has returned something to wait for."""
+    if isinstance(value, types.CoroutineType):
+        import asyncio  # slow to import, and hardly ever needed
+
+        return asyncio.run(value)
+    return value

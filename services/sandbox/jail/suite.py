@@ -1,0 +1,158 @@
+"""Runs a row's tests under the real pytest, in one interpreter with the solution that they test.
+
+Whatever runs here can be changed by the solution, so nothing that is said here is proof: see
+docs/sandbox.md for what a program can forge. What is cheap to notice is noticed: a test is passed
+only if pytest has run it to its end, in the process that was asked, with `guarded` unchanged. The
+token that an outcome must carry lies unread in the pipe while the test runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from typing import Any
+
+from . import frames, guarded, placeholder
+
+SOLUTION, TESTS, SETTINGS = "solution.py", "test_solution.py", "pytest.ini"
+TEXT = 300  # characters of what went wrong
+OPTIONS = (
+    "-qq --no-header --no-summary --tb=no --assert=plain --noconftest -p no:cacheprovider "
+    "-p no:faulthandler"
+)
+
+_lent = False  # this pytest is not the interpreter's own
+
+
+def warm(searched_last: str) -> None:
+    """Imports what every session does, in the zygote."""
+    global _lent
+    try:
+        import pytest
+        from _pytest import config
+
+        for name in config.default_plugins:
+            __import__(f"_pytest.{name}")
+    except Exception as error:
+        print(f"zygote: no pytest: {error}", file=sys.stderr)
+        return
+    _lent = bool(searched_last) and str(pytest.__file__).startswith(searched_last + os.sep)
+
+
+def run(program: dict[str, Any], channel: int) -> None:
+    """One session of pytest: says what it has collected, is told which tests to run, and says of
+    each how it ended. Without a solution it only collects, with a placeholder in its place.
+    """
+    try:
+        import pytest
+    except Exception as error:  # ours may be too new for the interpreter
+        frames.send(channel, {"absent": f"{type(error).__name__}: {error}"[:TEXT]})
+        return
+    for name, text in ((SOLUTION, program.get("source", "")), (TESTS, program["tests"])):
+        with open(name, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+    with open(SETTINGS, "w") as file:
+        file.write("[pytest]\n")
+    stand_in = None
+    if "source" not in program:
+        os.unlink(SOLUTION)
+        stand_in = placeholder.Module("solution")
+        sys.modules["solution"] = stand_in
+    if _lent:  # what is installed for the interpreter need not fit to it
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    sys.argv = ["pytest", TESTS]
+    session = _Session(channel, stand_in)
+    pytest.main([*OPTIONS.split(), "-c", SETTINGS, "--rootdir", ".", TESTS], plugins=[session])
+
+
+class _Session:
+    """A plugin: it tells the sandbox what pytest finds, and runs what the sandbox asks for."""
+
+    def __init__(self, channel: int, stand_in: placeholder.Module | None) -> None:
+        self._channel, self._stand_in = channel, stand_in
+        self._own = os.getpid()
+        self._guard = guarded.Guard()
+        self._broken: BaseException | None = None
+        self._reports: list[Any] = []
+
+    def pytest_collection(self, session: Any) -> None:
+        """Before the solution is imported."""
+        self._guard.look(session.config.pluginmanager)
+
+    def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
+        self._broken = self._broken or call.excinfo.value
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        if session.testsfailed or self._broken is not None:
+            self._say_broken()
+            return
+        found = [{"id": item.nodeid.partition("::")[2]} for item in session.items]
+        for entry, item in zip(found, session.items):
+            if lacking := _lacking(item):
+                entry["lacks"] = lacking
+        frames.send(self._channel, {"collected": found, "used": self._used()})
+
+    def _used(self) -> bool:
+        return self._stand_in is not None and self._stand_in.__dict__["uses"].count > 0
+
+    def _say_broken(self) -> None:
+        error = self._broken
+        cause = error
+        while cause is not None and not isinstance(cause, ModuleNotFoundError):
+            cause = cause.__cause__ or cause.__context__
+        said = {
+            "broken": f"{type(error).__name__}: {error}"[:TEXT],
+            "module": getattr(cause, "name", None) or "",
+            "used": self._used(),
+        }
+        frames.send(self._channel, said)
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """In place of pytest's own, which would go on without being asked."""
+        if session.testsfailed or self._stand_in is not None:
+            return True
+        plan = [session.items[i] for i in frames.receive(self._channel)["plan"]]
+        codes = [guarded.code_of(item) for item in plan]
+        for number, item in enumerate(plan):
+            asked = frames.receive(self._channel)["test"]
+            whole = guarded.code_of(item) is codes[number]
+            self._reports = []
+            following = plan[number + 1] if number + 1 < len(plan) else None
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if os.getpid() != self._own:  # a process that the test has forked came back
+                os._exit(1)
+            outcome = _outcome(self._reports)
+            if not (whole and self._guard.unchanged()):
+                outcome = "changed"
+            token = frames.receive(self._channel)["token"]
+            frames.send(self._channel, {"test": asked, "token": token, "outcome": outcome})
+        return True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self._reports.append(report)
+
+
+def _outcome(reports: list[Any]) -> str:
+    """passed | failed | skipped | xfailed | xpassed, as pytest counts an item."""
+    if any(report.outcome == "failed" for report in reports):
+        return "failed"
+    called = [report for report in reports if report.when == "call"]
+    for report in reports:
+        if report.outcome == "skipped":
+            return "xfailed" if hasattr(report, "wasxfail") else "skipped"
+    if {report.when for report in reports} != {"setup", "call", "teardown"}:
+        return "failed"
+    return "xpassed" if any(hasattr(report, "wasxfail") for report in called) else "passed"
+
+
+def _lacking(item: Any) -> str:
+    """A fixture that the test asks for and nobody has; empty: none."""
+    info = getattr(item, "_fixtureinfo", None)
+    if not isinstance(getattr(item, "function", None), types.FunctionType) or info is None:
+        return ""
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    for name in info.argnames:
+        if name not in info.name2fixturedefs and name not in given and name != "request":
+            return str(name)
+    return ""

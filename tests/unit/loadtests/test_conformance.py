@@ -1,0 +1,82 @@
+"""The conformance set is what it says, and the product keeps its rates on a slice of it."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+import pytest
+
+from common.api.sandbox import OK, RAISED, UNSUPPORTED
+from loadtests.conformance import judge
+from loadtests.conformance.graded import graded
+from loadtests.conformance.judge import Verdict
+from loadtests.conformance.rates import offenders, rates
+from loadtests.conformance.row import edited
+from loadtests.conformance.rows import ALL
+from services.sandbox.answer import Answer
+
+SLICE = ALL[::20]
+
+
+def test_rows_have_names_of_their_own_and_three_programs() -> None:
+    assert len({row.name for row in ALL}) == len(ALL)
+    for row in ALL:
+        programs = {ast.dump(ast.parse(text)) for text in row.solutions.values()}
+        assert len(programs) == 3, row.name
+        assert row.tests, row.name
+        if isinstance(row.tests, str):
+            ast.parse(row.tests)
+
+
+def test_an_edit_that_fits_in_two_places_is_an_error() -> None:
+    assert edited("a + b", ("+", "-")) == "a - b"
+    for old in ("a", "c"):
+        with pytest.raises(ValueError, match="times"):
+            edited("a + a", (old, "b"))
+
+
+@pytest.mark.needs("bwrap")
+async def test_no_wrong_solution_of_the_slice_is_paid_and_the_judge_agrees_with_the_set() -> None:
+    judged = judge.verdicts(SLICE, jobs=1)
+    assert judge.mistakes(SLICE, judged) == []
+    answers = await graded(SLICE, jobs=2, runner="isolated")
+    assert not [line for line in offenders(SLICE, answers) if line.startswith("false_accept")]
+
+
+def test_the_judge_tells_a_right_solution_from_a_wrong_one() -> None:
+    rows = [next(row for row in ALL if row.style == style) for style in ("mbpp", "apps")]
+    swapped = [replace(row, right=row.wrong1, wrong1=row.right) for row in rows]
+    said = judge.mistakes(swapped, judge.verdicts(swapped, jobs=1))
+    assert [line.split(":")[0] for line in said] == [
+        f"{row.name} {which}" for row in rows for which in ("right", "wrong1")
+    ]
+
+
+def test_rates_count_what_is_wrongly_paid_or_not_paid_among_what_is_graded() -> None:
+    one, other, third = ALL[:3]
+    judged = {(row.name, which): Verdict(1, 1) for row in ALL[:3] for which in row.solutions}
+    full, half = Answer(OK, 1.0, ""), Answer(OK, 0.5, "")
+    answers = {
+        (one.name, "right"): half,
+        (one.name, "wrong1"): full,
+        (one.name, "wrong2"): half,
+        (other.name, "right"): full,
+        (other.name, "wrong1"): Answer(RAISED, None, "?"),
+        (other.name, "wrong2"): Answer(OK, 0.25, ""),
+        **{(third.name, which): Answer(UNSUPPORTED, None, "mock") for which in third.solutions},
+    }
+    assert rates(ALL[:3], answers, judged) == {
+        "rows": 3,
+        "support": 0.6667,
+        "false_reject": 0.5,
+        "false_accept": 0.25,
+        "other_share": 0.5,
+        "errors": 1,
+    }
+    said = [line.split()[:3] for line in offenders(ALL[:3], answers)]
+    assert said == [
+        ["false_reject", one.style, one.name],
+        ["false_accept", one.style, one.name],
+        ["unsupported", third.style, third.name],
+    ]

@@ -1,0 +1,142 @@
+"""What a function returns is compared as Python would compare it, across a jail's border."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from common.grading.cases import DEPTH, DIGITS, BadTests, CalledTests, PrintedTests, read
+from common.grading.support import Unsupported
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from tests.unit.sandbox.grading.test_printed import Judge
+
+RETURNS: dict[str, tuple[Any, str, float]] = {  # (what is wanted, the body of f, score)
+    "float for int": (5, "return 5.0", 1.0),
+    "other float for int": (5000000, "return 5000001.0", 0.0),
+    "almost int": (3, "return 3.0000000000000004", 0.0),
+    "int for float": (5.0, "return 5", 1.0),
+    "rounded": (0.3, "return 0.1 + 0.2", 1.0),
+    "text for int": (5, "return '5'", 0.0),
+    "true for 1": (1, "return True", 0.0),
+    "tuple": ([1, [2, 3]], "return 1, (2, 3)", 1.0),
+    "named tuple": ([1, 2], "import collections as c\n return c.namedtuple('P', 'x y')(1, 2)", 1.0),
+    "set": ([1, 2, 3], "return {3, 1, 2}", 1.0),
+    "set that lost the order": ([3, 1, 2], "return {3, 1, 2}", 0.0),
+    "keys": ({"1": "a", "2": "b"}, "return {1: 'a', 2: 'b'}", 1.0),
+    "keys that collide": ({"1": "b"}, "return {1: 'a', '1': 'b'}", 0.0),
+    "Counter": ({"a": 2}, "from collections import Counter\n return Counter('aa')", 1.0),
+    "defaultdict": ({"a": [1]}, "import collections as c\n return c.defaultdict(list, a=[1])", 1.0),
+    "deque": ([1], "from collections import deque\n return deque([1])", 0.0),
+    "generator": ([1], "yield 1", 0.0),
+    "iterator": ([1], "return iter([1])", 0.0),
+    "bytes": ("a", "return b'a'", 0.0),
+    "complex": (1, "return 1j", 0.0),
+    "object": (1, "return object()", 0.0),
+    "dataclass": ([1], "import dataclasses as d\n return d.make_dataclass('D', 'x')(1)", 0.0),
+    "cycle": ([1], "x = []\n x.append(x)\n return x", 0.0),
+    "enum of texts": ("a", "import enum\n class C(str, enum.Enum): A = 'a'\n return C.A", 1.0),
+    "enum of numbers": (7, "import enum\n class C(enum.IntEnum): A = 7\n return C.A", 1.0),
+    "fraction": (0.5, "from fractions import Fraction\n return Fraction(1, 2)", 1.0),
+    "whole fraction": (2, "from fractions import Fraction\n return Fraction(4, 2)", 1.0),
+    "nan": (float("nan"), "return float('nan')", 1.0),
+    "infinite": (float("inf"), "return float('inf')", 1.0),
+    "surrogate": ("\ud800", "return chr(0xd800)", 1.0),
+    "none": (None, "pass", 1.0),
+    "printed": (5, "print(5)", 0.0),
+    "async": (5, "return 5", 1.0),
+    "ended": (5, "exit()", 0.0),
+    "left": (5, "import os\n os._exit(0)", 0.0),
+    "too deep": (5, "return f()", 0.0),
+    "70 bits": (2**70, "return 2**70", 1.0),
+    "70 bits but one": (2**70, "return 2**70 + 1", 0.0),
+    "negative": ([-(2**64)], "return [-2**64]", 1.0),
+    "20,000 digits": (7**20_000, "return 7**20_000", 1.0),
+    "20,000 digits but one": (7**20_000, "return 7**20_000 - 1", 0.0),
+    "a forged integer": (255, "return {'\\0int': 'ff'}", 0.0),
+    "2 MiB": ("é" * (1 << 20), "return 'é' * (1 << 20)", 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.needs("bwrap")
+async def test_results_are_compared_as_python_has_them(launcher: JailLauncher) -> None:
+    graded = {}
+    for name, (wanted, body, _) in RETURNS.items():
+        tests = {"function": "f", "cases": [{"args": [], "output": wanted}]}
+        word = "async def" if name == "async" else "def"
+        graded[name] = (tests, f"{word} f():\n {body}")
+    assert await Judge(launcher).all(graded) == {n: score for n, (*_, score) in RETURNS.items()}
+
+
+@pytest.mark.needs("bwrap")
+async def test_arguments_and_functions_as_corpora_write_them(launcher: JailLauncher) -> None:
+    method = "class Solution:\n def add(self, a, b=1): return a + b"
+    plain = "if True:\n def add(a, b=1): return a + b"
+    big = 3**30_000
+    inputs = {"fn_name": "add", "inputs": [[1, 2], [3, 4]]}
+    lines = {"function": "add", "cases": [{"input": "[1]\n[2]", "output": "[1, 2]"}]}
+    keywords = {"function": "add", "cases": [{"args": [1], "kwargs": {"b": 5}, "output": 6}]}
+    large = {"function": "add", "cases": [{"args": [big], "output": big + 1}]}
+    graded = {
+        "wrapped": (inputs | {"outputs": [[3], [7]]}, method),
+        "bare": (inputs | {"outputs": [3, 7]}, method),
+        "half": (inputs | {"outputs": [3, [7]]}, plain),
+        "lines": (lines, method),
+        "JSON text": (json.dumps(lines), plain),
+        "keywords": (keywords, plain),
+        "large": (large, plain),
+        "method": ({**keywords, "function": "Solution.add"}, method),
+    }
+    scores = dict.fromkeys(graded, 1.0) | {"half": 0.5}
+    assert await Judge(launcher).all(graded) == scores
+
+
+def test_shapes_that_mean_nothing_certain_are_refused_by_name() -> None:
+    for tests, message in (
+        ({"function": "f", "cases": [{"args": "ab", "output": 1}]}, "args are a list"),
+        ({"function": "f", "cases": [{"output": 1}]}, "without 'input'"),
+        ({"function": "f", "cases": [{"args": []}]}, "without 'output'"),
+        ({"function": "f", "cases": ["f() == 1"]}, "a case is a table"),
+        ({"function": "f", "inputs": [[1]], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"function": "f"}, "inputs and outputs; it has 'function'"),
+        ([{"input": "1", "outputs": []}], "an empty list"),
+        (["assert f() == 1"], "a case is a table"),
+        (5, "not a int"),
+    ):
+        with pytest.raises(BadTests, match=message):
+            read(tests)
+    deep: Any = 1
+    for _ in range(DEPTH + 1):
+        deep = [deep]
+    for tests, message in (
+        ({"function": "f", "cases": [{"args": [b"x"], "output": 1}]}, "bytes"),
+        ({"function": "f", "cases": [{"args": [deep], "output": 1}]}, "nested deeper"),
+        ({"function": "f", "types": ["TreeNode"], "inputs": [[1]], "outputs": [1]}, "TreeNode"),
+        ({"function": "f", "cases": [{"args": [], "type": "ListNode", "output": 1}]}, "ListNode"),
+        ('{"function": "f", "cases": [{"args": [' + "9" * (DIGITS + 1) + "]}]}", "whole number"),
+    ):  # fmt: skip
+        with pytest.raises(Unsupported, match=message):
+            read(tests)
+
+
+def test_large_numbers_of_a_row_are_read_soon() -> None:
+    text = '{"inputs": [[1]], "outputs": [' + "-" + "7" * (DIGITS - 1) + '], "fn_name": "f"}'
+    begun = time.process_time()
+    found = read(text)
+    assert isinstance(found, CalledTests) and time.process_time() - begun < 2.0
+    assert found.cases[0].accepted == [-(10 ** (DIGITS - 1) - 1) // 9 * 7 - 7 + 7]
+
+
+def test_tests_in_python_are_told_from_json() -> None:
+    for source in ("def test_f(): pass", "[1, 2][0]\ndef test(): pass", "{x for x in ()}"):
+        assert read(source) == source
+    assert read("[]") == PrintedTests([])
+
+
+@pytest.mark.needs("bwrap")
+async def test_arguments_that_fit_into_no_frame_are_refused(launcher: JailLauncher) -> None:
+    tests = {"function": "f", "cases": [{"args": ["x" * (16 << 20)], "output": 1}]}
+    answer = await Judge(launcher).answer(tests, "def f(x): return 1")
+    assert (answer.status, answer.value) == ("unsupported", None)

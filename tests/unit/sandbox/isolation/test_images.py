@@ -1,0 +1,179 @@
+"""An image is the file system of what the model's code runs in, read-only; what it lacks is named
+before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.api.sandbox import JailSettings
+from common.clock import SystemClock
+from common.errors import ConfigError
+from common.job import images
+from common.job.config import SandboxConfig
+from common.process.host import SystemHost
+from meshrl.job import isolation
+from services.sandbox.isolation import cgroups
+from services.sandbox.isolation.interpreters import interpreter_of
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.limits import JailLimits
+from tests.unit.sandbox.image import image
+
+LIMITS = JailLimits(wall_s=10.0, cpu_s=5.0)
+SEES = """
+import os, only_here
+print(only_here.WORD, open("/etc/secret-name").read().strip(), os.path.exists("/etc/passwd"))
+print(sorted(os.listdir("/dev")))
+for path in ("/etc/x", "/x", os.path.dirname(only_here.__file__) + "/x", "/proc/x"):
+    try:
+        print(open(path, "w"))
+    except OSError as error:
+        print(type(error).__name__)
+open("/tmp/x", "w").write("mine")
+"""
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An OCI bundle, and the path of Python in it."""
+    place = tmp_path_factory.mktemp("bundle")
+    (place / "rootfs").mkdir()
+    python = image(place / "rootfs")
+    (place / "config.json").write_text(json.dumps({"root": {"path": "rootfs"}}))
+    return place, python
+
+
+@pytest.fixture
+async def launcher(tmp_path: Path, bundle: tuple[Path, str]) -> AsyncIterator[JailLauncher]:
+    interpreter = interpreter_of(JailSettings(root=str(bundle[0]), python=bundle[1]))
+    log = tmp_path / "jails.log"
+    made = JailLauncher(SystemHost(), SystemClock(), "bwrap", interpreter, cgroups.find(), log)
+    yield made
+    await made.stop()
+
+
+@pytest.mark.needs("bwrap")
+async def test_the_image_is_all_that_a_program_sees_and_it_cannot_change_it(
+    launcher: JailLauncher, bundle: tuple[Path, str]
+) -> None:
+    ran = await launcher.run({"mode": "program", "source": SEES}, LIMITS)
+    assert ran.stderr == b""
+    first, devices, *written = ran.stdout.decode().splitlines()
+    assert first == "of the image image False"
+    assert "sda" not in devices and "mem" not in devices and "null" in devices
+    assert len(written) == 4 and all(word.endswith("Error") for word in written)
+    assert not (bundle[0] / "rootfs" / "x").exists()
+    assert not list((bundle[0] / "rootfs").rglob("x"))
+
+
+@pytest.mark.needs("bwrap", "root")
+async def test_a_setuid_program_and_a_device_of_an_image_give_nothing(
+    tmp_path: Path, bundle: tuple[Path, str]
+) -> None:
+    root = bundle[0] / "rootfs"
+    device, program = root / "etc" / "zero", root / "etc" / "as_root"
+    os.mknod(device, 0o20666, os.makedev(1, 5))
+    program.write_bytes(images.inside(root, bundle[1]).read_bytes())  # type: ignore[union-attr]
+    program.chmod(0o4755)
+    interpreter = interpreter_of(JailSettings(root=str(bundle[0]), python=bundle[1]))
+    launcher = JailLauncher(
+        SystemHost(), SystemClock(), "bwrap", interpreter, None, tmp_path / "jails.log"
+    )
+    source = """
+import os, subprocess
+shown = subprocess.run(["/etc/as_root", "-I", "-S", "-c", "import os; print(os.geteuid())"],
+                       capture_output=True, text=True, env={"PYTHONHOME": "/"})
+print(shown.stdout.strip() == "0")
+try:
+    print(open("/etc/zero", "rb").read(1))
+except OSError as error:
+    print(error.errno)
+"""
+    try:
+        ran = await launcher.run({"mode": "program", "source": source}, LIMITS)
+    finally:
+        await launcher.stop()
+        device.unlink()
+        program.unlink()
+    assert ran.stdout.decode().split() == ["False", "13"]
+
+
+def test_links_of_an_image_never_lead_out_of_it(tmp_path: Path) -> None:
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    (tmp_path / "usr/bin/python3.9").write_text("#!\n")
+    (tmp_path / "usr/bin/python3").symlink_to("/usr/bin/python3.9")
+    (tmp_path / "bin").symlink_to("../../usr/bin")
+    (tmp_path / "etc").symlink_to("/etc")
+    (tmp_path / "loop").symlink_to("loop")
+    assert images.inside(tmp_path, "/bin/python3") == tmp_path / "usr/bin/python3.9"
+    assert images.inside(tmp_path, "/etc/passwd") is None
+    assert images.inside(tmp_path, "/loop") is None
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "says"),
+    [
+        ("nothing", "there is no directory"),
+        ("empty", "has no interpreter /usr/bin/python3, "),
+        ("config", "is no configuration of an OCI bundle"),
+        ("rootless", "names the root rootfs, which is no directory"),
+        ("mode", "is not executable"),
+        ("machine", "is a program of another architecture (ELF machine 8)"),
+        ("loader", "is loaded by /lib64/loader, which is not there"),
+    ],
+)
+def test_what_an_image_lacks_is_named_before_the_start(
+    tmp_path: Path, spoiled: str, says: str
+) -> None:
+    root, named = tmp_path / "image", "/usr/bin/python3"
+    python = root / named[1:]
+    if spoiled != "nothing":
+        root.mkdir()
+    if spoiled == "config":
+        (root / "config.json").write_text("{}")
+    if spoiled == "rootless":
+        (root / "config.json").write_text('{"root": {"path": "rootfs"}}')
+    if spoiled in ("mode", "machine", "loader"):
+        python.parent.mkdir(parents=True)
+        python.write_bytes(elf(8 if spoiled == "machine" else 0, "/lib64/loader"))
+        python.chmod(0o644 if spoiled == "mode" else 0o755)
+    with pytest.raises(ConfigError) as caught:
+        images.python_of(images.tree(str(root)))
+    assert says in caught.value.message and caught.value.fix
+
+
+def elf(machine: int, loader: str) -> bytes:
+    """The head of a program with one segment, which names its loader; 0: of this machine."""
+    machine = machine or images.MACHINES.get(os.uname().machine, 0)
+    word = loader.encode() + b"\0"
+    head = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHI", 2, machine, 1)
+    head += struct.pack("<QQQIHHHHHH", 0, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    return head + struct.pack("<IIQQQQQQ", 3, 4, 120, 0, 0, len(word), len(word), 1) + word
+
+
+@pytest.mark.needs("bwrap")
+def test_a_python_that_is_too_old_and_a_module_that_is_missing_are_named(
+    bundle: tuple[Path, str],
+) -> None:
+    place, python = bundle
+    old = place / "rootfs/etc/python3"
+    old.write_text(
+        f"#!{python}\nimport sys\nsys.version_info = (3, 7, 3)\nsys.version = '3.7.3'\n"
+        "exec(sys.argv[sys.argv.index('-c') + 1])\n"
+    )
+    old.chmod(0o755)
+    try:
+        said = isolation.found(SandboxConfig(root=str(place), python="/etc/python3")).problem
+    finally:
+        old.unlink()
+    assert "3.8 or newer, this is 3.7.3" in said
+    found = isolation.found(
+        SandboxConfig(root=str(place), python=python, imports=["only_here", "absent_here"])
+    )
+    assert "No module named 'absent_here'" in found.problem
