@@ -74,10 +74,12 @@ class Grading:
         """By the runner that the job names; `auto` is the isolated one where it can run them."""
         runner, why = str(self._options.get("runner", "auto")), ""
         if runner != "pytest":
-            lacks = _lacks(tests)
-            if not lacks:
-                return await isolated.passed(self._attempt, source, tests)
-            why = f"the runner isolated cannot run: {', '.join(lacks)}"
+            try:
+                if not (lacks := _lacks(tests)):
+                    return await isolated.passed(self._attempt, source, tests)
+                why = f"the runner isolated cannot run: {', '.join(lacks)}"
+            except Unsupported as error:  # it has shown when the tests ran
+                why = str(error)
             if runner == "isolated" or self._suites is None:
                 raise Unsupported(why)
         assert self._suites is not None

@@ -117,7 +117,7 @@ def _judged(said: dict[str, Any] | None, written: suites.Suite) -> list[str]:
         return written.tests
     for entry in said["collected"]:
         if "lacks" in entry:
-            raise BadTests(f"{entry['id']}: there is no fixture {entry['lacks']!r}")
+            raise Unsupported(f"{entry['id']} takes {entry['lacks']}, which pytest has not")
     names = _names(said)
     if said["used"]:  # a test may be made by what stood for the solution
         names += [name for name in written.tests if name not in names]

@@ -108,7 +108,7 @@ class Case:
     error: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # its hash is its identity: it is looked up for each jail
 class Policy:
     """Calls that go through, calls that are answered, and for others the first case that fits.
 

@@ -29,7 +29,6 @@ NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
 FARTHEST = 255  # instructions that a conditional jump can pass over
 
 
-@functools.lru_cache(maxsize=8)  # a zygote makes them once, before it forks
 def program(policy: Policy, told: bool = True, machine: str = "") -> bytes:
     """The filter for `machine` (default: this one), as an array of struct sock_filter.
 
@@ -72,29 +71,31 @@ def install(policy: Policy, listen: bool = False) -> int:
     """
     if listen:
         try:
-            return _install(program(policy), NEW_LISTENER)
+            return _install(policy, True)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EBUSY):
                 raise
-    _install(program(policy, False), 0)
+    _install(policy, False)
     return -1
 
 
-def _install(code: bytes, flags: int) -> int:
-    kept = ctypes.create_string_buffer(code, len(code))
-    record = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(kept))
+def _install(policy: Policy, told: bool) -> int:
+    number, record, _ = prepared(policy, told)
+    flags = NEW_LISTENER if told else 0
     return kernel.called(
-        "syscall",
-        ctypes.c_long(_own_number()),
-        ctypes.c_uint(SET_MODE_FILTER),
-        ctypes.c_uint(flags),
-        record,
+        "syscall", number, ctypes.c_long(SET_MODE_FILTER), ctypes.c_long(flags), record
     )
 
 
-@functools.lru_cache(maxsize=1)
-def _own_number() -> int:
-    return numbers()["seccomp"]
+@functools.lru_cache(maxsize=8)  # a zygote makes them once, before it forks
+def prepared(policy: Policy, told: bool) -> tuple[ctypes.c_long, bytes, object]:
+    """The number of seccomp(2), a struct sock_fprog, and the filter that it points to, which must
+    live as long.
+    """
+    code = program(policy, told)
+    kept = ctypes.create_string_buffer(code, len(code))
+    record = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(kept))
+    return ctypes.c_long(numbers()["seccomp"]), record, kept
 
 
 def _tree(ranges: list[tuple[int, bytes]]) -> bytes:

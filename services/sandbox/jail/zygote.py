@@ -21,7 +21,7 @@ import socket
 import sys
 from typing import Any
 
-from . import allowed, frames, keeper, kernel, seccomp, suite
+from . import allowed, frames, guest, keeper, kernel, seccomp, suite
 
 PACKET = 1 << 16  # bytes of a request
 DESCRIPTORS = 16  # most that come with one packet
@@ -95,7 +95,9 @@ def warm(packages: Any, tier: str, searched_last: str = "") -> None:
     if searched_last:
         sys.path.remove(searched_last)
     for counted in (True, False):
-        seccomp.program(allowed.policy(tier, counted))
+        seccomp.prepared(allowed.policy(tier, counted), True)
+    guest.make_streams()
+    keeper.environment()
     gc.collect()
     gc.freeze()  # collections in a jail do not touch, and so copy, what is shared
 
