@@ -13,6 +13,7 @@ from . import frames, usage
 from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
+FIRST_LOOK_S = 0.02  # from a call's begin to the first: most have ended, and no time is so short
 LOOK_SHARE = 20  # times what a look took: the keeper of a large jail does not only look
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
 SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
@@ -59,10 +60,10 @@ class Watch:
         self._parallel = max(1, min(os.cpu_count() or 1, limits["processes"]))
         self._total = self._lap_cpu = 0.0
         self._lap_ran = self._lap_queued = 0.0
-        self._lap_stolen = stolen()
+        self._lap_stolen: float | None = None  # until the first look
         self._paused = self._stopped = False
         self._laps = 0
-        self._next_look = 0.0  # when the clocks are read again
+        self._next_look = self._lap + FIRST_LOOK_S  # when the clocks are read again
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         self._poller.register(wake, select.POLLIN)
@@ -118,8 +119,8 @@ class Watch:
             self._lap_cpu = self._total
         self._lap = time.monotonic()
         self._lap_ran, self._lap_queued = self._of_interpreter()
-        self._lap_stolen = stolen()
-        self._next_look = 0.0
+        self._lap_stolen = None
+        self._next_look = self._lap + FIRST_LOOK_S
         if self._stopped and not self._paused:
             self._stopped = False
             self._signal_all(signal.SIGCONT)
@@ -133,6 +134,8 @@ class Watch:
         if self._paused:
             self._signal_all(signal.SIGSTOP)
             return (STOPPED_S if used < STOPPED_CPU_S else -1.0), "cpu"
+        if self._lap_stolen is None:
+            self._lap_stolen = stolen()
         ready = self.set_up()
         elapsed = time.monotonic() - self._lap
         if elapsed > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
@@ -146,7 +149,7 @@ class Watch:
         """Seconds of this lap in which the interpreter waited for a core, and no other process or
         thread of its jail can have had it: they have run for as long at most as they have used.
         """
-        lost = stolen() - self._lap_stolen
+        lost = stolen() - (self._lap_stolen or 0.0)
         if self._cpu.blind:
             return lost
         ran, queued = self._of_interpreter()
