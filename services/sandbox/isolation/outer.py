@@ -61,7 +61,8 @@ def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
     if outer.tier != "bwrap":
         return zygote
     argv = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
-    argv += ["--clearenv", "--hostname", "jail"]
+    # What the loader looks up late, each fork would look up for itself, in pages of its own.
+    argv += ["--clearenv", "--setenv", "LD_BIND_NOW", "1", "--hostname", "jail"]
     argv += shown(gathered.get(outer.root, outer.root)) if outer.root else host()
     for place in outer.places:
         argv += ["--ro-bind", gathered.get(place, place), place]
