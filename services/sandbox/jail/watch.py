@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import frames, usage
+from . import frames, memory, usage
 from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
@@ -51,10 +51,11 @@ class Watch:
         cpu: usage.Grouped | usage.Scanned,
         signal_all: Callable[[int], None],
         refusals: Refusals,
+        together: memory.Watched | None,
     ) -> None:
         self._child, self._channel, self._wake = child, channel, wake
         self._limits, self._cpu, self._signal_all = limits, cpu, signal_all
-        self._refusals = refusals
+        self._refusals, self._memory = refusals, together
         self._ready, self._set_up = ready, False
         self._begun = self._lap = time.monotonic()
         self._parallel = max(1, min(os.cpu_count() or 1, limits["processes"]))
@@ -78,14 +79,21 @@ class Watch:
             if ended is not None:
                 return ended
             now = time.monotonic()
+            if self._memory is not None and now >= self._memory.due and not self._stopped:
+                if self._memory.over():
+                    return {**self._ended(""), "memory": True}
+                now = time.monotonic()
             if now >= self._next_look:
                 left, which = self._left()
                 if left <= 0:
-                    return self._out_of_time(which)
+                    return self._ended(which)
                 after = time.monotonic()
                 self._next_look = after + max(left, LOOK_S, LOOK_SHARE * (after - now))
                 now = after
-            for fd, _ in self._poller.poll(1000 * max(self._next_look - now, 0)):
+            next_look = self._next_look
+            if self._memory is not None and not self._stopped:
+                next_look = min(next_look, self._memory.due)
+            for fd, _ in self._poller.poll(1000 * max(next_look - now, 0)):
                 if fd == self._wake:
                     os.read(self._wake, 4096)
                 elif fd == self._refusals.fd:
@@ -202,7 +210,7 @@ class Watch:
             if pid == self._child:
                 return self._report(_exit_code(status), used, "")
 
-    def _out_of_time(self, which: str) -> dict[str, Any]:
+    def _ended(self, which: str) -> dict[str, Any]:
         self._signal_all(signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
         return self._report(_exit_code(status), used, which)
