@@ -19,6 +19,7 @@ import psutil
 
 from common.clock import Clock
 from common.errors import MeshError, PeerLost
+from common.job.runners import Runner
 from common.process import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
@@ -29,6 +30,8 @@ from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.outer import PLAIN_ID, Outer
 from services.sandbox.isolation.pipes import Output, Pipe
+from services.sandbox.isolation.runners import leftovers
+from services.sandbox.isolation.runners.spawner import Spawner
 from services.sandbox.isolation.zygotes import Zygote, ZygoteSilent
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
@@ -39,6 +42,8 @@ LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empt
 STREAMS = ("stdin", "stdout", "stderr")
 OVERHEAD_PROCESSES = 1  # the keeper
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
+RUNNER_BYTES = 256 << 20  # of a runner's own processes and the kernel in them; runsc has 60 MiB
+RUNNER_PROCESSES, RUNNER_THREADS = 256, 4  # threads of its own, and for one of the guest
 
 
 class JailLauncher:
@@ -63,6 +68,7 @@ class JailLauncher:
         self._groups: deque[Cgroup] = deque()
         self._made: list[Cgroup] = []
         self._numbers = itertools.count()
+        self._folders: list[Path] = []  # of a runner's containers
         self.started = 0  # jails
 
     @property
@@ -92,20 +98,9 @@ class JailLauncher:
     async def _start(self) -> None:
         self._drop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        interpreter = self._interpreter
-        outer = Outer(
-            self.tier,
-            theirs.fileno(),
-            interpreter.python,
-            interpreter.isolated,
-            interpreter.places,
-            interpreter.warm,
-            interpreter.packages,
-            interpreter.root,
-        )
         try:
             child = self._host.spawn(
-                [sys.executable, "-m", "services.sandbox.isolation.outer", outer.argument()],
+                [sys.executable, "-m", *self._command(theirs.fileno())],
                 name="zygote",
                 log=self._log,
                 own_session=True,
@@ -134,6 +129,35 @@ class JailLauncher:
                 fix="its output is in the sandbox's log; `meshrl doctor` names what this host has",
             )
         self._zygote = zygote
+
+    def _command(self, control: int) -> list[str]:
+        """The module that becomes, or leads to, what is asked for jails, and its argument."""
+        given = self._interpreter
+        if given.runner:
+            self._folders.append(leftovers.folder())
+            spawner = Spawner(
+                control,
+                str(self._folders[-1]),
+                given.runner,
+                given.python,
+                given.isolated,
+                given.places,
+                given.warm,
+                given.packages,
+                given.root,
+            )
+            return ["services.sandbox.isolation.runners.spawner", spawner.argument()]
+        outer = Outer(
+            self.tier,
+            control,
+            given.python,
+            given.isolated,
+            given.places,
+            given.warm,
+            given.packages,
+            given.root,
+        )
+        return ["services.sandbox.isolation.outer", outer.argument()]
 
     def _drop(self) -> None:
         if self._zygote is not None:
@@ -242,9 +266,10 @@ class JailLauncher:
             for number, fd in enumerate(group.lists if group else ()):
                 fds[f"group{number}"] = fd
             request: dict[str, Any] = {"limits": limits.document(), "descriptors": list(fds)}
-            if self.tier != "bwrap":
+            if self.tier == "landlock":
                 scratch = self._scratch()
                 request |= {"scratch": scratch, "readable": self._readable()}
+            if self.tier == "landlock" or self._shares_users:
                 request["limits"]["processes"] += _processes_of_user()
             packet = json.dumps(request).encode()
             answer = zygote.send(packet, list(fds.values()))
@@ -290,15 +315,30 @@ class JailLauncher:
             return None
         group = self._empty_group()
         for _ in range(LEAVING_LOOKS):
-            if group is not None or not self._groups:
-                break
+            if group is not None or not self._groups or self._interpreter.runner:
+                break  # a container takes longer to be taken down than another group to be made
             await self.clock.sleep(LEAVING_S)
             group = self._empty_group()
         if group is None:
             group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(self._numbers)}")
             self._made.append(group)
-        group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes + OVERHEAD_PROCESSES)
+        more = self._overhead(limits)
+        group.limit(limits.memory_bytes + more[0], limits.processes + more[1])
         return group
+
+    def _overhead(self, limits: JailLimits) -> tuple[int, int]:
+        """Bytes and processes of a group beside the guest's."""
+        if not self._interpreter.runner:
+            return OVERHEAD_BYTES, OVERHEAD_PROCESSES
+        # A kernel's files are its memory, and it has threads for each of its processes.
+        more = RUNNER_PROCESSES + RUNNER_THREADS * limits.processes
+        return RUNNER_BYTES + limits.scratch_bytes, more
+
+    @property
+    def _shares_users(self) -> bool:
+        """Whether a container's kernel counts processes of its user elsewhere, too."""
+        runner = self._interpreter.runner
+        return bool(runner) and not Runner(runner).runsc
 
     def _empty_group(self) -> Cgroup | None:
         for _ in range(len(self._groups)):
@@ -319,6 +359,9 @@ class JailLauncher:
         self._drop()
         if zygote is not None:
             await zygote.child.wait(DRAIN_S)
+        for folder in self._folders:
+            await leftovers.settled(self.clock, folder)
+        self._folders = []
         for group in self._made:
             for _ in range(100):
                 if group.empty():

@@ -110,13 +110,17 @@ def _become_guest(
             os.dup2(fds[name], place)
             os.close(fds[name])
         scratch = request.get("scratch", SCRATCH)
-        if tier == "bwrap":
-            os.setsid()
-        else:
+        if tier == "landlock":
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
+        elif tier == "bwrap":
+            os.setsid()
+        if tier == "runner" and os.getuid() == 0:
+            _become_plain(request["user"])
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
-        if tier != "bwrap":
+        if tier == "landlock":
             seccomp.install(seccomp.ONE_GROUP)
+        elif tier == "runner":
+            seccomp.install(seccomp.JAIL)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         os.chdir(scratch)
         environment(scratch)
@@ -132,6 +136,18 @@ def _become_guest(
     os.write(fds["closed"], b"y")
     os.close(fds["closed"])
     guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
+
+
+def _become_plain(user: int) -> None:
+    """The guest's own user, where the keeper is root in a container: it cannot reach the keeper.
+    Where the container has no other user, it has no capabilities, at least.
+    """
+    try:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    except OSError:
+        kernel.drop_capabilities()
 
 
 def limit(limits: dict[str, Any], laps: bool) -> None:
@@ -152,7 +168,11 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        resource.setrlimit(which, (soft, soft if hard is None else hard))
+        try:
+            resource.setrlimit(which, (soft, soft if hard is None else hard))
+        except ValueError:
+            if which != resource.RLIMIT_MSGQUEUE:  # gVisor's cannot be set; the filter refuses them
+                raise
 
 
 def environment(scratch: str) -> None:

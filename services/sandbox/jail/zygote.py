@@ -68,12 +68,12 @@ def refuse(fd: int, error: OSError) -> None:
         return
 
 
-def warm(packages: Any, searched_last: str = "") -> None:
+def warm(packages: Any, searched_last: str = "", usual: str = WARM) -> None:
     """`searched_last` is a directory for what is not found elsewhere; jails do not search it."""
     _import_random()
     if searched_last:
         sys.path.append(searched_last)
-    for name in [*WARM.split(), *packages]:
+    for name in [*usual.split(), *packages]:
         try:
             __import__(name)
         except ImportError as error:
