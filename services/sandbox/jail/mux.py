@@ -61,6 +61,7 @@ class Mux:
         self._channels: dict[int, Channel] = {}
         self._came = bytearray()
         self.outbox = bytearray()
+        self._deaf = False  # the other end takes nothing more
         self.over = False  # the other end has closed
 
     def attach(
@@ -142,16 +143,18 @@ class Mux:
             self._flush()
 
     def _record(self, kind: int, number: int, content: bytes = b"", length: int = -1) -> None:
-        self.outbox += HEAD.pack(kind, number, len(content) if length < 0 else length) + content
+        if not self._deaf:
+            size = len(content) if length < 0 else length
+            self.outbox += HEAD.pack(kind, number, size) + content
 
     def _flush(self) -> None:
         try:
             del self.outbox[: os.write(self._outgoing, self.outbox)]
         except BlockingIOError:
             return
-        except OSError:
+        except OSError:  # nobody listens; what was said before may still come
             self.outbox.clear()
-            self.over = True
+            self._deaf = True
 
     def _take(self, number: int, channel: Channel) -> None:
         try:

@@ -165,7 +165,7 @@ class Bridge:
                 clock = self._told(keeper, clock)
             if self._finished():
                 return self._report
-            if self._link.over:
+            if self._link.over and self._report is None:
                 if not self._hello:
                     raise Failed(f"the container ended at its start{self._how()}")
                 return None
