@@ -6,6 +6,7 @@ at all is BadTests, and what no runner could judge by is Unsupported: neither is
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ DEPTH = 200  # nesting of one value; the same as in `jail/plain.py`
 DIGITS = 100_000  # of a whole number in JSON text; reading more would hold up all other calls
 CHUNK = 4_000  # digits that `int` reads at once, below where it refuses a text
 LINKED = ("ListNode", "TreeNode")  # types of arguments that a corpus builds from lists
+SOLUTION = "solution"  # the module that tests in Python import
 FUNCTION_KEYS = ("function", "fn_name")
 
 
@@ -82,6 +84,25 @@ def read(tests: Any) -> Tests:
     if function:
         return CalledTests(function, _called_pairs(pairs))
     return PrintedTests([Printed(_text(a, "an input"), (_text(b, "an output"),)) for a, b in pairs])
+
+
+def names(tests: Tests) -> frozenset[str]:
+    """What a program must define, as far as its tests say: one of these."""
+    if isinstance(tests, CalledTests):
+        return frozenset({tests.function.partition(".")[0]})
+    if isinstance(tests, PrintedTests):
+        return frozenset()
+    try:
+        tree = ast.parse(tests)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # told when they are to run
+        return frozenset()
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == SOLUTION:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found |= {node.attr} if node.value.id == SOLUTION else set()
+    return frozenset(found)
 
 
 # ---- programs that print ------------------------------------------------------------------------

@@ -12,10 +12,12 @@ from common.process.host import SystemHost
 from loadtests.conformance.row import Row
 from services.sandbox.answer import Answer
 from services.sandbox.grading.code import Grading
+from services.sandbox.grading.real_pytest import Suites
 from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.pytest_packages import with_pytest
 from services.sandbox.isolation.slots import JailSlots
 
 Answers = dict[tuple[str, str], Answer]  # by row and solution
@@ -33,17 +35,22 @@ async def graded(rows: Iterable[Row], jobs: int, runner: str) -> Answers:
             SystemHost(), clock, "bwrap", Interpreter.own(), cgroups.find(), log
         )
         await launcher.start()
+        interpreter = with_pytest(Interpreter.own())
+        suites = Suites(
+            JailLauncher(SystemHost(), clock, "bwrap", interpreter, cgroups.find(), log)
+        )
 
         async def one(row: Row, which: str) -> None:
             text = f"The program:\n\n```python\n{row.solutions[which]}```\n"
             turn = {"role": "model", "text": text}
             options = {"runner": runner}
             async with turns:
-                grading = Grading(launcher, slots, "conformance", JailLimits(), options)
+                grading = Grading(launcher, slots, "conformance", JailLimits(), options, suites)
                 found[row.name, which] = await grading.reward({"tests": row.tests}, [turn])
 
         try:
             await asyncio.gather(*(one(row, which) for row in rows for which in row.solutions))
         finally:
             await launcher.stop()
+            await suites.launcher.stop()
     return found

@@ -7,6 +7,7 @@ corpora; texts and data are our own.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,9 @@ def mbpp(name: str, right: str, asserts: str, first: Edit, second: Edit) -> Row:
     head, lines = [], []
     for line in asserts.strip().splitlines():
         (lines if line.startswith("assert") else head).append(line)
-    tests = "from solution import *\n" + "".join(f"{line}\n" for line in head)
+    function = re.findall(r"^def (\w+)", right, re.MULTILINE)[-1]
+    imported = "*" if len(name) % 2 else function  # both are common
+    tests = f"from solution import {imported}\n" + "".join(f"{line}\n" for line in head)
     for number, line in enumerate(lines, 1):
         tests += f"\n\ndef test_{number}():\n    {line}\n"
     return row(name, "mbpp", tests, right, first, second)

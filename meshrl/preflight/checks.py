@@ -12,7 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 from common.errors import MeshError
 from meshrl.job.jobfile import JobFile
-from meshrl.preflight import devices, modules, programs, prompts, redis_server, tokens, weights
+from meshrl.preflight import (
+    devices,
+    graded,
+    modules,
+    programs,
+    prompts,
+    redis_server,
+    tokens,
+    weights,
+)
 from meshrl.preflight.addresses import bind, metrics
 from meshrl.preflight.together import raise_all
 
@@ -24,6 +33,7 @@ OF_THE_JOB: tuple[Check, ...] = (
     tokens.stop,
     weights.whole,
     prompts.lengths,
+    graded.graded,
     programs.packages,
     programs.sglang,
     programs.verifiers,

@@ -94,4 +94,6 @@ def told(ran: Ran) -> dict[str, Any]:
     said: dict[str, Any] = {"status": ran.status, "output": output}
     if ran.status == OK and ran.exit:
         said["exit"] = ran.exit
+    if ran.refused:
+        said["refused"] = list(ran.refused)
     return said

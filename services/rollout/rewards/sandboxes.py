@@ -429,5 +429,5 @@ def _value(outcome: Outcome, what: str) -> Any:
         f"{what}: {outcome.status}: {outcome.error}",
         kind=f"{what} {SAID.get(outcome.status, outcome.status)}",
         detail=outcome.error,
-        fix="see the job's module",
+        fix="mend the row's tests" if outcome.status == UNSUPPORTED else "see the job's module",
     )

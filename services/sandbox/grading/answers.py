@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-FENCE = "```"
-
 
 def answer_of(turns: list[dict[str, Any]], options: dict[str, Any]) -> str:
     """The model's last turn without what ends it; empty when a trajectory does not end with one."""
@@ -23,13 +21,3 @@ def answer_of(turns: list[dict[str, Any]], options: dict[str, Any]) -> str:
             if end and text.endswith(end):
                 text, stripped = text[: -len(end)], True
     return text
-
-
-def code_of(text: str) -> str:
-    """The last block between fences, if there is one; else the whole text."""
-    parts = text.split(FENCE)
-    if len(parts) < 3:
-        return text
-    last = len(parts) - 2 if len(parts) % 2 else len(parts) - 3  # an open fence is no block
-    language, newline, body = parts[last].partition("\n")
-    return body if newline and " " not in language.strip() else parts[last]

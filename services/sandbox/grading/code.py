@@ -10,16 +10,18 @@ are broken, or that no runner can run them, is an error, not a score.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, UNSUPPORTED
-from common.grading import shapes
-from common.grading.cases import BadTests, CalledTests
+from common.grading import cases, shapes
+from common.grading.cases import BadTests, CalledTests, Tests
 from common.grading.support import Unsupported, unsupported
 from services.sandbox.answer import Answer
 from services.sandbox.grading import called, isolated, printed, real_pytest
-from services.sandbox.grading.answers import answer_of, code_of
+from services.sandbox.grading.answers import answer_of
 from services.sandbox.grading.attempt import Attempt
+from services.sandbox.grading.programs import program_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import JailLimits
@@ -45,10 +47,11 @@ class Grading:
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> Answer:
         """The share of tests passed; all or nothing without `partial`."""
         answer = answer_of(turns, self._options)
-        source = str(self._options.get("prefix", "")) + code_of(answer)
+        prefix = str(self._options.get("prefix", ""))
         try:
-            tests = row[self._options.get("tests", "tests")]
-            passed = await self._passed(source, tests) if answer.strip() else [False]
+            style, tests = shapes.read(row[self._options.get("tests", "tests")])
+            program = program_of(answer, prefix, cases.names(tests), style == shapes.STDIN)
+            passed = await self._passed(prefix + program, tests) if program.strip() else [False]
         except Unsupported as error:
             return Answer(UNSUPPORTED, None, str(error))
         except (BadTests, KeyError, TypeError, ValueError) as error:
@@ -60,22 +63,23 @@ class Grading:
         score = sum(passed) / len(passed)
         return Answer(OK, score if self._attempt.partial else float(all(passed)), "")
 
-    async def _passed(self, source: str, tests: Any) -> list[bool]:
-        _, found = shapes.read(tests)
-        if isinstance(found, str):
-            return await self._in_python(source, found)
-        if isinstance(found, CalledTests):
-            return await called.passed(self._attempt, source, found.function, found.cases)
-        return await printed.passed(self._attempt, source, found.cases)
+    async def _passed(self, source: str, tests: Tests) -> list[bool]:
+        if isinstance(tests, str):
+            return await self._in_python(source, tests)
+        if isinstance(tests, CalledTests):
+            return await called.passed(self._attempt, source, tests.function, tests.cases)
+        return await printed.passed(self._attempt, source, tests.cases)
 
     async def _in_python(self, source: str, tests: str) -> list[bool]:
         """By the runner that the job names; `auto` is the isolated one where it can run them."""
         runner, why = str(self._options.get("runner", "auto")), ""
         if runner != "pytest":
-            lacks = unsupported(tests)
-            if not lacks:
-                return await isolated.passed(self._attempt, source, tests)
-            why = f"the runner isolated cannot run: {', '.join(lacks)}"
+            try:
+                if not (lacks := _lacks(tests)):
+                    return await isolated.passed(self._attempt, source, tests)
+                why = f"the runner isolated cannot run: {', '.join(lacks)}"
+            except Unsupported as error:  # it has shown when the tests ran
+                why = str(error)
             if runner == "isolated" or self._suites is None:
                 raise Unsupported(why)
         assert self._suites is not None
@@ -83,3 +87,9 @@ class Grading:
             return await real_pytest.passed(self._attempt, self._suites, source, tests)
         except Unsupported as error:
             raise Unsupported("; ".join(filter(None, (why, str(error))))) from None
+
+
+@functools.lru_cache(shapes.KNOWN)
+def _lacks(tests: str) -> tuple[str, ...]:
+    """What the runner isolated cannot run; as long to find out as a jail takes to begin."""
+    return unsupported(tests)

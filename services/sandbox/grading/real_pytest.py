@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import BadMessage, PeerLost
-from common.grading import suites
+from common.grading import shapes, suites
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.grading.attempt import (
@@ -28,7 +28,6 @@ from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
 from services.sandbox.isolation.limits import MIB
 
 PYTEST_BYTES = 64 * MIB  # address space of pytest itself, beside the solution's memory
-KNOWN_MOST = 4096  # suites whose tests are remembered; a group's answers share a row
 PASSED = "passed"
 
 
@@ -98,7 +97,7 @@ async def _known(attempt: Attempt, suite: Suites, tests: str) -> list[str]:
             jail.close()
     names = _judged(said, written)
     suite.known[tests] = names
-    while len(suite.known) > KNOWN_MOST:
+    while len(suite.known) > shapes.KNOWN:
         suite.known.popitem(last=False)
     return names
 
@@ -118,7 +117,7 @@ def _judged(said: dict[str, Any] | None, written: suites.Suite) -> list[str]:
         return written.tests
     for entry in said["collected"]:
         if "lacks" in entry:
-            raise BadTests(f"{entry['id']}: there is no fixture {entry['lacks']!r}")
+            raise Unsupported(f"{entry['id']} takes {entry['lacks']}, which pytest has not")
     names = _names(said)
     if said["used"]:  # a test may be made by what stood for the solution
         names += [name for name in written.tests if name not in names]

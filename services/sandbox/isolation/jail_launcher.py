@@ -41,6 +41,7 @@ TRIES = 3  # attempts to start a jail, should its zygote have ended
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
 OVERHEAD_PROCESSES = 1  # the keeper
+_NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
 RUNNER_BYTES = 256 << 20  # of a runner's own processes and the kernel in them; runsc has 60 MiB
 RUNNER_PROCESSES, RUNNER_THREADS = 256, 4  # threads of its own, and for one of the guest
@@ -67,7 +68,6 @@ class JailLauncher:
         self._starting = asyncio.Lock()
         self._groups: deque[Cgroup] = deque()
         self._made: list[Cgroup] = []
-        self._numbers = itertools.count()
         self._folders: list[Path] = []  # of a runner's containers
         self.started = 0  # jails
 
@@ -266,6 +266,7 @@ class JailLauncher:
             for number, fd in enumerate(group.lists if group else ()):
                 fds[f"group{number}"] = fd
             request: dict[str, Any] = {"limits": limits.document(), "descriptors": list(fds)}
+            request["counted"] = group is not None
             if self.tier == "landlock":
                 scratch = self._scratch()
                 request |= {"scratch": scratch, "readable": self._readable()}
@@ -320,7 +321,7 @@ class JailLauncher:
             await self.clock.sleep(LEAVING_S)
             group = self._empty_group()
         if group is None:
-            group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(self._numbers)}")
+            group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(_NUMBERS)}")
             self._made.append(group)
         more = self._overhead(limits)
         group.limit(limits.memory_bytes + more[0], limits.processes + more[1])

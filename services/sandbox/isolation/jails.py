@@ -14,7 +14,7 @@ from common.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
 from services.sandbox.isolation.cgroups import Cgroup
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.pipes import Output, Pipe
-from services.sandbox.jail import guest
+from services.sandbox.jail import calls, guest
 
 GRACE_S = 60.0  # past its limits, until a jail counts as stuck: its keeper must have ended it
 SLOWEST = 10.0  # times its wall clock limit that a jail may take, waiting for cores included
@@ -39,6 +39,7 @@ class Ran:
     wall_s: float = 0.0
     error: str = ""
     laps: int = 0  # laps that had begun before it ended
+    refused: tuple[str, ...] = ()  # system calls that it asked for and did not get, each once
 
 
 class Jail:
@@ -122,6 +123,9 @@ class Jail:
 
     def _typed(self, report: dict[str, Any], over: bool) -> Ran:
         status, error = self._status(report, over)
+        refused = tuple(calls.name(number) for number in report.get("refused", ()))
+        if status == REFUSED and refused:
+            error = f"{error}: {', '.join(refused)}"
         return Ran(
             status,
             self.stdout,
@@ -131,6 +135,7 @@ class Jail:
             float(report.get("wall_s", 0.0)),
             error,
             int(report.get("laps", 0)),
+            refused,
         )
 
     def _status(self, report: dict[str, Any], over: bool) -> tuple[str, str]:

@@ -65,9 +65,8 @@ def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
     argv += shown(gathered.get(outer.root, outer.root)) if outer.root else host()
     for place in outer.places:
         argv += ["--ro-bind", gathered.get(place, place), place]
-    for package in outer.packages:
-        inside = f"{PACKAGES}/{os.path.basename(package)}"
-        argv += ["--ro-bind", gathered.get(package, package), inside]
+    for place in outer.packages:
+        argv += ["--ro-bind", gathered.get(place, place), f"{PACKAGES}/{os.path.basename(place)}"]
     jail = str(Path(__file__).parents[1] / "jail")
     argv += ["--ro-bind", gathered.get(jail, jail), f"{INSIDE}/jail"]
     argv += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/tmp"]

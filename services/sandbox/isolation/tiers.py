@@ -24,7 +24,7 @@ from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.jail import landlock, seccomp
+from services.sandbox.jail import calls, landlock
 
 PROBE = JailLimits(wall_s=20.0, cpu_s=20.0)
 WORD = "in a jail"
@@ -46,8 +46,8 @@ class Found:
 async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
     """The best tier in which a program runs here."""
     try:
-        seccomp.program(seccomp.JAIL)
-    except seccomp.Unsupported as error:
+        calls.architecture()
+    except calls.Unsupported as error:
         return Found("none", f"{error}: run the sandbox on another machine")
     problem = ""
     if shutil.which("bwrap"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _random
 import ast
+import atexit
 import builtins
 import errno
 import io
@@ -45,16 +46,6 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
             shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
             os.execv(shell, [shell, "-c", program["source"]])
         graded = bool(program.get("graded"))
-        stdin = io.BufferedReader(io.FileIO(0, closefd=False))
-        sys.stdin = io.TextIOWrapper(stdin, encoding="utf-8")
-        setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - its type says that nobody does
-        for name, fd in (("stdout", 1), ("stderr", 2)):
-            raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
-            text = io.TextIOWrapper(
-                raw, encoding="utf-8", errors="backslashreplace", line_buffering=not graded
-            )  # what was printed before a time-out is not lost, if anybody reads it
-            setattr(sys, name, text)
-            setattr(sys, f"__{name}__", text)
         sys.argv = [SOURCE_NAME]
         for name in ("exit", "quit"):  # as `site` adds them, which is not imported here
             setattr(builtins, name, sys.exit)
@@ -80,6 +71,28 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
     except BaseException as error:
         show(error)
         _end(_status(error))
+
+
+def make_streams() -> None:
+    """Standard streams over descriptors 0 to 2, whatever these are when a guest runs: the zygote
+    makes them once. They ask then whether one can seek in what they write to: it must be a pipe.
+    """
+    stdin = io.BufferedReader(io.FileIO(0, closefd=False))
+    sys.stdin = io.TextIOWrapper(stdin, encoding="utf-8")
+    reading, writing = os.pipe()
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        kept = os.dup(fd)
+        os.dup2(writing, fd)
+        raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+        text = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )  # what was printed before a time-out is not lost
+        os.dup2(kept, fd)
+        os.close(kept)
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+    os.close(reading)
+    os.close(writing)
 
 
 def seed_random() -> None:
@@ -135,7 +148,6 @@ def _end(code: int) -> NoReturn:
     try:
         if code == 0 and "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
-        import atexit
 
         atexit._run_exitfuncs()
     except BaseException:

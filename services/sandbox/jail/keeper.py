@@ -8,6 +8,8 @@ report must carry only when the guest has been forked. When it ends, the kernel 
 
 from __future__ import annotations
 
+# What a fork touches, it copies: the functions of `signal` go through its enumerations.
+import _signal
 import os
 import resource
 import signal
@@ -16,7 +18,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from . import frames, guest, kernel, landlock, seccomp, watch
+from . import allowed, frames, guest, kernel, landlock, refusals, seccomp, watch
 
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -31,30 +33,37 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
     channel = fds["keeper"]
     try:
         _close_others(fds)
+        policy = allowed.policy(tier, request["counted"])
         wake = _wakes()
         if tier == "bwrap":
             _join_groups(fds)
             _namespaces(request["limits"])
             kernel.drop_capabilities()
-            seccomp.install(seccomp.JAIL)
         else:
             _join_groups(fds)
             os.setsid()
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        # It holds for us, too: what we call from here on must be among what goes through.
+        held = tier != "runner"  # else the guest alone, which becomes another user before
+        refused = refusals.Refusals(seccomp.install(policy, listen=True) if held else -1)
         program = frames.receive(channel)
         begun = time.monotonic()
         ready, closed = os.pipe()
         child = os.fork()
         if child == 0:
+            if not held:
+                _become_plain(request["user"])
+                seccomp.install(policy)
             _become_guest({**fds, "closed": closed}, request, program, tier)
         os.close(closed)
         for name, fd in fds.items():
             if name != "keeper":
                 os.close(fd)
         nonce = frames.receive(channel)["nonce"]
-        report = watch.Watch(child, channel, wake, request["limits"], begun, tier).until_ended()
+        watching = watch.Watch(child, channel, wake, request["limits"], begun, tier, refused)
+        report = {**watching.until_ended(), "refused": refused.numbers}
         if not report["timeout"] and not os.read(ready, 1):
             report = {"failed": f"a guest could not be set up: status {report['exit']}"}
         frames.send(channel, {"nonce": nonce, **report})
@@ -101,9 +110,9 @@ def _become_guest(
     fds: dict[str, int], request: dict[str, Any], program: Any, tier: str
 ) -> NoReturn:
     try:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        _signal.set_wakeup_fd(-1)
+        for number in (_signal.SIGCHLD, _signal.SIGINT):
+            _signal.signal(number, _signal.SIG_DFL)
         os.close(fds.pop("keeper"))
         _close_others(fds)
         for place, name in enumerate(("stdin", "stdout", "stderr")):
@@ -114,18 +123,12 @@ def _become_guest(
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
         elif tier == "bwrap":
             os.setsid()
-        if tier == "runner" and os.getuid() == 0:
-            _become_plain(request["user"])
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
-        if tier == "landlock":
-            seccomp.install(seccomp.ONE_GROUP)
-        elif tier == "runner":
-            seccomp.install(seccomp.JAIL)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         os.chdir(scratch)
-        environment(scratch)
-        with open("/proc/self/oom_score_adj", "w") as file:  # before the keeper, if one must go
-            file.write("1000")
+        if scratch != SCRATCH:
+            os.environ.update(HOME=scratch, TMPDIR=scratch)
+        kernel.write("/proc/self/oom_score_adj", "1000")  # before the keeper, if one must go
     except OSError as error:
         if error.filename != "/proc/self/oom_score_adj":
             traceback.print_exc()
@@ -142,6 +145,8 @@ def _become_plain(user: int) -> None:
     """The guest's own user, where the keeper is root in a container: it cannot reach the keeper.
     Where the container has no other user, it has no capabilities, at least.
     """
+    if os.getuid() != 0:
+        return
     try:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -175,13 +180,14 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
                 raise
 
 
-def environment(scratch: str) -> None:
+def environment() -> None:
+    """That of guests, which the zygote has already."""
     os.environ.clear()
     os.environ.update(
         {
             "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
-            "HOME": scratch,
-            "TMPDIR": scratch,
+            "HOME": SCRATCH,
+            "TMPDIR": SCRATCH,
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
@@ -193,8 +199,8 @@ def environment(scratch: str) -> None:
 def _wakes() -> int:
     """A descriptor that becomes readable whenever a process of the jail ends."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    _signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    _signal.signal(_signal.SIGCHLD, lambda *_: None)
     return reading
 
 

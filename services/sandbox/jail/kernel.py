@@ -20,6 +20,7 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_VERSION_3 = 0x20080522
 
 libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
 def called(name: str, *arguments: object) -> int:
@@ -50,9 +51,8 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     )
 
 
-def prctl(option: int, *values: int) -> None:
-    padded = (*values, 0, 0, 0, 0)[:4]
-    called("prctl", ctypes.c_int(option), *(ctypes.c_ulong(value) for value in padded))
+def prctl(option: int, value: int, third: int = 0) -> None:
+    called("prctl", option, value, third, 0, 0)
 
 
 def drop_capabilities() -> None:

@@ -26,7 +26,7 @@ OUTPUTS = (mux.STDOUT, mux.STDERR)
 def main() -> NoReturn:
     incoming, outgoing = _own_pipes()
     request = frames.receive(incoming)
-    zygote.warm(request["warm"], request["searched_last"], usual="")
+    zygote.warm(request["warm"], "runner", request["searched_last"], usual="")
     _scratch(request)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is left to us
     ends, fds = _channels(request["channels"])

@@ -16,6 +16,8 @@ from typing import Any
 from . import frames, guarded, placeholder
 
 SOLUTION, TESTS, SETTINGS = "solution.py", "test_solution.py", "pytest.ini"
+ASYNC = ("asyncio", "anyio", "trio", "twisted", "tornado")  # plugins that run async functions
+CO_COROUTINE = 0x80  # of `inspect`, which need not be imported for every jail
 TEXT = 300  # characters of what went wrong
 OPTIONS = (
     "-qq --no-header --no-summary --tb=no --assert=plain --noconftest -p no:cacheprovider "
@@ -147,12 +149,15 @@ def _outcome(reports: list[Any]) -> str:
 
 
 def _lacking(item: Any) -> str:
-    """A fixture that the test asks for and nobody has; empty: none."""
-    info = getattr(item, "_fixtureinfo", None)
-    if not isinstance(getattr(item, "function", None), types.FunctionType) or info is None:
+    """What the test takes that only a plugin would have; empty: nothing."""
+    function, info = getattr(item, "function", None), getattr(item, "_fixtureinfo", None)
+    if not isinstance(function, types.FunctionType) or info is None:
         return ""
     given = getattr(getattr(item, "callspec", None), "params", {})
     for name in info.argnames:
         if name not in info.name2fixturedefs and name not in given and name != "request":
-            return str(name)
+            return f"the fixture {name}"
+    waits = function.__code__.co_flags & CO_COROUTINE and type(item).__name__ == "Function"
+    if waits and not any(item.config.pluginmanager.has_plugin(name) for name in ASYNC):
+        return "a plugin for async functions"
     return ""

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from . import frames
+from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
@@ -32,15 +33,24 @@ class Watch:
     """
 
     def __init__(
-        self, child: int, channel: int, wake: int, limits: dict[str, Any], begun: float, tier: str
+        self,
+        child: int,
+        channel: int,
+        wake: int,
+        limits: dict[str, Any],
+        begun: float,
+        tier: str,
+        refusals: Refusals,
     ) -> None:
         self._child, self._channel, self._wake, self._tier = child, channel, wake, tier
-        self._limits = limits
+        self._limits, self._refusals = limits, refusals
         self._begun = self._lap = begun
         self._lap_cpu = self._lap_queued = self._lap_all = 0.0
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         self._poller.register(wake, select.POLLIN)
+        if refusals.fd >= 0:
+            self._poller.register(refusals.fd, select.POLLIN)
         self._lap_stolen = stolen()
         self._paused = False
         self._laps = 0
@@ -56,6 +66,10 @@ class Watch:
             for fd, _ in self._poller.poll(1000 * max(left, LOOK_S)):
                 if fd == self._wake:
                     os.read(self._wake, 4096)
+                elif fd == self._refusals.fd:
+                    self._refusals.answer()
+                    if self._refusals.fd < 0:
+                        self._poller.unregister(fd)
                 else:
                     self._told(frames.receive(self._channel))
 
@@ -119,12 +133,12 @@ class Watch:
             if pid == 0:
                 return None
             if pid == self._child:
-                return self._report(os.waitstatus_to_exitcode(status), usage, "")
+                return self._report(_exit_code(status), usage, "")
 
     def _stopped(self, which: str) -> dict[str, Any]:
         os.kill(self._child, signal.SIGKILL)
         _, status, usage = os.wait4(self._child, 0)
-        return self._report(os.waitstatus_to_exitcode(status), usage, which)
+        return self._report(_exit_code(status), usage, which)
 
     def _report(self, exit: int, usage: Any, timeout: str) -> dict[str, Any]:
         if exit == -signal.SIGXCPU:
@@ -136,3 +150,8 @@ class Watch:
             "wall_s": time.monotonic() - self._begun,
             "laps": self._laps,
         }
+
+
+def _exit_code(status: int) -> int:
+    """os.waitstatus_to_exitcode, which Python 3.8 does not have."""
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)

@@ -10,6 +10,7 @@ but modules.
 
 from __future__ import annotations
 
+import array
 import errno
 import gc
 import json
@@ -20,7 +21,7 @@ import socket
 import sys
 from typing import Any
 
-from . import frames, keeper, kernel, seccomp, suite
+from . import allowed, frames, guest, keeper, kernel, seccomp, suite
 
 PACKET = 1 << 16  # bytes of a request
 DESCRIPTORS = 16  # most that come with one packet
@@ -36,7 +37,7 @@ WARM = (
 def serve(control: socket.socket, tier: str) -> None:
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if tier == "bwrap" else -1
     while True:
-        packet, fds, _, _ = socket.recv_fds(control, PACKET, DESCRIPTORS)
+        packet, fds = _received(control)
         if not packet:
             return
         request = json.loads(packet)
@@ -56,6 +57,17 @@ def serve(control: socket.socket, tier: str) -> None:
         control.send(DONE)
 
 
+def _received(control: socket.socket) -> tuple[bytes, list[int]]:
+    """A packet and its descriptors; socket.recv_fds, which Python 3.8 does not have."""
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(DESCRIPTORS * fds.itemsize)
+    packet, told, _, _ = control.recvmsg(PACKET, room)
+    for level, kind, content in told:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return packet, list(fds)
+
+
 def refuse(fd: int, error: OSError) -> None:
     """The sandbox is told why there is no jail, and takes it for its own failure."""
     text = f"no jail: {error}"
@@ -68,7 +80,7 @@ def refuse(fd: int, error: OSError) -> None:
         return
 
 
-def warm(packages: Any, searched_last: str = "", usual: str = WARM) -> None:
+def warm(packages: Any, tier: str, searched_last: str = "", usual: str = WARM) -> None:
     """`searched_last` is a directory for what is not found elsewhere; jails do not search it."""
     _import_random()
     if searched_last:
@@ -82,7 +94,10 @@ def warm(packages: Any, searched_last: str = "", usual: str = WARM) -> None:
         suite.warm(searched_last)
     if searched_last:
         sys.path.remove(searched_last)
-    seccomp.program(seccomp.JAIL)
+    for counted in (True, False):
+        seccomp.prepared(allowed.policy(tier, counted), True)
+    guest.make_streams()
+    keeper.environment()
     gc.collect()
     gc.freeze()  # collections in a jail do not touch, and so copy, what is shared
 
@@ -104,7 +119,7 @@ def main() -> None:
     to import beside the usual ones, and where else to look for them.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
-    warm(json.loads(sys.argv[3]), sys.argv[4])
+    warm(json.loads(sys.argv[3]), sys.argv[2], sys.argv[4])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b"warm")

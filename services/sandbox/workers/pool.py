@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from common.api.sandbox import CRASHED, POSTPONED, RAISED, TIMEOUT
+from common.api.sandbox import BAD_VALUE, CRASHED, POSTPONED, RAISED, TIMEOUT
 from common.clock import Clock
 from common.errors import (
     BadMessage,
@@ -27,6 +27,7 @@ from common.errors import (
 )
 from common.job.authored import placed
 from common.process import limits as host_limits
+from common.process.child import FRAME_LIMIT
 from common.process.handle import Child, Usage
 from common.process.host import Host
 from common.runtime.waits import WaitTable
@@ -45,6 +46,7 @@ WAITING_MOST = 20_000  # calls; beyond them callers are refused
 WAIT_S = 900.0  # longest time of a batch, queue included; callers have shorter deadlines
 START_TRIES = 3  # attempts to start a worker before those who wait are told
 RETRY_S = 0.2
+FRAME_BYTES = FRAME_LIMIT - (64 << 10)  # for the arguments of a slice; the rest is names and ids
 
 # One thread for numeric libraries: their pools cost more than they bring, and count as CPU time.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -333,16 +335,14 @@ class Pool:
         return taken
 
     async def _serve(self, child: Child, calls: list[_Waiting]) -> None:
-        frame = [(1 + place, call.name, call.arguments) for place, call in enumerate(calls)]
+        calls, frame = self._packed(calls)
+        if not calls:
+            return
         try:
-            await child.send(msgpack.packb(frame))
+            await child.send(frame)
         except (PeerLost, DeadlineExceeded) as error:  # while idle: not these calls' doing
             self._put_back(calls)
             raise _WorkerEnded(error.message) from None
-        except BadMessage as error:  # more than a frame holds: each alone, then
-            for call in reversed(calls):
-                self._retry(call, str(error))
-            return
         begun = self._clock.monotonic()
         self._busy_since[child.pid] = begun
         done = 0
@@ -366,6 +366,26 @@ class Pool:
         finally:
             del self._busy_since[child.pid]
             self._durations.saw(self._clock.monotonic() - begun, len(calls))
+
+    def _packed(self, calls: list[_Waiting]) -> tuple[list[_Waiting], bytes]:
+        """Those that a frame can hold together, and the frame. Another whose arguments MessagePack
+        cannot hold, or no frame, is answered; what fits into the next one waits for it.
+        """
+        kept: list[_Waiting] = []
+        packed: list[tuple[int, str, bytes]] = []
+        size = 0
+        for place, call in enumerate(calls):
+            problem, arguments = _arguments(call)
+            if problem:
+                self._settle(call, Answer(BAD_VALUE, None, self._placed(call, problem)))
+                continue
+            if kept and size + len(arguments) > FRAME_BYTES:
+                self._put_back(calls[place:])
+                break
+            size += len(arguments)
+            kept.append(call)
+            packed.append((len(kept), call.name, arguments))
+        return kept, msgpack.packb(packed)
 
     async def _answer(self, child: Child, call_id: int, call: _Waiting) -> Answer:
         """What a call comes to. Meanwhile this process says that it waits for the function, so that
@@ -440,6 +460,18 @@ class Pool:
 
     def _placed(self, call: _Waiting, error: str) -> str:
         return placed(error, self._places.get(call.name, ""))
+
+
+def _arguments(call: _Waiting) -> tuple[str, bytes]:
+    """("", a call's arguments as MessagePack), or (what is wrong with them, nothing)."""
+    name = shown_name(call.name)
+    try:
+        packed: bytes = msgpack.packb(call.arguments)
+    except (OverflowError, UnicodeEncodeError, ValueError, TypeError) as error:
+        return f"{name} was given what MessagePack cannot hold: {error}", b""
+    if len(packed) > FRAME_BYTES:
+        return f"{name} was given {len(packed)} bytes; {FRAME_BYTES} at most", b""
+    return "", packed
 
 
 def _unpacked(frame: bytes) -> tuple[int, str, Any, str]:

@@ -1,7 +1,7 @@
 """A process that runs a job's tools and reward: one call after the other, until it is killed.
 
 First frame in: [bundle_dir, {name: use}, {MCP server: command}, closed]; a use is "module:function"
-or "mcp:server/tool". Then slices: [[id, name, arguments], ...].
+or "mcp:server/tool". Then slices: [[id, name, its arguments, packed], ...].
 Out: [LOADED, status, {name: where its code begins}, error], then for each call as soon as it has
 ended: [id, status, value, error]; a result that waited for the end of its slice would be lost with
 a neighbour that hangs. Only the standard library and msgpack, because a pool refills while callers
@@ -61,21 +61,27 @@ def close_in() -> None:
     """What reads texts of the model needs no more than its modules, and gets no more, as far as
     this kernel can refuse it.
     """
-    from services.sandbox.jail import kernel, landlock, seccomp  # what is not closed starts sooner
+    # What is not closed starts sooner without them.
+    from services.sandbox.jail import allowed, calls, kernel, landlock, seccomp
 
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() >= landlock.LEAST:
         modules = [path for path in sys.path if os.path.isdir(path)]
         landlock.restrict([sys.prefix, sys.base_prefix, "/usr", "/lib", *modules], ["/dev/null"])
-    with contextlib.suppress(seccomp.Unsupported):
-        seccomp.install(seccomp.JAIL)
+    with contextlib.suppress(calls.Unsupported):
+        seccomp.install(allowed.ONE_GROUP)
 
 
 def run(
     functions: dict[str, Callable[..., Any]], call: list[Any], directory: str = ""
 ) -> PackedAnswer:
     """Makes a call; what is wrong is told with the line of the code in `directory`."""
-    call_id, name, arguments = call
+    call_id, name, packed = call
+    try:
+        arguments = msgpack.unpackb(packed)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        wrong = f"{shown_name(name)} was given what no worker reads: {shown_error(error)}"
+        return call_id, BAD_VALUE, None, placed(wrong, beginning_of(functions[name], directory))
     try:
         value = functions[name](*arguments)
         checked, problem = finite(value) if name.startswith(REWARD) else plain(value)
@@ -149,16 +155,22 @@ def shown(value: object) -> str:
 
 def described(error: BaseException, directory: str) -> str:
     """Type, text, and the line of the job's code that raised."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:
-        text = type(error).__name__
+    text = shown_error(error)
     if isinstance(error, OSError | MemoryError | RuntimeError):
         from common.process import limits  # hardly ever needed
 
         if limit := limits.hit(error):
             text = f"{text}. {limit}"
     return placed(text, place_of(error, directory))
+
+
+def shown_error(error: BaseException) -> str:
+    """Its type and text, which crosses the wire."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:
+        text = type(error).__name__
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def bound_log() -> None:

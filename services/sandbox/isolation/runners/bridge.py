@@ -33,6 +33,7 @@ SLACK_BYTES = 64 << 20  # memory beside the guest's and its files
 LEAVING_S = 2.0  # for a container to end by itself when its jail has
 SAID_BYTES = 4096  # kept of what the runner says on its standard error
 REPORT_BYTES = 1 << 16
+TEXT, CALLS = 2000, 512  # characters, and system calls by name, that a report may have
 
 
 class Ended(BaseException):
@@ -157,8 +158,7 @@ class Bridge:
         clock: Clock | None = None
         others = [keeper, self._errors]
         while True:
-            patience = clock.next_look() if clock else LOOK_S
-            ready = self._link.step(patience, others)
+            ready = self._link.step(LOOK_S, others)
             if self._errors in ready and not self._hear():
                 others.remove(self._errors)
             if keeper in ready:
@@ -203,7 +203,7 @@ class Bridge:
         if max(len(self._reported), len(self._hello)) > REPORT_BYTES:
             raise Failed("the keeper's report is none")
         if self._report is None and (report := _taken(self._reported)) is not None:
-            self._report = report
+            self._report = plain(report)
         printed = (mux.STDOUT, mux.STDERR)
         return self._report is not None and all(map(self._link.passed_on, printed))
 
@@ -292,18 +292,18 @@ class Clock:
 
     def _lap(self, use: usage.Use) -> None:
         self._at, self._before, self._stolen = time.monotonic(), use, watch.stolen()
+        self._last: tuple[float, usage.Use] = (self._at, use)
+        self._unseen_s = 0.0
 
     def _use(self, memory: bool) -> usage.Use:
         return usage.of(usage.tree(os.getpid()), memory)
-
-    def next_look(self) -> float:
-        return LOOK_S
 
     def look(self) -> str:
         """What limit it is over: `wall`, `cpu` or `memory`; empty: none."""
         now = time.monotonic()
         memory = now - self._memory_at >= MEMORY_LOOK_S
         use = self._use(memory)
+        waited = self._waited(use, now)
         elapsed, cpu = now - self._at, use.cpu_s - self._before.cpu_s
         self.cpu_s, self.wall_s = cpu, now - self._begun
         if memory:
@@ -319,9 +319,38 @@ class Clock:
             return ""
         if cpu > limits["cpu_s"] + CPU_MORE_S:
             return "cpu"
-        waited = use.queued_s - self._before.queued_s + watch.stolen() - self._stolen
         most = watch.SLOWEST * limits["wall_s"] + watch.SLOWEST_S
         return "wall" if elapsed - waited > limits["wall_s"] or elapsed > most else ""
+
+    def _waited(self, use: usage.Use, now: float) -> float:
+        """Seconds of this lap without a core. The kernel counts a wait when it ends: one that goes
+        on is seen by a process that would run and does not.
+        """
+        last, self._last = self._last, (now, use)
+        if use.runnable:
+            moved = use.cpu_s - last[1].cpu_s + use.queued_s - last[1].queued_s
+            self._unseen_s += max(0.0, now - last[0] - moved)
+        counted = use.queued_s - self._before.queued_s + watch.stolen() - self._stolen
+        return counted + self._unseen_s
+
+
+def plain(report: dict[str, Any]) -> dict[str, Any]:
+    """A report with nothing in it but what one has: a kernel inside may have made it."""
+    if "failed" in report:
+        return {"failed": str(report["failed"])[:TEXT]}
+    refused = report.get("refused")
+    try:
+        return {
+            "nonce": str(report["nonce"]),
+            "exit": int(report["exit"]),
+            "timeout": {"cpu": "cpu", "wall": "wall"}.get(str(report.get("timeout")), ""),
+            "cpu_s": float(report.get("cpu_s", 0.0)),
+            "wall_s": float(report.get("wall_s", 0.0)),
+            "laps": int(report.get("laps", 0)),
+            "refused": [each for each in refused or [] if type(each) is int][:CALLS],
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise Failed(f"the keeper's report is none: {error}") from None
 
 
 def _taken(buffer: bytearray) -> dict[str, Any] | None:

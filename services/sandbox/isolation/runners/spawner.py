@@ -87,6 +87,7 @@ class Containers:
             "searched_last": PACKAGES if runner.bundled and spawner.packages else "",
             "scratch": scratch,
             "user": PLAIN_ID,
+            "counted": request["counted"],
         }
         flags = ["-I", "-S"] if spawner.isolated else ["-I"]
         code = SHOWN.format(INSIDE) if runner.bundled else CARRIED

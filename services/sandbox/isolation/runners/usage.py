@@ -15,6 +15,7 @@ class Use:
     cpu_s: float  # of all of them, and of those that they have waited for
     queued_s: float  # that their threads have waited for a core
     memory_bytes: int  # what is shared counts once
+    runnable: bool = False  # one of them runs or waits for a core
 
 
 def tree(root: int) -> list[int]:
@@ -40,13 +41,14 @@ def ended(pid: int) -> bool:
 
 def of(pids: list[int], memory: bool) -> Use:
     """Their use together; memory is looked at on demand, as it costs most."""
-    ticks, queued_ns, size = 0, 0, 0
+    ticks, queued_ns, size, runnable = 0, 0, 0, False
     for pid in pids:
         if fields := _stat(pid):
             ticks += sum(map(int, fields[11:15]))
             queued_ns += _queued(pid)
+            runnable = runnable or fields[0] == b"R"
             size += _memory(pid) if memory else 0
-    return Use(ticks / TICKS, queued_ns / 1e9, size)
+    return Use(ticks / TICKS, queued_ns / 1e9, size, runnable)
 
 
 def _stat(pid: int) -> list[bytes]:

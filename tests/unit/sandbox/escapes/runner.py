@@ -1,15 +1,19 @@
-"""Runs one family of the corpus, as the user that it is started as: one JSON object per program.
+"""Runs families of the corpus, as the user that it is started as: one JSON object for each.
 
-`python -m tests.unit.sandbox.escapes.runner FAMILY TIER CANARY`; FAMILY may be `reward forging` or
-`session poisoning`, too.
+`python -m tests.unit.sandbox.escapes.runner TIER CANARY FAMILY...`; a family may be `reward
+forging` or `session poisoning`, too. With `--all` also what is known not to be contained.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import sys
+import tempfile
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +21,19 @@ from typing import Any
 import psutil
 
 from common.clock import SystemClock
+from common.errors import DeadlineExceeded, MeshError
 from common.process.host import SystemHost
 from services.sandbox.grading.code import Grading
 from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails import Jail
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions
-from tests.unit.sandbox.escapes import forgeries, poison
-from tests.unit.sandbox.escapes.corpus import CANARY, PROGRAMS, Escape
+from tests.unit.sandbox.escapes import forgeries, poison, program
+from tests.unit.sandbox.escapes.corpus import FAMILIES, is_open
+from tests.unit.sandbox.escapes.program import Escape, Left, Pair
 
 LIMITS = JailLimits(
     wall_s=2.0,
@@ -40,39 +47,135 @@ LIMITS = JailLimits(
 )
 BRIEFLY = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for what can but run out of time
 UNHURRIED = replace(LIMITS, wall_s=8.0)  # nothing of a poison takes time, but the host may
+PATIENT = replace(LIMITS, wall_s=20.0, cpu_s=10.0)  # for a sender, which is ended when it is heard
 CASE_S, HANGING_CASE_S = 1.0, 0.2
 GOOD = {"mode": "program", "source": "print(6 * 7)"}
-WORD = "ESCAPED"
+WORD = b"ESCAPED"
+QUIET_LOOKS, LOOK_S, QUIET_S = 10, 0.005, 3.0  # until a session counts as left running
+FORGING, POISONING, ALL = "reward forging", "session poisoning", "--all"
+
+
+def says(stdout: bytes) -> bool:
+    """Whether a program prints that it has escaped. A traceback shows lines of the program: only
+    what is printed counts.
+    """
+    return any(line.startswith(WORD) or b" " + WORD in line for line in stdout.splitlines())
 
 
 class Runner:
-    def __init__(self, tier: str, canary: Path) -> None:
+    def __init__(self, tier: str, canary: Path, own: Path, every: bool) -> None:
+        self.tier, self.all = tier, every
         clock = SystemClock()
         homes = cgroups.find() if tier == "cgroup" else None
         kind = "landlock" if tier == "landlock" else "bwrap"
         self.launcher = JailLauncher(SystemHost(), clock, kind, Interpreter.own(), homes)
         self.slots = JailSlots(clock, 4)
-        self.clock, self.canary = clock, canary
-        self.before = canary.read_text()
+        # Without namespaces the limit of processes counts all that the user has: one by one there.
+        self.at_once = asyncio.Semaphore(1 if tier == "landlock" else self.slots.count)
+        self.clock = clock
+        self.canary, self.own = canary, own
+        self.before = self._outside()
+
+    def _outside(self) -> tuple[object, ...]:
+        """What no program may change."""
+        found = self.own.stat()
+        mine = psutil.Process()
+        texts = (self.canary.read_text(), self.own.read_text())
+        mode = (found.st_mode, found.st_mtime, found.st_gid, os.listxattr(self.own))
+        return (*texts, *mode, mine.nice(), mine.cpu_affinity(), mine.ionice())
+
+    def _placed(self, source: str) -> str:
+        outside = {program.CANARY: str(self.canary), program.OWN: str(self.own)}
+        for mark, path in outside.items():
+            source = source.replace(mark, path)
+        return source
 
     async def escape(self, escape: Escape) -> dict[str, Any]:
-        source = escape.source.replace(CANARY, str(self.canary))
         limits = BRIEFLY if escape.ends == ("timeout",) else LIMITS
+        asked = {"mode": escape.mode, "source": self._placed(escape.source)}
         async with self.slots.of("model"):
-            ran = await self.launcher.run({"mode": escape.mode, "source": source}, limits)
+            ran = await self.launcher.run(asked, limits)
         said = ran.stdout + ran.stderr
-        # A traceback shows lines of the program: only what is printed counts.
-        escaped = any(
-            line.startswith(WORD.encode()) or b" " + WORD.encode() in line
-            for line in ran.stdout.splitlines()
-        )
         return {
             "name": escape.name,
-            "contained": not escaped and ran.status in escape.ends,
+            "contained": not says(ran.stdout) and ran.status in escape.ends,
             "status": ran.status,
             "error": ran.error,
             "said": said.decode(errors="replace")[-600:],
         }
+
+    async def pair(self, pair: Pair) -> dict[str, Any]:
+        """The receiver runs while the sender goes on sending."""
+        secret, name = f"{secrets.randbits(24):06x}", secrets.token_hex(8)
+        sources = [
+            self._placed(source).replace(program.SECRET, secret).replace(program.NAME, name)
+            for source in (pair.sender, pair.receiver)
+        ]
+        async with self.at_once, self.slots.of("model"):
+            jail = await self.launcher.open({"mode": "program", "source": sources[0]}, PATIENT)
+            try:
+                sending = await self._sends(jail)
+                asked = {"mode": "program", "source": sources[1]}
+                ran = await self.launcher.run(asked, LIMITS) if sending else None
+                failed = jail.stderr
+            finally:
+                jail.close()
+        heard = ran is not None and (secret.encode() in ran.stdout or says(ran.stdout))
+        said = failed if ran is None else ran.stdout + ran.stderr
+        return {
+            "name": pair.name,
+            "contained": not heard,
+            "status": "not sent" if ran is None else ran.status,
+            "error": "",
+            "said": said.decode(errors="replace")[-600:],
+        }
+
+    async def _sends(self, jail: Jail) -> bool:
+        """Whether it says that it does, before it ends."""
+        said, stream = b"", jail.output.streams[0]
+        try:
+            async with self.clock.timeout(PATIENT.wall_s, "a sender"):
+                while program.SENT.encode() not in (said := said + jail.stdout):
+                    if stream.ended:
+                        return False
+                    await stream.arrival()
+        except DeadlineExceeded:
+            return False
+        return True
+
+    async def left(self, left: Left) -> dict[str, Any]:
+        """One at a time, as all that runs below the launcher is looked at."""
+        sessions = Sessions(self.launcher, self.clock, UNHURRIED, 8, 600.0)
+        said, running = [], []
+        try:
+            for cell in left.cells:
+                ran = await sessions.run("s", cell)
+                said.append((ran.status, (ran.stdout + ran.stderr).decode(errors="replace")))
+                running += await self._restless()
+        finally:
+            sessions.close()
+        right = not left.said or said[-1] == ("ok", left.said)
+        return {
+            "name": left.name,
+            "contained": not running and right,
+            "status": said[-1][0],
+            "error": f"it runs between cells: {running}" if running else "",
+            "said": str(said)[-600:],
+        }
+
+    async def _restless(self) -> list[str]:
+        """What still runs when nothing should, as a process at rest is not even ready to run."""
+        quiet, busy = 0, []
+        until = self.clock.monotonic() + QUIET_S
+        while quiet < QUIET_LOOKS:
+            busy = []
+            for process in psutil.Process().children(recursive=True):
+                busy += [f"{process.pid}" for state in _threads(process.pid) if state == "R"]
+            quiet = 0 if busy else quiet + 1
+            if self.clock.monotonic() > until and busy:
+                return busy
+            await self.clock.sleep(LOOK_S)
+        return []
 
     async def forge(self, name: str, tests: Any, kind: str) -> dict[str, Any]:
         case_s = HANGING_CASE_S if name in forgeries.HANGING else CASE_S
@@ -87,9 +190,9 @@ class Runner:
             "said": str(answer.value),
         }
 
-    async def poison(self, case: poison.Poison, at_once: asyncio.Semaphore) -> dict[str, Any]:
+    async def poison(self, case: poison.Poison) -> dict[str, Any]:
         said = []
-        async with at_once:
+        async with self.at_once:
             sessions = Sessions(self.launcher, self.clock, UNHURRIED, 8, 600.0)
             try:
                 for session, source in case.cells:
@@ -105,48 +208,97 @@ class Runner:
             "said": str(said)[-600:],
         }
 
+    async def family(self, family: str) -> list[dict[str, Any]]:
+        if family == FORGING:
+            styles = (
+                ("stdin", forgeries.STDIN),
+                ("calls", forgeries.CALLS),
+                ("python", forgeries.PYTHON),
+            )
+            names = forgeries.FORGERIES
+            found = [self.forge(name, tests, kind) for name in names for kind, tests in styles]
+            return await asyncio.gather(*found)
+        if family == POISONING:
+            return await asyncio.gather(*map(self.poison, poison.CASES))
+        at_once, one_by_one = [], []
+        for entry in FAMILIES[family]:
+            if not self.all and is_open(self.tier, family, entry.name):
+                continue
+            if isinstance(entry, Left):
+                one_by_one.append(entry)
+            else:
+                run = self.pair(entry) if isinstance(entry, Pair) else self.escape(entry)
+                at_once.append(_typed(entry.name, run))
+        results = list(await asyncio.gather(*at_once))
+        return [*results, *[await _typed(entry.name, self.left(entry)) for entry in one_by_one]]
+
     async def unharmed(self) -> list[str]:
         """What is not as it was outside."""
         wrong = []
         ran = await self.launcher.run(GOOD, LIMITS)
         if (ran.status, ran.stdout) != ("ok", b"42\n"):
             wrong.append(f"the next call: {ran}")
-        if self.canary.read_text() != self.before:
-            wrong.append("the canary has changed")
+        if (now := self._outside()) != self.before:
+            wrong.append(f"outside: {self.before} has become {now}")
+        return wrong
+
+    async def close(self) -> list[str]:
+        """Processes and directories that are left when all is over."""
         await self.launcher.stop()
         for _ in range(1000):
             left = psutil.Process().children(recursive=True)
             if not left:
                 break
             await self.clock.sleep(0.01)
-        wrong += [f"a process is left: {process}" for process in left]
-        return wrong
+        return [f"left behind: {thing}" for thing in (*left, *_scratch())]
 
 
-async def main(family: str, tier: str, canary: Path) -> None:
-    runner = Runner(tier, canary)
+def _scratch() -> list[str]:
+    """Scratch directories of this user, who is no other test's."""
+    mine = os.getuid()
+    places = Path(tempfile.gettempdir()).glob("meshrl-jail-*")
+    return [place.name for place in places if place.stat().st_uid == mine != 0]
+
+
+def _threads(pid: int) -> list[str]:
+    """The state of each thread of a process; none if it has ended."""
+    states = []
+    with contextlib.suppress(OSError):
+        for thread in os.scandir(f"/proc/{pid}/task"):
+            with open(f"{thread.path}/stat", "rb") as file:
+                states.append(file.read().rpartition(b")")[2].split()[0].decode())
+    return states
+
+
+async def _typed(name: str, run: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """No program is to make the sandbox itself fail."""
+    try:
+        return await run
+    except MeshError as error:
+        failed = {"status": type(error).__name__, "error": str(error), "said": ""}
+        return {"name": name, "contained": False, **failed}
+
+
+async def run(tier: str, canary: Path, own: Path, asked: list[str]) -> list[dict[str, Any]]:
+    families = [family for family in asked if family != ALL]
+    runner = Runner(tier, canary, own, ALL in asked)
     await runner.launcher.start()
-    if family == "reward forging":
-        styles = (
-            ("stdin", forgeries.STDIN),
-            ("calls", forgeries.CALLS),
-            ("python", forgeries.PYTHON),
-        )
-        work = [
-            runner.forge(name, tests, kind)
-            for name in forgeries.FORGERIES
-            for kind, tests in styles
-        ]
-    elif family == "session poisoning":
-        # Without namespaces the limit of processes counts all that the user has: one by one there.
-        at_once = asyncio.Semaphore(1 if tier == "landlock" else runner.slots.count)
-        work = [runner.poison(case, at_once) for case in poison.CASES]
-    else:
-        work = [runner.escape(escape) for escape in PROGRAMS if escape.family == family]
-    results = await asyncio.gather(*work)
-    harm = await runner.unharmed()
-    print(json.dumps({"user": os.getuid(), "results": results, "harm": harm}))
+    found: list[dict[str, Any]] = []
+    for family in families:
+        results = await runner.family(family)
+        found.append({"family": family, "results": results, "harm": await runner.unharmed()})
+    found[-1]["harm"] += await runner.close()
+    return found
+
+
+def main(tier: str, canary: Path, families: list[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="own-") as directory:
+        Path(directory).chmod(0o755)
+        own = Path(directory) / "own"
+        own.write_text("mine")
+        found = asyncio.run(run(tier, canary, own, families))
+    print(json.dumps({"user": os.getuid(), "families": found}))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

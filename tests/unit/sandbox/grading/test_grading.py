@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.clock import SystemClock
 from services.sandbox.answer import Answer
-from services.sandbox.grading.answers import answer_of, code_of
+from services.sandbox.grading.answers import answer_of
 from services.sandbox.grading.calculator import calculator
 from services.sandbox.grading.code import Grading
 from services.sandbox.grading.texts import choice, exact, regex
@@ -105,20 +105,6 @@ def test_calculator(expression: str, value: str) -> None:
 @given(st.text(alphabet="0123456789+-*/%^(). episqrt", max_size=40))
 def test_the_calculator_always_answers_with_text(expression: str) -> None:
     assert isinstance(calculator(expression), str)
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("So:\n```python\nx = 1\n```\n", "x = 1\n"),
-        ("```\na\n```\nbetter:\n```py\nb\n```", "b\n"),
-        ("```python\na\n```\nand ```open", "a\n"),
-        ("`x`", "`x`"),
-    ],
-)
-def test_code_is_the_last_block(text: str, code: str) -> None:
-    assert code_of(text) == code
 
 
 def test_an_answer_is_the_last_turn_of_the_model() -> None:

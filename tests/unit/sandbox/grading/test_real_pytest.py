@@ -237,7 +237,8 @@ async def test_tests_that_a_program_adds_or_takes_away_change_nothing(suites: Su
 async def test_tests_that_cannot_be_run_are_no_score(suites: Suites) -> None:
     for tests, status, text in (
         ("import numpy_like\ndef test_f(): pass", "unsupported", "numpy_like"),
-        ("def test_f(nobody): pass", "bad_value", "no fixture 'nobody'"),
+        ("def test_f(nobody): pass", "unsupported", "the fixture nobody"),
+        ("async def test_f(): pass", "unsupported", "async functions"),
         ("x = 1 / 0\ndef test_f(): pass", "bad_value", "ZeroDivisionError"),
         ("def test_f(:", "bad_value", "line 1"),
         ("def test_f(): yield", "bad_value", "yield"),

@@ -19,6 +19,7 @@ from common.process.host import SystemHost
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import Ends
 from services.sandbox.grading.code import Grading
+from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed, Ran
@@ -209,6 +210,17 @@ async def test_another_interpreter_brings_its_packages(tmp_path: Path) -> None:
     finally:
         await launcher.stop()
     assert (found.status, found.stdout) == ("ok", b"17\n"), found.stderr
+
+
+async def test_launchers_of_one_process_share_no_control_group(
+    launcher: JailLauncher, tmp_path: Path
+) -> None:
+    homes, log = cgroups.find(), tmp_path / "other.log"
+    other = JailLauncher(SystemHost(), SystemClock(), "bwrap", Interpreter.own(), homes, log)
+    assert (await ran(launcher, "print(1)")).stdout == b"1\n"
+    assert (await ran(other, "print(2)")).stdout == b"2\n"
+    await other.stop()  # with the groups that it has made
+    assert (await ran(launcher, "print(3)")).stdout == b"3\n"
 
 
 async def test_a_program_is_handed_nothing_but_its_three_streams(launcher: JailLauncher) -> None:

@@ -16,6 +16,7 @@ import pytest
 from common.clock import SystemClock
 from common.errors import ToolFailed
 from common.job.authored import place_in
+from common.process.child import FRAME_LIMIT
 from common.process.handle import start_time
 from common.process.host import SystemHost
 from common.runtime.waits import WaitTable
@@ -44,6 +45,9 @@ BEHAVIOURS = """
 
     def raises(row):
         raise KeyError("answer")
+
+    def raises_what_no_wire_carries(row):
+        raise ValueError("\\ud800")
 
     def raises_oddly(row):
         class Odd(Exception):
@@ -197,6 +201,7 @@ async def with_neighbours(pool: Pool, do: str, **row: Any) -> Answer:
     [
         ("raises", "raised", "KeyError: 'answer' (behaviours.py:"),
         ("raises_oddly", "raised", "Odd"),
+        ("raises_what_no_wire_carries", "raised", "ValueError: \\ud800"),
         ("spins", "timeout", "reward took more than 0.3 s"),
         ("spins_holding_the_gil", "timeout", "reward took more than 0.3 s"),
         ("sleeps", "timeout", "reward took more than 0.3 s"),
@@ -450,3 +455,37 @@ async def test_a_function_that_takes_long_is_named_while_it_runs(make: Make) -> 
     assert re.fullmatch(r"reward of j, behaviours\.py:\d+ .*\(pid \d+\)", wait["on"]), wait
     await running
     assert waits.published([]) == []
+
+
+def _deep(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def _loop() -> Any:
+    loop: list[Any] = []
+    loop.append(loop)
+    return loop
+
+
+@pytest.mark.parametrize(
+    "given",
+    [2**70, "\ud800", object(), {1: 2}, {(1,): 2}, _loop(), _deep(3000), "x" * FRAME_LIMIT],
+    ids=["large", "surrogate", "object", "int key", "tuple key", "loop", "deep", "long"],
+)
+async def test_arguments_that_no_wire_carries_fail_their_call_alone(make: Make, given: Any) -> None:
+    pool = await make(warm=1, most=1)
+    async with asyncio.timeout(30):
+        odd = await with_neighbours(pool, "good", given=given)
+    assert (odd.status, odd.value) == ("bad_value", None)
+    assert "reward was given" in odd.error
+    assert pool.replaced == 0
+
+
+async def test_calls_that_no_frame_holds_together_are_all_answered(make: Make) -> None:
+    pool = await make(warm=1, most=1)
+    long = "x" * (FRAME_LIMIT // 3)
+    assert await pool.run([score("good", 30.0, given=long)] * 5) == [GOOD] * 5
+    assert pool.replaced == 0

@@ -1,0 +1,114 @@
+"""Says of tests in Python what the runner `pytest` will not find: modules, fixtures, plugins."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+
+from common.grading.suites import SOLUTION
+
+# Of pytest itself; plugins bring further ones.
+_FIXTURES = (
+    "cache capfd capfdbinary caplog capsys capsysbinary capteesys doctest_namespace monkeypatch "
+    "pytestconfig pytester record_property record_testsuite_property record_xml_attribute recwarn "
+    "request subtests testdir tmp_path tmp_path_factory tmpdir tmpdir_factory"
+)
+FIXTURES = frozenset(_FIXTURES.split())
+PRESENT = frozenset({SOLUTION, "pytest", "_pytest"})
+_HOOKS = ("pytest_generate_tests", "pytest_plugins")  # with them, names come from anywhere
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules(tests: str) -> tuple[str, ...]:
+    """The packages beside the standard library that every run of these tests imports; relative
+    imports are named with their dots. SyntaxError or ValueError if it is no Python.
+    """
+    found: dict[str, None] = {}
+    for node in _always(ast.parse(tests).body):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = ["." * node.level + (node.module or "")]
+        for name in names:
+            first = name if name.startswith(".") else name.partition(".")[0]
+            if first not in PRESENT and first not in sys.stdlib_module_names:
+                found[first] = None
+    return tuple(found)
+
+
+def lacks(tests: str) -> tuple[str, ...]:
+    """What takes a plugin of pytest: fixtures that neither pytest nor the source has, and async
+    tests. Only what is certain is named; the rest shows when pytest collects the tests.
+    """
+    tree = ast.parse(tests)
+    if any(hook in tests for hook in _HOOKS):
+        return ()
+    made = {name for node in ast.walk(tree) if isinstance(node, Function) for name in _made(node)}
+    found: dict[str, None] = {}
+    for owner, node in _tests(tree):
+        plain = all(_dotted(_called(d)).startswith("pytest.mark.") for d in node.decorator_list)
+        if not plain or (owner and owner.bases):
+            continue
+        marks = [*node.decorator_list, *(owner.decorator_list if owner else ())]
+        given = set().union(*(_parametrized(mark) for mark in marks)) if marks else set()
+        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+        names = names[: len(names) - len(node.args.defaults)][1 if owner else 0 :]
+        for name in names:
+            if name not in FIXTURES | made | given and "*" not in given:
+                found[f"the fixture {name}"] = None
+        if isinstance(node, ast.AsyncFunctionDef):
+            found[f"async def {node.name}"] = None
+    return tuple(found)
+
+
+def _always(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module that are run whatever happens."""
+    for node in body:
+        if isinstance(node, ast.With | ast.AsyncWith):
+            yield from _always(node.body)
+        else:
+            yield node
+
+
+def _tests(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | None, Function]]:
+    for node in tree.body:
+        if isinstance(node, Function) and node.name.startswith("test"):
+            yield None, node
+        elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            for part in node.body:
+                if isinstance(part, Function) and part.name.startswith("test"):
+                    yield node, part
+
+
+def _made(node: Function) -> Iterator[str]:
+    """Names of the fixture that a function is, if it may be one."""
+    for decorator in node.decorator_list:
+        if "fixture" in _dotted(_called(decorator)):
+            yield node.name
+            for keyword in decorator.keywords if isinstance(decorator, ast.Call) else ():
+                if keyword.arg == "name" and isinstance(keyword.value, ast.Constant):
+                    yield str(keyword.value.value)
+
+
+def _parametrized(mark: ast.expr) -> set[str]:
+    """Arguments that a mark gives; "*" where the source does not say which."""
+    if not isinstance(mark, ast.Call) or not _dotted(mark.func).endswith("parametrize"):
+        return set()
+    named = mark.args[0] if mark.args else None
+    if isinstance(named, ast.Constant) and isinstance(named.value, str):
+        return {name.strip() for name in named.value.split(",")}
+    if isinstance(named, ast.List | ast.Tuple):
+        return {str(e.value) if isinstance(e, ast.Constant) else "*" for e in named.elts}
+    return {"*"}
+
+
+def _called(decorator: ast.expr) -> ast.expr:
+    return decorator.func if isinstance(decorator, ast.Call) else decorator
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,164 @@
+"""Checks that the rows' tests can be graded by, and tells how many rows each runner takes.
+
+What is wrong is told of all rows at once, before any program is scored.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.grading import shapes, under_pytest
+from common.grading.cases import BadTests
+from common.grading.support import Unsupported, unsupported
+from common.job import builtin
+from meshrl.job import rows
+from meshrl.job.jobfile import JobFile, at
+from meshrl.preflight.programs import without
+
+LOOK_S = 4.0  # for the rows of all datasets: some thousands in Python, of cases many more
+SHOWN = 5  # rows that an error names
+INSTALL = "pip install 'meshrl[pytest]'"
+
+
+def graded(job: JobFile, look_s: float = LOOK_S) -> None:
+    """The tests of `code_tests` in all datasets, as many rows as the time allows."""
+    for part in job.config.reward.declared:
+        if part.use != "code_tests":
+            continue
+        runner = str(part.options.get("runner", builtin.RUNNERS[0]))
+        look = _Look(job, str(part.options.get("tests", "tests")), _Runners(job, runner))
+        look.at_all(look_s)
+        print(look.said(), file=sys.stderr)
+        if look.wrong:
+            raise look.error()
+
+
+class _Runners:
+    """Which runner takes tests in Python, and what neither of them can run."""
+
+    def __init__(self, job: JobFile, runner: str) -> None:
+        sandbox = job.config.sandbox
+        self._runner, self._python, self._image = runner, sandbox.python, bool(sandbox.root)
+        self._found: dict[str, bool] = {}  # packages, and whether jails have them
+
+    def of(self, tests: str) -> str:
+        """isolated or pytest; Unsupported if no runner that the job allows can run the tests."""
+        isolated = ""
+        if self._runner != "pytest":
+            lacks = unsupported(tests)
+            if not lacks:
+                return "isolated"
+            isolated = f"the runner isolated cannot run: {', '.join(lacks)}"
+            if self._runner == "isolated":
+                raise Unsupported(isolated)
+        if why := self._pytest_lacks(tests):
+            raise Unsupported("; ".join(filter(None, (isolated, why))))
+        return "pytest"
+
+    def _pytest_lacks(self, tests: str) -> str:
+        if not (self._has("pytest") or importlib.util.find_spec("pytest")):
+            return f"for the runner pytest, pytest is not installed ({INSTALL})"
+        absent = [name for name in under_pytest.modules(tests) if not self._has(name)]
+        if absent:
+            return f"jails have no {', '.join(absent)}"
+        plugins = self._python or self._image  # there may be some
+        lacks = () if plugins else under_pytest.lacks(tests)
+        return f"pytest alone has no {', '.join(lacks)}" if lacks else ""
+
+    def _has(self, package: str) -> bool:
+        """Whether the interpreter of the model's code has a package, asked once for each. An image
+        may have it: its interpreter is run where it is contained.
+        """
+        if self._image:
+            return True
+        if package not in self._found:
+            own = bool(self._python) and package.isidentifier()
+            self._found[package] = own and not without(Path(self._python), package)
+        return self._found[package]
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """A row whose tests cannot be graded by."""
+
+    key: str  # its dataset's
+    place: str
+    said: str
+
+
+class _Look:
+    """One pass over the rows."""
+
+    def __init__(self, job: JobFile, key: str, runners: _Runners) -> None:
+        self._job, self._key, self._runners = job, key, runners
+        self._kinds: Counter[str] = Counter()
+        self._known: dict[str, str] = {}  # tests in Python -> their runner
+        self._partly = False  # there were more rows than time
+        self.wrong: list[_Wrong] = []
+        self.most = 0  # rows that are wrong
+
+    def at_all(self, look_s: float) -> None:
+        datasets = list(_datasets(self._job))
+        until = time.monotonic()
+        for key, path in datasets:
+            until += look_s / len(datasets)
+            for row in rows.read(path):
+                if time.monotonic() > until:
+                    self._partly = True
+                    break
+                self._at(key, row)
+
+    def _at(self, key: str, row: rows.Row) -> None:
+        try:
+            self._kinds[self._kind(row.value.get(self._key))] += 1
+        except (BadTests, Unsupported) as error:
+            self.most += 1
+            if len(self.wrong) < SHOWN:
+                self.wrong.append(_Wrong(key, row.place, str(error)))
+
+    def _kind(self, tests: Any) -> str:
+        kind, found = shapes.read(tests)
+        if not isinstance(found, str):
+            return kind
+        if found not in self._known:
+            self._known[found] = self._runners.of(found)
+        return self._known[found]
+
+    def said(self) -> str:
+        """How many rows are of each kind."""
+        count = sum(self._kinds.values()) + self.most
+        order = (shapes.STDIN, shapes.CALLS, "isolated", "pytest")
+        kinds = [f"{kind} {self._kinds[kind]}" for kind in order if self._kinds[kind]]
+        kinds += [f"not gradable {self.most}"] if self.most else []
+        which = f"the first {count} rows" if self._partly else f"{count} rows"
+        rest = "; those behind them are looked at when they are graded" if self._partly else ""
+        return f"tests: {which}: {', '.join(kinds)}{rest}"
+
+    def error(self) -> ConfigError:
+        first = self.wrong[0]
+        shown = "; ".join(f"{wrong.place}: {wrong.said}" for wrong in self.wrong)
+        more = f"; and {self.most - SHOWN} more rows" if self.most > SHOWN else ""
+        rows_have = "a row has" if self.most == 1 else f"{self.most} rows have"
+        return self._job.fail(
+            first.key,
+            f"{first.key}: {rows_have} tests that cannot be graded by: {shown}{more}",
+            "Mend these rows or leave them out; what is missing in jails can be in sandbox.python",
+        )
+
+
+def _datasets(job: JobFile) -> Iterator[tuple[str, Path]]:
+    """Those whose rows are scored."""
+    for key in ("dataset.train", "dataset.held_out"):
+        scored = not (job.config.supervised and key == "dataset.train")
+        if scored and (name := at(job.config, key)):
+            yield key, Path(name)
+    for i, dataset in enumerate(job.config.evaluation.datasets):
+        yield f"evaluation.datasets[{i}].path", Path(dataset.path)

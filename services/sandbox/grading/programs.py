@@ -1,0 +1,212 @@
+"""Finds the program in an answer: one fenced block of it, or all of it.
+
+Blocks are read as CommonMark has them, and a little beyond, as models write: a fence may stand
+behind a list's bullet, and in the text of a program. Of several blocks the last counts that is
+what the tests ask for: see `program_of`. It is parsed, never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+THINKING_END = re.compile(r"(?<![\"'])(?<![^`]`)</think>(?![\"'])")  # not in a program's text
+THINKING = "<think>"
+FENCE = "```"
+OPENING = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+BEHIND_TEXT = re.compile(r"(\s*)\S.*?(?<!`)(`{3,})((?:python|py)\w*)\s*", re.IGNORECASE)
+TAG = re.compile(r"[{.\s]*([\w+#.-]*)")
+STATEMENT = re.compile(r"\s*(?:(?:import|from|def|class|print)\b|\w+\s*=)")
+PYTHON, BARE, OTHER = "python", "bare", "other"  # kinds of blocks, by what their fence says
+BARE_TAGS = ("", "code", "solution")
+PARSED = 1 << 17  # characters of an answer that are parsed at most, counted at each parse
+PARSES = 100
+READERS = frozenset({"input", "stdin", "open", "fileinput", "read", "readline"})
+PRINTERS = frozenset({"print", "stdout", "write", "open"})
+
+
+@dataclass(frozen=True)
+class Block:
+    """What lies between two fences; without a `tree`, no Python."""
+
+    kind: str
+    body: str
+    tree: ast.Module | None
+
+
+def program_of(
+    text: str, prefix: str = "", names: Collection[str] = (), prints: bool = False
+) -> str:
+    """The program, to be run after `prefix`; empty if the answer has none.
+
+    Of the fenced blocks that parse as Python, and whose fence does not name something else: the
+    last that defines one of `names`; of a program that `prints`, the last that reads input and
+    prints, else that prints; else the last that defines or calls anything. If none is like that,
+    the last block. A last fence that nothing closes makes a block too. Text without fences, and
+    text that is Python with its fences, is the program itself.
+    """
+    text = _spoken(text.replace("\r\n", "\n"))
+    parser = _Parser(prefix)
+    blocks = list(_blocks(text, parser))
+    if not blocks:
+        return _inline(text)
+    if parser.tree(text) is not None:  # its fences are in its strings
+        return text
+    own = [block for block in blocks if block.kind != OTHER] or blocks
+    parsed = [(block, _words(block.tree)) for block in own if block.tree is not None]
+    for wanted in _tiers(names, prints):
+        for block, words in reversed(parsed):
+            if all(words & some for some in wanted):
+                return block.body
+    if not parsed and parser.tree(inline := _inline(text)) is not None:
+        return inline
+    tagged = [block for block in own if block.kind == PYTHON]
+    return (tagged or own)[-1].body
+
+
+def _tiers(names: Collection[str], prints: bool) -> Iterator[list[frozenset[str]]]:
+    """What a program has to have, from the most to the least: a word of each set."""
+    if names:
+        yield [frozenset(f"def {name}" for name in names)]
+    if prints:
+        yield [READERS, PRINTERS]
+        yield [PRINTERS]
+    yield [frozenset({"()"})]
+
+
+def _words(tree: ast.Module) -> set[str]:
+    """Names that a program uses; `def NAME` where it defines one, `()` if it calls anything."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found |= {f"def {node.name}", "()"}
+        elif isinstance(node, ast.Name):
+            stored = isinstance(node.ctx, ast.Store)
+            found.add(f"def {node.id}" if stored else node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found |= {f"def {node.asname or node.name}", node.name}
+        elif isinstance(node, ast.Call):
+            found.add("()")
+    return found
+
+
+class _Parser:
+    """Parses as much of an answer as is affordable."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._left, self._times = prefix, PARSED, PARSES
+
+    @property
+    def spent(self) -> bool:
+        return self._left < 0 or self._times <= 0
+
+    def tree(self, body: str) -> ast.Module | None:
+        source = self._prefix + body
+        self._left -= len(source)
+        self._times -= 1
+        if self._left < 0 or self._times < 0 or not body.strip():
+            return None  # what it might be is not known, and the rules for no Python apply
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of escapes in its texts
+                return ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+
+
+def _spoken(text: str) -> str:
+    """What follows the model's thinking; nothing if that does not end."""
+    end = THINKING_END.search(text)
+    if end is not None:
+        return text[end.end() :]
+    return "" if text.lstrip().startswith(THINKING) else text
+
+
+def _blocks(text: str, parser: _Parser) -> Iterator[Block]:
+    lines = text.split("\n")
+    at = 0
+    while at < len(lines):
+        found = OPENING.fullmatch(lines[at]) or BEHIND_TEXT.fullmatch(lines[at])
+        at += 1
+        if found is None:
+            continue
+        indent, fence, told = len(found[1]), found[2], found[3].strip()
+        kind = _kind(told)
+        first = [found[3]] if kind == OTHER and STATEMENT.match(told) else []
+        kind = BARE if first else kind
+        block, end = _block(lines, at, first, indent, fence, kind, parser)
+        yield block
+        at = end + 1
+
+
+def _block(
+    lines: list[str], at: int, first: list[str], indent: int, fence: str, kind: str, parser: _Parser
+) -> tuple[Block, int]:
+    """The block that begins here, and the line of the fence that closes it: the first after which
+    it is Python, or else the first.
+    """
+    earliest = None
+    for end in _ends(lines, at, fence):
+        block = _parsed(kind, _dedented([*first, *lines[at:end]], indent), parser)
+        earliest = earliest or (block, end)
+        if block.tree is not None:
+            return block, end
+        if kind == OTHER or parser.spent:
+            break
+    if earliest is not None:
+        return earliest
+    rest = "\n".join([*first, *lines[at:]]).rstrip("\n").split("\n")
+    return _parsed(kind, _dedented(rest, indent), parser), len(lines)
+
+
+def _ends(lines: list[str], start: int, fence: str) -> Iterator[int]:
+    """Where lines are that may close a block; in a program's texts such lines are none."""
+    closing = re.compile(rf"[ \t]*{re.escape(fence[0])}{{{len(fence)},}}\s*")
+    for at in range(start, len(lines)):
+        if closing.fullmatch(lines[at]):
+            yield at
+
+
+def _parsed(kind: str, body: str, parser: _Parser) -> Block:
+    if kind == OTHER:
+        return Block(kind, body, None)
+    tree = parser.tree(body)
+    flush = textwrap.dedent(body)
+    if tree is None and flush != body:  # all of it is indented, its fence is not
+        tree = parser.tree(flush)
+        body = flush if tree is not None else body
+    return Block(kind, body, tree)
+
+
+def _kind(told: str) -> str:
+    match = TAG.match(told)
+    tag = match[1].lower() if match else ""
+    if tag.startswith("python") or tag in ("py", "py3", "ipython") or tag.endswith(".py"):
+        return PYTHON
+    return BARE if tag in BARE_TAGS else OTHER
+
+
+def _dedented(lines: list[str], indent: int) -> str:
+    """The lines without the indentation of their fence."""
+    if not lines:
+        return ""
+    return "\n".join(re.sub(rf"^[ \t]{{0,{indent}}}", "", line) for line in lines) + "\n"
+
+
+def _inline(text: str) -> str:
+    """The last block of one that has fences within its lines only; else the whole text."""
+    parts = text.split(FENCE)
+    if len(parts) < 3:
+        return text
+    last = len(parts) - 2 if len(parts) % 2 else len(parts) - 3  # an open fence is no block
+    body = parts[last]
+    tag, space, rest = body.partition("\n")
+    if not space:
+        tag, space, rest = body.partition(" ")
+    return rest if space and _kind(tag) == PYTHON and " " not in tag.strip() else body

@@ -1,0 +1,185 @@
+"""What the seccomp filter of jails lets through, and what it answers to the rest.
+
+Measured: what CPython's standard library, bash, coreutils and the usual Unix tools, pytest and
+numpy ask for (`loadtests.system_calls` measures again). What is not named here is refused. Refused
+calls that honest programs make by the way, and live without, are answered at once; any other is
+told to the jail's keeper, so that the outcome names it.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+from . import kernel
+
+ALWAYS = """
+read write close lseek pread64 pwrite64 readv writev preadv pwritev preadv2 pwritev2 sendfile
+copy_file_range open openat creat stat fstat lstat newfstatat statx access faccessat faccessat2
+readlink readlinkat getdents getdents64 getcwd chdir fchdir statfs fstatfs truncate ftruncate
+fallocate fadvise64 fsync fdatasync dup dup2 dup3 pipe pipe2 close_range umask
+rename renameat renameat2 mkdir mkdirat rmdir link linkat unlink unlinkat symlink symlinkat
+mknod mknodat chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat
+utimensat getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+mmap mprotect munmap mremap msync madvise brk
+poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
+eventfd eventfd2 signalfd signalfd4 timerfd_create timerfd_settime timerfd_gettime
+fork vfork execve exit exit_group wait4 waitid kill tkill tgkill
+rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack
+pause restart_syscall
+getpid getppid gettid getpgid getpgrp getsid getuid geteuid getgid getegid getresuid getresgid
+getgroups capget
+futex set_robust_list set_tid_address rseq arch_prctl getcpu sched_yield sched_getaffinity
+sched_getscheduler sched_getparam sched_getattr sched_get_priority_max sched_get_priority_min
+sched_rr_get_interval getpriority
+clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times getitimer setitimer
+alarm timer_create timer_settime timer_gettime timer_getoverrun timer_delete
+getrlimit setrlimit getrusage uname sysinfo getrandom
+shutdown getsockname getpeername getsockopt
+"""
+
+# Honest programs ask for these, and do without.
+ANSWERED = {
+    # As an older kernel answers: the C library then uses an older call.
+    errno.ENOSYS: """
+clone3 execveat openat2 pidfd_open pidfd_send_signal mincore cachestat membarrier process_madvise
+futex_waitv futex_wake futex_wait futex_requeue pkey_alloc pkey_free pkey_mprotect map_shadow_stack
+mseal lsm_get_self_attr lsm_set_self_attr lsm_list_modules landlock_create_ruleset landlock_add_rule
+landlock_restrict_self readahead
+""",
+    # As a file system without extended attributes answers: `cp -a` and shutil.copystat go on.
+    errno.EOPNOTSUPP: "setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr",
+    errno.EINVAL: "splice tee vmsplice",  # as for a file that cannot: `cat`, `cp` copy
+    # Numeric libraries would place their memory, and cryptographic ones lock it.
+    errno.EPERM: """
+get_mempolicy mbind set_mempolicy mlock mlock2 mlockall munlock munlockall capset
+""",
+    0: "sync",  # done, as far as the program knows: it would be the host's disks
+}
+
+AF_UNIX = 1
+SOCK_STREAM, SOCK_TYPES, SOCK_NONBLOCK = 1, 0xF, 0o4000
+MSG_OOB = 1
+SOL_SOCKET = 1
+SO_REUSEADDR, SO_SNDBUF, SO_RCVBUF, SO_KEEPALIVE, SO_LINGER = 2, 7, 8, 9, 13
+ASK_PERSONALITY = 0xFFFFFFFF
+PRIO_PROCESS = 0
+KEEPER = 1  # its process number where a jail has a namespace of them
+
+NEW_NAMESPACES = (
+    kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWCGROUP
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+)  # CLONE_NEWTIME is a bit of the signal's number in clone, and is not looked at there
+
+# linux/fcntl.h: duplicate, flags, record locks, pipe sizes, seals. Not F_GETLK and F_OFD_GETLK, by
+# which jails would see each other's locks of a file that both may read; leases; notifications;
+# owners, to whom signals go.
+F_COMMANDS = (0, 1, 2, 3, 4, 6, 7, 37, 38, 1030, 1031, 1032, 1033, 1034)
+F_GETLK, F_OFD_GETLK = 5, 36
+# asm-generic/ioctls.h: FIONREAD,
+# FIONBIO, FIOCLEX and FIONCLEX; linux/seccomp.h: what the keeper does with its listener.
+LISTENER_RECEIVE, LISTENER_ANSWER = 0xC0502100, 0xC0182101
+IOCTLS = (0x541B, 0x5421, 0x5450, 0x5451, LISTENER_RECEIVE, LISTENER_ANSWER)
+# linux/prctl.h: death signal, dumpable, name, timer slack, the bounding set, seccomp's state,
+# subreaper, no new privileges, huge pages.
+PRCTLS = (1, 2, 3, 4, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39, 41, 42)
+
+
+@dataclass(frozen=True)
+class Word:
+    """Whether an argument's low word is one of `values`, as far as `mask` goes; or is none."""
+
+    argument: int
+    values: tuple[int, ...]
+    mask: int = 0xFFFFFFFF
+    none: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where all tests hold, the call is answered with `error`; None: it goes through."""
+
+    tests: tuple[Word, ...]
+    error: int | None = None
+
+
+@dataclass(frozen=True, eq=False)  # its hash is its identity: it is looked up for each jail
+class Policy:
+    """Calls that go through, calls that are answered, and for others the first case that fits.
+
+    Whatever is in none of them is refused with EPERM, and told where somebody listens.
+    """
+
+    always: frozenset[str]
+    answered: tuple[tuple[str, int], ...]
+    cases: tuple[tuple[str, tuple[Case, ...]], ...]
+
+
+def through(*tests: Word) -> tuple[Case, ...]:
+    return (Case(tests),)
+
+
+def _cases(itself: Word) -> dict[str, tuple[Case, ...]]:
+    """`itself`: that a process number, as the first argument, names none but the jail's own."""
+    not_urgent = Word(3, (0,), MSG_OOB), Word(2, (0,), MSG_OOB)
+    return {
+        "clone": through(Word(0, (0,), NEW_NAMESPACES)),
+        "fcntl": (
+            Case((Word(1, F_COMMANDS),)),
+            Case((Word(1, (F_GETLK, F_OFD_GETLK)),), errno.EINVAL),
+        ),
+        "ioctl": (Case((Word(1, IOCTLS),)), Case((), errno.ENOTTY)),
+        "personality": through(Word(0, (ASK_PERSONALITY,))),
+        "prctl": (Case((Word(0, PRCTLS),)), Case((), errno.EINVAL)),
+        "prlimit64": through(itself),
+        "recvfrom": through(not_urgent[0]),
+        "recvmsg": through(not_urgent[1]),
+        "sched_setaffinity": through(itself),
+        "sendmsg": through(not_urgent[1]),
+        "sendto": through(not_urgent[0]),
+        "setpriority": through(Word(0, (PRIO_PROCESS,)), Word(1, (0,))),
+        "setsockopt": through(
+            Word(1, (SOL_SOCKET,)),
+            Word(2, (SO_REUSEADDR, SO_SNDBUF, SO_RCVBUF, SO_KEEPALIVE, SO_LINGER)),
+        ),
+        # The C library looks for nscd so whenever a user's name is asked for.
+        "socket": (
+            Case((Word(0, (AF_UNIX,)), Word(1, (SOCK_NONBLOCK,), SOCK_NONBLOCK)), errno.EPERM),
+        ),
+        # Pairs of streams alone: datagrams can be sent to other jails' names.
+        "socketpair": through(Word(0, (AF_UNIX,)), Word(1, (SOCK_STREAM,), SOCK_TYPES)),
+    }
+
+
+ANSWERS = tuple((name, error) for error, names in ANSWERED.items() for name in names.split())
+OWN_NUMBERS = Word(0, (KEEPER,), none=True)
+ONLY_ZERO = Word(0, (0,))
+
+# In namespaces of its own, where a jail sees no process but its own and its keeper.
+JAIL = Policy(
+    frozenset([*ALWAYS.split(), "setsid", "setpgid", "memfd_create"]),
+    ANSWERS,
+    tuple(_cases(OWN_NUMBERS).items()),
+)
+# Where nothing counts its memory as a whole: memory behind no mapping cannot be seen.
+JAIL_UNCOUNTED = Policy(JAIL.always - {"memfd_create"}, JAIL.answered, JAIL.cases)
+# Among the processes of the host, where only a process group can be killed as a whole. Landlock's
+# rules are made under it.
+_LANDLOCK = frozenset(["landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"])
+ONE_GROUP = Policy(
+    frozenset(ALWAYS.split()) | _LANDLOCK,
+    tuple(answer for answer in ANSWERS if answer[0] not in _LANDLOCK),
+    tuple(_cases(ONLY_ZERO).items()),
+)
+
+
+def policy(tier: str, counted: bool) -> Policy:
+    """The one of a tier's jails; `counted`: a control group bounds all of a jail's memory."""
+    if tier == "landlock":
+        return ONE_GROUP
+    return JAIL if counted or tier == "runner" else JAIL_UNCOUNTED

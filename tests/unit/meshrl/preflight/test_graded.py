@@ -1,0 +1,97 @@
+"""Tests of the rows that no runner can grade by are named before a job starts, all of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.preflight import graded
+from tests.unit.meshrl.preflight.conftest import read, refusal
+
+CODE = ["reward.use=code_tests"]
+STDIN = [{"input": "1", "output": "2"}]
+CALLS = {"function": "f", "cases": [{"args": [1], "output": 2}]}
+PYTHON = "from solution import f\ndef test_f():\n    assert f(1) == 2\n"
+LOGGED = "from solution import f\ndef test_f(caplog):\n    assert f(1) == 2\n"
+
+
+def write(place: Path, *tests: Any, name: str = "train.jsonl") -> None:
+    lines = [json.dumps({"prompt": str(i), "tests": of}) for i, of in enumerate(tests)]
+    (place.parent / name).write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def code(place: Path) -> Path:
+    (place.parent / "held.jsonl").write_text(
+        '{"prompt": "9+9", "tests": [{"input": "", "output": ""}]}\n'
+    )
+    return place
+
+
+def test_the_share_of_each_runner_is_told(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(code, STDIN, CALLS, CALLS, PYTHON, PYTHON, LOGGED)
+    graded.graded(read(code, *CODE))
+    assert capsys.readouterr().err == "tests: 7 rows: stdin 2, calls 2, isolated 2, pytest 1\n"
+    graded.graded(read(code, *CODE, "reward.options.runner=pytest"))
+    assert "stdin 2, calls 2, pytest 3\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tests", "says"),
+    [
+        (None, "a list, a table or a text, not nothing"),
+        ([], "there is no case"),
+        ({"function": "f", "cases": []}, "there is no case"),
+        ({"cases": "none"}, "cases are a list"),
+        ([{"input": "1"}], "without 'output'"),
+        ("def test_f(:", "syntax error in Python, line 1"),
+        ("x = 1", "without a function test_*"),
+        ("", "an empty text"),
+        ("import numpy\ndef test_f(): pass", "jails have no numpy"),
+        ("def test_f(nobody): pass", "the fixture nobody"),
+        ("import threading\nasync def test_f(): pass", "async def test_f"),
+    ],
+)
+def test_what_cannot_be_graded_by_is_named_with_its_row(code: Path, tests: Any, says: str) -> None:
+    write(code, STDIN, tests)
+    said = refusal(graded.graded, code, *CODE)
+    assert "train.jsonl, line 2: " in said and says in said and "a row has tests" in said
+
+
+def test_all_rows_are_told_of_but_few_shown(code: Path) -> None:
+    write(code, *[[]] * 8, STDIN)
+    write(code, PYTHON, LOGGED, name="held.jsonl")
+    said = refusal(graded.graded, code, *CODE, "reward.options.runner=isolated")
+    assert "9 rows have tests" in said and "line 5: " in said and "line 6: " not in said
+    assert "and 4 more rows" in said
+    write(code, STDIN)
+    said = refusal(graded.graded, code, *CODE, "reward.options.runner=isolated")
+    assert "held.jsonl, line 2: the runner isolated cannot run: fixture caplog" in said
+
+
+def test_what_the_jobs_interpreter_has_is_asked_of_it(code: Path) -> None:
+    write(code, "import pluggy\ndef test_f(caplog, nobody): pass")
+    graded.graded(read(code, *CODE, f"sandbox.python={sys.executable}"))
+    write(code, "import pluggy_no\ndef test_f(caplog): pass")
+    said = refusal(graded.graded, code, *CODE, f"sandbox.python={sys.executable}")
+    assert "jails have no pluggy_no" in said
+
+
+def test_a_runner_that_is_none_is_named(code: Path) -> None:
+    write(code, STDIN)
+    with pytest.raises(Exception, match="no runner 'nose'; there are auto, isolated, pytest"):
+        read(code, *CODE, "reward.options.runner=nose")
+
+
+def test_more_rows_than_there_is_time_for_are_said(
+    code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(code, *[PYTHON + f"# {i}\n" for i in range(3000)])
+    graded.graded(read(code, *CODE), look_s=0.1)
+    said = capsys.readouterr().err
+    assert said.startswith("tests: the first ")
+    assert said.endswith("; those behind them are looked at when they are graded\n")

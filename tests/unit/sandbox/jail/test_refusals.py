@@ -1,0 +1,106 @@
+"""What the filter refused is in the outcome by name, out of the program's reach."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails import Ran
+from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.jailed import told
+
+pytestmark = pytest.mark.needs("bwrap")
+LIMITS = JailLimits(wall_s=8.0, cpu_s=4.0, memory_bytes=256 * MIB, output_bytes=4096)
+CALL = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) for a in arguments])
+    return ctypes.get_errno() if result < 0 else 0
+"""
+
+
+async def ran(launcher: JailLauncher, source: str, mode: str = "program") -> Ran:
+    return await launcher.run({"mode": mode, "source": source}, LIMITS)
+
+
+async def test_what_ended_a_program_is_named(launcher: JailLauncher) -> None:
+    found = await ran(launcher, "import socket\nsocket.socket()")
+    assert (found.status, found.refused) == ("refused", ("socket",))
+    assert found.error == "it asked for what the sandbox refuses: socket"
+
+
+async def test_what_a_program_went_on_without_is_named_in_order_and_once(
+    launcher: JailLauncher,
+) -> None:
+    source = """
+import os, socket
+for _ in range(3):
+    for ask in (lambda: os.chroot("/"), socket.socket, lambda: os.setuid(0)):
+        try:
+            ask()
+        except PermissionError as error:
+            print(error.errno)
+if os.fork() == 0:
+    os.close(1)
+    os.setns(0, 0) if hasattr(os, "setns") else None
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except PermissionError:
+        os._exit(0)
+os.wait()
+"""
+    found = await ran(launcher, source)
+    assert (found.status, found.error, found.stdout) == ("ok", "", b"1\n" * 9)
+    assert found.refused == ("chroot", "socket", "setuid", "sched_setscheduler")
+    assert told(found)["refused"] == list(found.refused)
+
+
+async def test_nothing_is_named_of_a_program_that_asked_for_nothing(launcher: JailLauncher) -> None:
+    found = await ran(launcher, "id; ls -l / > /dev/null; cp -a /etc/alternatives /tmp", "shell")
+    assert (found.status, found.refused) == ("ok", ())
+    assert "refused" not in told(found)
+
+
+async def test_a_flood_of_refused_calls_ends_in_its_time_and_is_never_let_through(
+    launcher: JailLauncher,
+) -> None:
+    source = (
+        CALL
+        + """
+import os
+os.fork(), os.fork()
+seen = set()
+while True:
+    found = call(101, 0, 0, 0, 0)
+    if found not in seen:
+        seen.add(found)
+        os.write(1, b"%d\\n" % found)
+"""
+    )
+    begun = time.monotonic()
+    limits = JailLimits(wall_s=1.0, cpu_s=0.5, memory_bytes=256 * MIB)
+    found = await launcher.run({"mode": "program", "source": source}, limits)
+    assert (found.status, found.refused) == ("timeout", ("ptrace",))
+    assert set(found.stdout.split()) <= {b"1", b"38"}  # EPERM, then ENOSYS: never done
+    assert b"38" in found.stdout.split() and time.monotonic() - begun < 30
+
+
+async def test_a_program_cannot_listen_instead_of_its_keeper(launcher: JailLauncher) -> None:
+    source = (
+        CALL
+        + """
+print(call(317, 1, 8, 0), call(317, 0, 0, 0), call(157, 22, 2, 0))
+import fcntl
+for fd in range(3, 64):
+    try:
+        fcntl.ioctl(fd, 0xC0502100, bytearray(80))
+        print("heard")
+    except OSError:
+        pass
+"""
+    )
+    found = await ran(launcher, source)
+    assert (found.stdout, found.refused) == (b"1 1 22\n", ("seccomp",))
