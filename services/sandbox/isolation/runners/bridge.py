@@ -27,7 +27,7 @@ from services.sandbox.jail import frames, guest, kernel, mux, watch
 START_S = 60.0  # for a container to start, on a busy host
 LOOK_S = 0.1  # between two looks at what it uses
 MEMORY_LOOK_S = 0.5  # the same for memory, which takes the kernel longer to add up
-CPU_FACTOR, CPU_MORE_S = 2.0, 2.0  # times a limit of CPU time, and more: a runner's own
+CPU_FACTOR, CPU_MORE_S = 2.0, 1.0  # times a limit of CPU time, and more: a runner's own
 IDLE_CPU_S, IDLE_SHARE = 1.0, 0.1  # CPU time that a paused session may use, and per second of it
 SLACK_BYTES = 64 << 20  # memory beside the guest's and its files
 LEAVING_S = 2.0  # for a container to end by itself when its jail has
