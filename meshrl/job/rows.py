@@ -65,7 +65,8 @@ def travels(place: str, value: dict[str, Any]) -> None:
     culprits = (f"column {k!r}" for k, cell in value.items() if _unsendable({k: cell}))
     raise ConfigError(
         f"{place}: {next(culprits, 'the row')} cannot be sent ({problem})",
-        fix="keep to UTF-8 text, integers of 64 bits, and shallow lists and tables",
+        fix="keep to UTF-8 text, integers of 64 bits, and shallow lists and tables; tests of code "
+        "may be the text of their JSON, which holds any integer",
     )
 
 
@@ -117,6 +118,11 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 ) from error
             except RecursionError as error:
                 raise ConfigError(f"{place}: lists or tables are nested too deeply") from error
+            except ValueError as error:  # more digits than Python reads
+                raise ConfigError(
+                    f"{place}: a number that cannot be read ({error})",
+                    fix="write it as text; tests of code may be the text of their JSON",
+                ) from error
             if not line:
                 continue
             if not isinstance(value, dict):

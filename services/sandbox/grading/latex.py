@@ -51,6 +51,8 @@ SPELLINGS = [
     ),
     (re.compile(TEXT + r"\{\s*(-?[\d.,]+)\s*[A-Za-z/^0-9 ]*\}$"), r"\1"),  # \text{12 cm}
     (re.compile(r"\\log_\{?e\}?"), r"\\ln"),
+    (re.compile(r"\\lg(?![a-z])"), r"\\log_{10}"),
+    (re.compile(r"\\(?:mathrm|text)\{([ei])\}"), r"\1"),
 ]
 MIXED_PERCENT = re.compile(r"(?<![\d.])(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}\s*\\?%")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?")

@@ -13,13 +13,22 @@ from fractions import Fraction
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Basic, E, Expr, I, N, Pow, UnevaluatedExpr, cos, exp
+from sympy.core.relational import Relational
 
-from services.sandbox.grading import latex
+from services.sandbox.grading import latex, notations
 from services.sandbox.grading.answers import answer_of
 
 LONGEST = 100_000  # characters of an answer that is looked at; what is longer is wrong
 BOXED = 2_000  # longest content of a box
 CPU_S = 4.0  # for one pair; sympy that takes longer does not find them equal
+
+DIGITS = 30  # in which two numbers are compared once more
+FAR = 1e-5  # of the larger: what six decimals let pass for numbers from 0.1 on
+NOISE = 1e-80  # below it a difference is the arithmetic's own
+OR = re.compile(
+    r"\$?(-?\d+(?:[./]\d+)?)\$?\s*,?\s+or\s+(?:else\s+)?\$?(-?\d+(?:[./]\d+)?)\$?[\s.*]*$"
+)
 
 # Numbers that nobody writes out, which sympy would try to.
 TOWER = re.compile(
@@ -79,7 +88,12 @@ def _equal(gold: str, answer: str) -> bool:
     said, boxed = latex.final(answer)
     if not said.strip() or (boxed and len(said) > BOXED) or CODE.search(said):
         return False
+    said, boxed = _alternatives(said, boxed)
     wanted, said = latex.cleaned(gold), latex.cleaned(said) if boxed else said.strip()
+    return _pair(notations.decimal(wanted), notations.decimal(said), boxed)
+
+
+def _pair(wanted: str, said: str, boxed: bool) -> bool:
     decided = _by_form(wanted, said, boxed)
     if decided is not None:
         return decided
@@ -101,6 +115,11 @@ def _by_form(wanted: str, said: str, boxed: bool) -> bool | None:
         return True
     if TOWER.search(said):
         return False
+    numbers = notations.scientific(wanted), notations.scientific(said)
+    if numbers[0] and numbers[1] and (numbers[0][1] or numbers[1][1]):
+        return notations.close(numbers[0][0], numbers[1][0])
+    if (by_name := _by_name(wanted, said)) is not None:
+        return by_name
     measures = _measure(wanted), _measure(said)
     if measures[0] and measures[1] and measures[0][1:] != measures[1][1:]:
         (a, kind, factor), (b, other, scale) = measures[0], measures[1]
@@ -110,6 +129,29 @@ def _by_form(wanted: str, said: str, boxed: bool) -> bool | None:
     if boxed and CURLY.fullmatch(wanted) and ROUND.fullmatch(said):
         return False  # {1, 2} is not (1, 2)
     return None
+
+
+def _by_name(wanted: str, said: str) -> bool | None:
+    """Whether the same names have the same values; None if neither side names any."""
+    due, given = notations.named(wanted), notations.named(said)
+    if due is not None and given is not None:
+        return due.values.keys() == given.values.keys() and all(
+            _pair(value, given.values[name], True) for name, value in due.values.items()
+        )
+    named, other = (due, said) if due is not None else (given, wanted)
+    values = notations.listed(other)
+    if named is None or values is None or CURLY.fullmatch(other):
+        return None
+    ordered = [named.values[name] for name in named.order]
+    return len(ordered) == len(values) and all(
+        _pair(a, b, True) for a, b in zip(ordered, values, strict=True)
+    )
+
+
+def _alternatives(said: str, boxed: bool) -> tuple[str, bool]:
+    """A sentence that ends with two numbers to choose from has named both."""
+    match = None if boxed else OR.search(said[-200:])
+    return (f"{match[1]}, {match[2]}", True) if match else (said, boxed)
 
 
 def _by_value(wanted: str, said: str, boxed: bool) -> bool:
@@ -124,8 +166,54 @@ def _by_value(wanted: str, said: str, boxed: bool) -> bool:
     how = {"extraction_config": [LatexExtractionConfig()]} if boxed else {}
     text = f"\\boxed{{{said}}}" if boxed else said
     found = parse(text, parsing_timeout=None, **how)
+    if _verified(gold, found):
+        return True
+    turns = any(map(_turns, (*gold, *found)))
+    return turns and _verified(_complex(gold), _complex(found))
+
+
+def _verified(gold: list[Any], found: list[Any]) -> bool:
     same = verify(gold, found, allow_set_relation_comp=True, timeout_seconds=None)
-    return bool(same)
+    return bool(same) and not _far(gold, found)
+
+
+def _turns(value: Any) -> bool:
+    """Whether it has i in an exponent of e, both of which math-verify takes for variables."""
+    if not isinstance(value, Basic):
+        return False
+    powers = [p.as_base_exp() for p in value.atoms(exp, Pow)]
+    return any(
+        str(base) in ("e", "E") and "i" in map(str, exponent.free_symbols)
+        for base, exponent in powers
+    )
+
+
+def _complex(parsed: list[Any]) -> list[Any]:
+    """What was parsed, with i for the imaginary unit and e for Euler's number."""
+    units = {"i": I, "e": E}
+    return [
+        value.subs({s: units[s.name] for s in value.free_symbols if s.name in units}).rewrite(cos)
+        if isinstance(value, Basic) and not isinstance(value, Relational)
+        else value
+        for value in parsed
+    ]
+
+
+def _far(gold: list[Any], found: list[Any]) -> bool:
+    """Whether two numbers, of which math-verify has compared six decimals, are far apart in
+    relation to their size: 0 is not 6.6e-34.
+    """
+    numbers = [value for value in (*gold[:1], *found[:1]) if _is_number(value)]
+    if len(numbers) < 2:
+        return False
+    a, b = (N(number, DIGITS) for number in numbers)
+    return bool(abs(a - b) > FAR * max(abs(a), abs(b)) and abs(a - b) > NOISE)
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Expr) or value.has(UnevaluatedExpr):  # of percents: 50% is 50, too
+        return False
+    return bool(value.is_number)
 
 
 def _stop(*_: Any) -> None:

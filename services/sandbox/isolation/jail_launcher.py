@@ -24,6 +24,7 @@ from common.process import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import KILLED, Ends
+from services.sandbox.isolation import users
 from services.sandbox.isolation.cgroups import Cgroup, Homes
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
@@ -40,7 +41,7 @@ AT_ONCE = 1 << 14  # characters of a program that a socket's buffer surely holds
 TRIES = 3  # attempts to start a jail, should its zygote have ended
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
-OVERHEAD_PROCESSES = 1  # the keeper
+GUEST_NICE = 10  # of guests that no control group weighs: behind their keepers and this process
 _NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
 RUNNER_BYTES = 256 << 20  # of a runner's own processes and the kernel in them; runsc has 60 MiB
@@ -67,6 +68,7 @@ class JailLauncher:
         self._zygote: Zygote | None = None
         self._starting = asyncio.Lock()
         self._groups: deque[Cgroup] = deque()
+        self._users = deque(users.given())  # of which no jail is, longest unused first
         self._made: list[Cgroup] = []
         self._folders: list[Path] = []  # of a runner's containers
         self.started = 0  # jails
@@ -248,7 +250,7 @@ class JailLauncher:
         zygote = self._zygote
         assert zygote is not None
         group = await self._group(limits)
-        scratch = ""
+        scratch, slot = "", self._users.popleft() if self._users else -1
         output = Output(limits.output_bytes)
         pipes = [Pipe()]
         fds: dict[str, int] = {}
@@ -263,14 +265,18 @@ class JailLauncher:
                 fds["cells"] = pipes[1].theirs
             if peer >= 0:
                 fds["peer"] = peer
-            for number, fd in enumerate(group.lists if group else ()):
-                fds[f"group{number}"] = fd
+            if group is not None:
+                fds |= {f"group{number}": fd for number, fd in enumerate(group.lists)}
+                if group.usage >= 0:
+                    fds["usage"] = group.usage
             request: dict[str, Any] = {"limits": limits.document(), "descriptors": list(fds)}
+            request["nice"] = 0 if self._homes and self._homes.cpu else GUEST_NICE
             request["counted"] = group is not None
+            request["user"] = users.block(zygote.child.pid) + slot if slot >= 0 else 0
             if self.tier == "landlock":
-                scratch = self._scratch()
+                scratch = _scratch(request["user"])
                 request |= {"scratch": scratch, "readable": self._readable()}
-            if self.tier == "landlock" or self._shares_users:
+            if not request["user"] and (self.tier == "landlock" or self._shares_users):
                 request["limits"]["processes"] += _processes_of_user()
             packet = json.dumps(request).encode()
             answer = zygote.send(packet, list(fds.values()))
@@ -278,7 +284,7 @@ class JailLauncher:
             for pipe in pipes:
                 pipe.close()
             output.close()
-            self._given_back(group, scratch)
+            self._given_back(group, scratch, slot)
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 self._ended(zygote)
             raise
@@ -291,7 +297,7 @@ class JailLauncher:
         other = pipes[1] if cells else None
 
         def ended() -> None:
-            self._given_back(group, scratch)
+            self._given_back(group, scratch, slot)
             zygote.left()
 
         return Jail(self.clock, limits, pipes[0], other, output, group, ended), zygote, answer
@@ -302,13 +308,6 @@ class JailLauncher:
         places = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
         devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
         return [*places, *devices, *interpreter.places, *interpreter.packages, own]
-
-    def _scratch(self) -> str:
-        """A directory on disk, where no mount namespace gives one in memory."""
-        scratch = tempfile.mkdtemp(prefix="meshrl-jail-")
-        if os.getuid() == 0:
-            os.chown(scratch, PLAIN_ID, PLAIN_ID)
-        return scratch
 
     async def _group(self, limits: JailLimits) -> Cgroup | None:
         """One that no jail is in. The last processes of a jail leave it a moment after its end."""
@@ -330,7 +329,7 @@ class JailLauncher:
     def _overhead(self, limits: JailLimits) -> tuple[int, int]:
         """Bytes and processes of a group beside the guest's."""
         if not self._interpreter.runner:
-            return OVERHEAD_BYTES, OVERHEAD_PROCESSES
+            return OVERHEAD_BYTES, 0
         # A kernel's files are its memory, and it has threads for each of its processes.
         more = RUNNER_PROCESSES + RUNNER_THREADS * limits.processes
         return RUNNER_BYTES + limits.scratch_bytes, more
@@ -345,11 +344,15 @@ class JailLauncher:
         for _ in range(len(self._groups)):
             group = self._groups.popleft()
             if group.empty():
+                if group.freezes:
+                    group.freeze(False)
                 return group
             self._groups.append(group)
         return None
 
-    def _given_back(self, group: Cgroup | None, scratch: str) -> None:
+    def _given_back(self, group: Cgroup | None, scratch: str, slot: int) -> None:
+        if slot >= 0:
+            self._users.append(slot)
         if group is not None:
             self._groups.append(group)
         if scratch:
@@ -370,6 +373,14 @@ class JailLauncher:
                 await self.clock.sleep(0.02)
             group.remove()
         self._made, self._groups = [], deque()
+
+
+def _scratch(user: int) -> str:
+    """A directory on disk, where no mount namespace gives one in memory."""
+    scratch = tempfile.mkdtemp(prefix="meshrl-jail-")
+    if os.getuid() == 0:
+        os.chown(scratch, user or PLAIN_ID, user or PLAIN_ID)
+    return scratch
 
 
 def _readable(content: bytes) -> int:

@@ -180,6 +180,6 @@ ONE_GROUP = Policy(
 
 def policy(tier: str, counted: bool) -> Policy:
     """The one of a tier's jails; `counted`: a control group bounds all of a jail's memory."""
-    if tier == "landlock":
+    if tier != "bwrap":
         return ONE_GROUP
-    return JAIL if counted or tier == "runner" else JAIL_UNCOUNTED
+    return JAIL if counted else JAIL_UNCOUNTED

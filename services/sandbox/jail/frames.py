@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import Any, Callable
 
 LENGTH = 4  # bytes of the prefix, little-endian
 LIMIT = 16 << 20  # bytes of a frame; a longer prefix means that the stream is garbage
+
+
+# Without the functions of `json` around it: what a fork touches, it copies.
+_scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
 class Closed(Exception):
@@ -28,26 +32,36 @@ def send(fd: int, value: Any) -> None:
         raise Closed(str(error)) from None
 
 
-def receive(fd: int) -> Any:
-    """The next frame; Closed at the end. Reads not a byte more than that."""
-    length = int.from_bytes(_exactly(fd, LENGTH), "little")
+def receive(fd: int, wait: Callable[[], None] | None = None) -> Any:
+    """The next frame; Closed at the end. Reads not a byte more than that. `wait` is called before
+    each part is read.
+    """
+    length = int.from_bytes(_exactly(fd, LENGTH, wait), "little")
     if length > LIMIT:
         raise Closed(f"a frame of {length} bytes")
     try:
-        return json.loads(_exactly(fd, length))
-    except (ValueError, RecursionError, MemoryError) as error:
+        text = _exactly(fd, length, wait).decode()
+        value, end = _scan(text, 0)
+        if end != len(text):
+            raise ValueError("more than a value")
+        return value
+    except (ValueError, StopIteration, RecursionError, MemoryError) as error:
         raise Closed(f"not JSON: {type(error).__name__}") from None
 
 
-def _exactly(fd: int, size: int) -> bytes:
-    parts = []
+def _exactly(fd: int, size: int, wait: Callable[[], None] | None) -> bytes:
+    parts: list[bytes] = []
     while size:
+        if wait is not None:
+            wait()
         try:
             part = os.read(fd, min(size, 1 << 16))
         except OSError as error:
             raise Closed(str(error)) from None
         if not part:
             raise Closed("the end of the stream")
+        if len(part) == size and not parts:
+            return part
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

@@ -1,6 +1,6 @@
 """The guest of a jail: runs a program, a shell command, cells of a session, calls, or tests.
 
-Everything here but `checking` shares its interpreter with code that the model wrote, so the sandbox
+Everything here but `testing` shares its interpreter with code that the model wrote, so the sandbox
 believes nothing that it says beyond "this is what the code answered".
 """
 
@@ -20,7 +20,9 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from . import checking, frames, judged, plain, remote, suite
+from . import frames, judged, plain, suite
+from .objects import side
+from .testing import running
 
 # Exit statuses that name why a program ended; the sandbox tells the model in words.
 OUT_OF_MEMORY, REFUSED = 72, 77
@@ -45,20 +47,19 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
         if mode == "shell":
             shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
             os.execv(shell, [shell, "-c", program["source"]])
-        graded = bool(program.get("graded"))
         sys.argv = [SOURCE_NAME]
         for name in ("exit", "quit"):  # as `site` adds them, which is not imported here
             setattr(builtins, name, sys.exit)
-        if graded:
+        if program.get("graded"):
             judged.prepare()
         if mode == "cells":
             _cells(cells)
         elif mode == "calls":
             _calls(program, cells)
         elif mode == "objects":
-            remote.serve(peer, lambda: _module(program["source"], "solution"))
+            side.serve(peer, lambda: _module(program["source"], "solution"))
         elif mode == "tests":
-            checking.run(program, cells, peer)
+            running.run(program, cells, peer)
         elif mode == "suite":
             suite.run(program, cells)
         else:
@@ -79,6 +80,7 @@ def make_streams() -> None:
     """
     stdin = io.BufferedReader(io.FileIO(0, closefd=False))
     sys.stdin = io.TextIOWrapper(stdin, encoding="utf-8")
+    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - its type says that nobody does
     reading, writing = os.pipe()
     for name, fd in (("stdout", 1), ("stderr", 2)):
         kept = os.dup(fd)
@@ -187,7 +189,7 @@ def _cells(fd: int) -> None:
                 stream.flush()
             except (OSError, ValueError):
                 continue
-        frames.send(fd, {"cell": cell["number"], "exit": status})
+        frames.send(fd, {"cell": cell["token"], "exit": status})
 
 
 def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:

@@ -10,37 +10,42 @@ from __future__ import annotations
 
 # What a fork touches, it copies: the functions of `signal` go through its enumerations.
 import _signal
+import contextlib
+import errno
 import os
 import resource
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import allowed, frames, guest, kernel, landlock, refusals, seccomp, watch
+from . import allowed, frames, guest, kernel, landlock, refusals, seccomp, usage, watch
 
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
 OUT_OF_TIME_GRACE_S = 1  # after SIGXCPU, which a program may handle, comes SIGKILL
-OWN_PROCESSES = 1  # the keeper itself counts among a jail's
+OWN_PROCESSES = 1  # the keeper itself counts among its user's
+OWN = ("keeper", "usage")  # descriptors that no guest gets
 SETUP_FAILED = 70
 DESCRIPTORS = 1024  # more than a zygote ever has
 
 
-def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
-    """Runs one jail from its closing to its end; never returns."""
+def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> NoReturn:
+    """Runs one jail from its closing to its end; never returns. `proc` is the zygote's /proc."""
     channel = fds["keeper"]
     try:
-        _close_others(fds)
+        _close_others({**fds, "proc": proc})
         policy = allowed.policy(tier, request["counted"])
         wake = _wakes()
         if tier == "bwrap":
-            _join_groups(fds)
-            _namespaces(request["limits"])
+            _namespaces(request["limits"], request["user"], proc)
             kernel.drop_capabilities()
         else:
-            _join_groups(fds)
+            if request["user"] and tier == "landlock":
+                _become(request["user"])
+                kernel.drop_capabilities()
             os.setsid()
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -49,22 +54,28 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
         held = tier != "runner"  # else the guest alone, which becomes another user before
         refused = refusals.Refusals(seccomp.install(policy, listen=True) if held else -1)
         program = frames.receive(channel)
-        begun = time.monotonic()
-        ready, closed = os.pipe()
+        ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
         if child == 0:
             if not held:
                 _become_plain(request["user"])
                 seccomp.install(policy)
-            _become_guest({**fds, "closed": closed}, request, program, tier)
+            _become_guest({**fds, "closed": closed}, request, program, tier, proc)
+        os.close(proc)
         os.close(closed)
         for name, fd in fds.items():
-            if name != "keeper":
+            if name not in OWN:
                 os.close(fd)
+        cpu = _usage(fds, tier)
         nonce = frames.receive(channel)["nonce"]
-        watching = watch.Watch(child, channel, wake, request["limits"], begun, tier, refused)
+
+        def signal_all(number: int) -> None:
+            _signal_all(number, tier, cpu.members)
+
+        settings = request["limits"]
+        watching = watch.Watch(child, channel, wake, ready, settings, cpu, signal_all, refused)
         report = {**watching.until_ended(), "refused": refused.numbers}
-        if not report["timeout"] and not os.read(ready, 1):
+        if not watching.set_up():
             report = {"failed": f"a guest could not be set up: status {report['exit']}"}
         frames.send(channel, {"nonce": nonce, **report})
         if tier != "bwrap":  # there, the kernel kills what is left
@@ -86,35 +97,57 @@ def _close_others(fds: dict[str, int]) -> None:
 
 
 def _join_groups(fds: dict[str, int]) -> None:
-    """The control groups of this jail, whose lists of processes came opened for writing."""
+    """The control groups of this jail, whose lists of processes came opened for writing. Only the
+    guest joins: neither does it take its keeper's share of the cores, nor is the keeper frozen.
+    """
     for name in [name for name in fds if name.startswith("group")]:
         os.write(fds[name], b"0")
         os.close(fds.pop(name))
 
 
-def _namespaces(limits: dict[str, Any]) -> None:
-    """Mounts are made before the user namespace, which therefore cannot undo them."""
+def _namespaces(limits: dict[str, Any], user: int, proc: int) -> None:
+    """Mounts are made before the user namespace, which therefore cannot undo them.
+
+    In the jail /proc cannot be written: what we write there we write to the zygote's.
+    """
     kernel.unshare(kernel.CLONE_NEWNS)
+    if user:
+        _become(user)
     size, files = limits["scratch_bytes"], limits["files"]
     kernel.mount(
         "tmpfs", SCRATCH, "tmpfs", HIDDEN, f"size={size},nr_inodes={files},mode=700,huge=never"
     )
-    kernel.mount("proc", "/proc", "proc", HIDDEN | kernel.MS_NOEXEC)
+    kernel.mount("proc", "/proc", "proc", HIDDEN | kernel.MS_NOEXEC | kernel.MS_RDONLY)
     user, group = os.getuid(), os.getgid()
     kernel.unshare(kernel.CLONE_NEWUSER)
-    kernel.map_own_ids(user, group)
-    kernel.write("/proc/sys/user/max_user_namespaces", "0")
+    kernel.map_own_ids(user, group, proc)
+    kernel.write("sys/user/max_user_namespaces", "0", proc)
+
+
+def _become(user: int) -> None:
+    """The jail's own user. A change hides our files in /proc, which are still to be written."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 
 def _become_guest(
-    fds: dict[str, int], request: dict[str, Any], program: Any, tier: str
+    fds: dict[str, int], request: dict[str, Any], program: Any, tier: str, proc: int
 ) -> NoReturn:
     try:
         _signal.set_wakeup_fd(-1)
         for number in (_signal.SIGCHLD, _signal.SIGINT):
             _signal.signal(number, _signal.SIG_DFL)
-        os.close(fds.pop("keeper"))
-        _close_others(fds)
+        for name in OWN:
+            fds.pop(name, None)
+        _close_others({**fds, "proc": proc})
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        _go_first(proc)
+        os.close(proc)
+        _join_groups(fds)
+        if request["nice"]:  # which nobody can take back
+            os.nice(request["nice"])
         for place, name in enumerate(("stdin", "stdout", "stderr")):
             os.dup2(fds[name], place)
             os.close(fds[name])
@@ -124,19 +157,13 @@ def _become_guest(
         elif tier == "bwrap":
             os.setsid()
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         os.chdir(scratch)
         if scratch != SCRATCH:
             os.environ.update(HOME=scratch, TMPDIR=scratch)
-        kernel.write("/proc/self/oom_score_adj", "1000")  # before the keeper, if one must go
-    except OSError as error:
-        if error.filename != "/proc/self/oom_score_adj":
-            traceback.print_exc()
-            os._exit(SETUP_FAILED)
-    except ValueError:  # a limit beyond what may be set
+    except (OSError, ValueError):  # ValueError: a limit beyond what may be set
         traceback.print_exc()
         os._exit(SETUP_FAILED)
-    os.write(fds["closed"], b"y")
+    os.write(fds["closed"], repr(time.monotonic()).encode())
     os.close(fds["closed"])
     guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
 
@@ -148,11 +175,18 @@ def _become_plain(user: int) -> None:
     if os.getuid() != 0:
         return
     try:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
+        _become(user)
     except OSError:
         kernel.drop_capabilities()
+
+
+def _go_first(proc: int) -> None:
+    """If one must go because memory is short, then we before the keeper."""
+    try:
+        kernel.write("self/oom_score_adj", "1000", proc)
+    except OSError as error:  # where this file is another user's
+        if error.errno not in (errno.EACCES, errno.EPERM):
+            raise
 
 
 def limit(limits: dict[str, Any], laps: bool) -> None:
@@ -202,6 +236,29 @@ def _wakes() -> int:
     _signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     _signal.signal(_signal.SIGCHLD, lambda *_: None)
     return reading
+
+
+def _usage(fds: dict[str, int], tier: str) -> usage.Grouped | usage.Scanned:
+    """Where the CPU time of the jail is read."""
+    if "usage" in fds:
+        return usage.Grouped(fds["usage"])
+    return usage.Scanned(0 if tier == "bwrap" else os.getpgrp())
+
+
+def _signal_all(number: int, tier: str, members: Callable[[], list[int]]) -> None:
+    """To all others of the jail: as the first process of a namespace, everybody; else whoever is
+    in our group of processes, which none can leave. Those that were begun meanwhile are next.
+    """
+    if tier == "bwrap":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, number)
+        return
+    told: set[int] = set()
+    while fresh := set(members()) - told:
+        for pid in fresh:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        told |= fresh
 
 
 def _kill_rest(tier: str) -> None:

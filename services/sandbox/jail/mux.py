@@ -34,6 +34,8 @@ NAMED = {
 
 
 FREE = (CONTROL, KEEPER)
+OUTPUTS = (STDOUT, STDERR)
+AFTER_OUTPUTS = (CELLS,)  # what is said there is said of what was printed before: never earlier
 
 
 class Garbage(Exception):
@@ -114,10 +116,10 @@ class Mux:
             want(self._outgoing, select.POLLOUT)
         for fd in others:
             want(fd, select.POLLIN)
-        for channel in self._channels.values():
+        for number, channel in self._channels.items():
             if channel.reading >= 0 and channel.may_send > 0:
                 want(channel.reading, select.POLLIN)
-            if channel.waiting and channel.writing >= 0:
+            if channel.waiting and channel.writing >= 0 and not self._held(number):
                 want(channel.writing, select.POLLOUT)
         for fd, event in wanted.items():
             poller.register(fd, event)
@@ -125,9 +127,11 @@ class Mux:
         if self._outgoing in ready:
             self._flush()
         for number, channel in self._channels.items():
-            if channel.waiting and channel.writing in ready:
+            if channel.waiting and (channel.writing in ready or number in AFTER_OUTPUTS):
                 self._pass_on(number, channel)
             if channel.reading in ready and channel.may_send > 0:
+                if number in AFTER_OUTPUTS and not self._outputs_taken():
+                    continue
                 self._take(number, channel)
         if self._incoming in ready and not self.over:
             self._receive()
@@ -156,6 +160,25 @@ class Mux:
             self.outbox.clear()
             self._deaf = True
 
+    def _outputs_taken(self) -> bool:
+        """Takes all that was printed; False if more of it is there than the window lets through."""
+        for number in OUTPUTS:
+            channel = self._channels.get(number)
+            while channel is not None and channel.reading >= 0:
+                if channel.may_send <= 0:
+                    return False
+                before = channel.may_send
+                self._take(number, channel)
+                if channel.may_send == before:
+                    break
+        return True
+
+    def _held(self, number: int) -> bool:
+        """Whether what has come must wait until what was printed before is passed on."""
+        if number not in AFTER_OUTPUTS:
+            return False
+        return any(self._channels[each].waiting for each in OUTPUTS if each in self._channels)
+
     def _take(self, number: int, channel: Channel) -> None:
         try:
             part = os.read(channel.reading, min(PART, channel.may_send))
@@ -173,6 +196,8 @@ class Mux:
             os.close(fd)
 
     def _pass_on(self, number: int, channel: Channel) -> None:
+        if self._held(number):
+            return
         try:
             count = os.write(channel.writing, channel.waiting)
         except BlockingIOError:

@@ -33,7 +33,8 @@ def main() -> NoReturn:
     if os.fork() == 0:
         for fd in (incoming, outgoing, *ends.values()):
             os.close(fd)
-        keeper.keep(fds, request, "runner")
+        proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        keeper.keep(fds, request, "runner", proc)
     for fd in fds.values():
         os.close(fd)
     _carry(mux.Mux(incoming, outgoing), ends)

@@ -16,10 +16,11 @@ import pytest
 from services.sandbox.isolation import cgroups
 from tests.unit.sandbox.escapes import corpus
 from tests.unit.sandbox.escapes.forgeries import FORGERIES
+from tests.unit.sandbox.escapes.graded import STYLES
 from tests.unit.sandbox.escapes.poison import CASES
 
 ROOT = Path(__file__).parents[3]
-REST = ["reward forging", "session poisoning"]
+REST = ["reward forging", "tests forging", "session poisoning"]
 FAMILIES = [*corpus.FAMILIES, *REST]
 PLAIN = [sys.executable, "-m", "tests.unit.sandbox.plain_user"]
 HANG_S = 280  # far beyond what any family takes
@@ -79,4 +80,6 @@ def test_without_namespaces_landlock_contains_it(family: str, canary: Path) -> N
 def test_the_corpus_is_as_large_as_it_claims() -> None:
     names = [(family, e.name) for family, entries in corpus.FAMILIES.items() for e in entries]
     assert len(set(names)) == len(names) >= 200
+    forged = [(style, f.name) for style, (_, wrong) in STYLES.items() for f in wrong]
+    assert len(set(forged)) == len(forged) >= 60
     assert len(FORGERIES) >= 20 and len(CASES) >= 8

@@ -58,11 +58,12 @@ class Bridge:
         limits: dict[str, Any],
         request: dict[str, Any],
         fds: dict[str, int],
+        nice: int,
     ) -> None:
         self._runner, self._place, self._fds = runner, place, fds
         self._name = f"{place.parent.name}-{place.name}"
         self._inside, self._carried = inside, carried
-        self._limits, self._request = limits, request
+        self._limits, self._request, self._nice = limits, request, nice
         self._process: subprocess.Popen[bytes] | None = None
         self._said = bytearray()
         self._asked, self._reported, self._hello = bytearray(), bytearray(), bytearray()
@@ -104,12 +105,15 @@ class Bridge:
     # ---- start --------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        if "usage" in self._fds:
+            os.close(self._fds.pop("usage"))
         lists = [self._fds.pop(name) for name in list(self._fds) if name.startswith("group")]
 
         def become() -> None:
             kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             for fd in lists:
                 os.write(fd, b"0")
+            os.nice(self._nice)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)

@@ -21,7 +21,8 @@ files = json.loads(exactly(int.from_bytes(exactly(4), "little")))
 class Carried:
     def find_spec(self, name, path=None, target=None):
         if name in files:
-            return importlib.util.spec_from_loader(name, self, is_package=name == "jail")
+            package = any(each.startswith(name + ".") for each in files)
+            return importlib.util.spec_from_loader(name, self, is_package=package)
     def create_module(self, spec):
         return None
     def exec_module(self, module):

@@ -23,7 +23,7 @@ from services.sandbox.isolation.outer import INSIDE, PACKAGES, PLAIN_ID
 from services.sandbox.isolation.runners import bundle, leftovers
 from services.sandbox.isolation.runners.bridge import Bridge
 from services.sandbox.isolation.runners.first import CARRIED, SHOWN
-from services.sandbox.jail import frames, kernel, watch, zygote
+from services.sandbox.jail import frames, kernel, mux, watch, zygote
 
 IN_CONTAINER = "/tmp"  # scratch of a container that has a /tmp of its own
 SOURCES = Path(bundle.JAIL)
@@ -82,11 +82,12 @@ class Containers:
             scratch = f"{IN_CONTAINER}/{self._folder.name}-{place.name}"
         asked = {
             "limits": inside,
-            "channels": [name for name in fds if not name.startswith("group")],
+            "channels": [name for name in fds if name in mux.NAMED],
             "warm": spawner.warm,
             "searched_last": PACKAGES if runner.bundled and spawner.packages else "",
             "scratch": scratch,
-            "user": PLAIN_ID,
+            "user": request["user"] or PLAIN_ID,
+            "nice": 0,
             "counted": request["counted"],
         }
         flags = ["-I", "-S"] if spawner.isolated else ["-I"]
@@ -95,11 +96,11 @@ class Containers:
         if runner.bundled:
             document = bundle.configuration(self._root, self._shown, arguments, limits)
             bundle.write(place, document)
-        Bridge(runner, place, arguments, self._carried, limits, asked, fds).run()
+        Bridge(runner, place, arguments, self._carried, limits, asked, fds, request["nice"]).run()
 
     def serve(self, control: socket.socket) -> None:
         while True:
-            packet, descriptors, _, _ = socket.recv_fds(control, zygote.PACKET, zygote.DESCRIPTORS)
+            packet, descriptors = zygote.received(control)
             if not packet:
                 return
             request = json.loads(packet)
@@ -129,10 +130,10 @@ class Containers:
 
 def carried() -> bytes:
     """The package that runs inside, as a frame."""
-    files = {
-        "jail" if path.stem == "__init__" else f"jail.{path.stem}": path.read_text()
-        for path in SOURCES.glob("*.py")
-    }
+    files = {}
+    for path in SOURCES.rglob("*.py"):
+        parts = ["jail", *path.relative_to(SOURCES).with_suffix("").parts]
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
     return frames.pack(files)
 
 

@@ -186,6 +186,12 @@ def test_lists_in_lists_without_end_are_refused_with_their_line(tmp_path: Path) 
         list(rows.read(tmp_path / "rows.jsonl"))
 
 
+def test_a_number_of_more_digits_than_are_read_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"n": ' + "9" * 5000 + "}\n")
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a number that cannot be read"):
+        list(rows.read(tmp_path / "rows.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [

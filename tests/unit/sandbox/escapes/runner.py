@@ -1,7 +1,7 @@
 """Runs families of the corpus, as the user that it is started as: one JSON object for each.
 
-`python -m tests.unit.sandbox.escapes.runner TIER CANARY FAMILY...`; a family may be `reward
-forging` or `session poisoning`, too. With `--all` also what is known not to be contained.
+`python -m tests.unit.sandbox.escapes.runner TIER CANARY FAMILY...`; a family may be one of
+FORGING or POISONING, too. With `--all` also what is known not to be contained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import psutil
 from common.clock import SystemClock
 from common.errors import DeadlineExceeded, MeshError
 from common.process.host import SystemHost
-from services.sandbox.grading.code import Grading
 from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
@@ -31,8 +30,9 @@ from services.sandbox.isolation.jails import Jail
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.isolation.slots import JailSlots
 from services.sandbox.sessions import Sessions
-from tests.unit.sandbox.escapes import forgeries, poison, program
+from tests.unit.sandbox.escapes import poison, program
 from tests.unit.sandbox.escapes.corpus import FAMILIES, is_open
+from tests.unit.sandbox.escapes.graded import Grader
 from tests.unit.sandbox.escapes.program import Escape, Left, Pair
 
 LIMITS = JailLimits(
@@ -48,11 +48,10 @@ LIMITS = JailLimits(
 BRIEFLY = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for what can but run out of time
 UNHURRIED = replace(LIMITS, wall_s=8.0)  # nothing of a poison takes time, but the host may
 PATIENT = replace(LIMITS, wall_s=20.0, cpu_s=10.0)  # for a sender, which is ended when it is heard
-CASE_S, HANGING_CASE_S = 1.0, 0.2
 GOOD = {"mode": "program", "source": "print(6 * 7)"}
 WORD = b"ESCAPED"
 QUIET_LOOKS, LOOK_S, QUIET_S = 10, 0.005, 3.0  # until a session counts as left running
-FORGING, POISONING, ALL = "reward forging", "session poisoning", "--all"
+FORGING, POISONING, ALL = ("reward forging", "tests forging"), "session poisoning", "--all"
 
 
 def says(stdout: bytes) -> bool:
@@ -177,19 +176,6 @@ class Runner:
             await self.clock.sleep(LOOK_S)
         return []
 
-    async def forge(self, name: str, tests: Any, kind: str) -> dict[str, Any]:
-        case_s = HANGING_CASE_S if name in forgeries.HANGING else CASE_S
-        grading = Grading(self.launcher, self.slots, "model", LIMITS, {"case_s": case_s})
-        turns = [{"role": "model", "text": forgeries.FORGERIES[name]}]
-        answer = await grading.reward({"tests": tests}, turns)
-        return {
-            "name": f"{name} ({kind})",
-            "contained": (answer.status, answer.value) == ("ok", 0.0),
-            "status": answer.status,
-            "error": answer.error,
-            "said": str(answer.value),
-        }
-
     async def poison(self, case: poison.Poison) -> dict[str, Any]:
         said = []
         async with self.at_once:
@@ -209,17 +195,12 @@ class Runner:
         }
 
     async def family(self, family: str) -> list[dict[str, Any]]:
-        if family == FORGING:
-            styles = (
-                ("stdin", forgeries.STDIN),
-                ("calls", forgeries.CALLS),
-                ("python", forgeries.PYTHON),
-            )
-            names = forgeries.FORGERIES
-            found = [self.forge(name, tests, kind) for name in names for kind, tests in styles]
-            return await asyncio.gather(*found)
+        if family in FORGING:
+            grader = Grader(self.launcher, self.slots, LIMITS)
+            work = grader.all_styles() if family == FORGING[0] else grader.styles()
+            return list(await asyncio.gather(*work))
         if family == POISONING:
-            return await asyncio.gather(*map(self.poison, poison.CASES))
+            return list(await asyncio.gather(*map(self.poison, poison.CASES)))
         at_once, one_by_one = [], []
         for entry in FAMILIES[family]:
             if not self.all and is_open(self.tier, family, entry.name):
@@ -285,7 +266,11 @@ async def run(tier: str, canary: Path, own: Path, asked: list[str]) -> list[dict
     await runner.launcher.start()
     found: list[dict[str, Any]] = []
     for family in families:
-        results = await runner.family(family)
+        results = [
+            result
+            for result in await runner.family(family)
+            if runner.all or not is_open(tier, family, result["name"])
+        ]
         found.append({"family": family, "results": results, "harm": await runner.unharmed()})
     found[-1]["harm"] += await runner.close()
     return found

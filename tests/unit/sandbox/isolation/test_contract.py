@@ -119,6 +119,8 @@ async def test_a_session_keeps_its_state_and_ends_with_its_interpreter(
     try:
         assert (await sessions.run("a", "x = 41")).status == "ok"
         assert (await sessions.run("a", "x + 1")).stdout == b"42\n"
+        printed = await sessions.run("a", "print('y' * 3000, 'end')")
+        assert printed.stdout.endswith(b"y end\n")
         lost = await sessions.run("a", "import os\nprint('last')\nos._exit(5)")
         assert lost.status == "crashed" and lost.stdout == b"last\n"
     finally:
@@ -175,3 +177,15 @@ async def test_a_call_that_is_given_up_leaves_nothing(launcher: JailLauncher) ->
     own = f"{leftovers.PREFIX}{os.getpid()}-"
     assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(own)]
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_what_a_cell_printed_is_there_when_it_has_ended(launcher: JailLauncher) -> None:
+    """However much it is, and though it comes by another way than the cell's answer."""
+    limits = JailLimits(wall_s=30.0, cpu_s=10.0, output_bytes=4 * MIB)
+    sessions = Sessions(launcher, SystemClock(), limits, 1, 600.0)
+    try:
+        for size in (10, 40_000, 1_500_000, 10):
+            found = await sessions.run("a", f"print('z' * {size})")
+            assert found.status == "ok" and len(found.stdout) == size + 1
+    finally:
+        sessions.close()

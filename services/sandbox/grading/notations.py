@@ -1,0 +1,117 @@
+"""Reads notations of mathematics whose meaning math-verify loses: numbers with a base as index,
+scientific notation, and values that are given by name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+RELATIVE = Fraction(1, 10**6)  # of two numbers in scientific notation: as six decimals of any other
+EXPONENT = 5_000  # largest power of ten that is worked out
+TIMES = r"(?:\\times|\\cdot|\*)"
+POWER = r"10\s*\^\s*(?:\{\s*([+-]?\d{1,4})\s*\}|([+-]?\d{1,4}))"
+SCIENTIFIC = re.compile(rf"([+-]?\d+(?:\.\d+)?|[+-]?\.\d+)(?:\s*{TIMES}\s*{POWER})?|([+-]?){POWER}")
+BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
+BASES |= {"ten": 10, "twelve": 12, "sixteen": 16}
+BASED = re.compile(
+    r"(?<![\w\\.^{])([0-9][0-9A-F]*|[A-F][0-9A-F]+)\s*_\s*"
+    r"(?:\{\s*(?:\\text\s*\{\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}|(\d))(?![\w.])"
+)
+NO_NUMBER = r"\text{no number of this base}"
+NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?"
+ASSIGNED = re.compile(rf"({NAME})\s*=\s*([^=]+)")
+NAMES = re.compile(rf"(?:\\left)?\(\s*({NAME}(?:\s*,\s*{NAME})+)\s*(?:\\right)?\)\s*=\s*(.+)", re.S)
+SEPARATORS = re.compile(r",(?!\d{3}(?!\d))|;|\\text\s*\{\s*,?\s*and\s*\}|\band\b|\\quad|\\qquad")
+ROUND = re.compile(r"(?:\\left)?\((.*?)(?:\\right)?\)", re.S)
+
+
+def scientific(text: str) -> tuple[Fraction, bool] | None:
+    """(number, whether it is written with a power of ten), or None if it is no plain number."""
+    match = SCIENTIFIC.fullmatch(text.strip())
+    if match is None:
+        return None
+    digits, *exponents = match[1], match[2] or match[3], match[5] or match[6]
+    exponent = next((int(exponent) for exponent in exponents if exponent), 0)
+    if abs(exponent) > EXPONENT:
+        return None
+    number = Fraction(digits) if digits else Fraction(f"{match[4]}1")
+    return number * Fraction(10) ** exponent, any(exponents)
+
+
+def close(a: Fraction, b: Fraction) -> bool:
+    """Whether they differ by rounding only, measured by the larger."""
+    return abs(a - b) <= RELATIVE * max(abs(a), abs(b))
+
+
+def decimal(text: str) -> str:
+    """The text with numbers of other bases, as 101_2, in base ten."""
+    return BASED.sub(_decimal, text)
+
+
+def _decimal(match: re.Match[str]) -> str:
+    told = match[2] or match[3]
+    base = int(told) if told.isdigit() else BASES.get(told, 0)
+    if not 2 <= base <= 36:
+        return match[0]
+    try:
+        return str(int(match[1], base))
+    except ValueError:
+        return NO_NUMBER
+
+
+@dataclass(frozen=True)
+class Named:
+    """Values by name, and in the order in which a tuple of them would be written."""
+
+    values: dict[str, str]
+    order: tuple[str, ...]
+
+
+def named(text: str) -> Named | None:
+    """What `x=1, y=2` or `(x,y)=(1,2)` assigns to two names or more; None for anything else.
+
+    A tuple has the values of names that come one by one in the order of the alphabet.
+    """
+    if match := NAMES.fullmatch(text.strip()):
+        names = [name.strip() for name in match[1].split(",")]
+        values = listed(match[2])
+        if values is None or len(values) != len(names) or len(set(names)) < len(names):
+            return None
+        return Named(dict(zip(names, values, strict=True)), tuple(names))
+    found = [ASSIGNED.fullmatch(part.strip()) for part in _parts(text)]
+    pairs = {match[1]: match[2] for match in found if match is not None}
+    if len(found) < 2 or len(pairs) < len(found):
+        return None
+    return Named(pairs, tuple(sorted(pairs)))
+
+
+def listed(text: str) -> list[str] | None:
+    """The values of a tuple, or of a list without brackets; None if some are no plain values."""
+    text = text.strip()
+    match = ROUND.fullmatch(text)
+    if match is not None and len(_parts(text)) == 1:
+        text = match[1]
+    values = [part.strip() for part in _parts(text)]
+    if len(values) < 2 or not all(values) or any(re.search(r"[=<>]", value) for value in values):
+        return None
+    return values
+
+
+def _parts(text: str) -> list[str]:
+    """The text between separators that no bracket encloses."""
+    depth, begin, parts = 0, 0, []
+    ends = {match.start(): match.end() for match in SEPARATORS.finditer(text)}
+    skipped = 0
+    for at, character in enumerate(text):
+        if at < skipped:
+            continue
+        if at in ends and depth == 0:
+            parts.append(text[begin:at])
+            begin = skipped = ends[at]
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+    return [*parts, text[begin:]]

@@ -1,0 +1,23 @@
+"""What a forgery is: a wrong answer, and the tests that it is to pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests, and a right answer, which shows that they can be passed."""
+
+    tests: Any
+    right: str
+
+
+@dataclass(frozen=True)
+class Forgery:
+    """Wrong in every test of its suite, so that it must score 0."""
+
+    name: str
+    suite: str
+    source: str

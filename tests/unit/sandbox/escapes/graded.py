@@ -1,0 +1,79 @@
+"""Grades forgeries: each must score 0, and the right answer to the same tests 1."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+from services.sandbox.grading.code import Grading
+from services.sandbox.grading.real_pytest import Suites
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.slots import JailSlots
+from tests.unit.sandbox.escapes import forged_cases, forged_tests, forgeries
+from tests.unit.sandbox.escapes.forging import Forgery, Suite
+
+CASE_S, HANGING_CASE_S = 1.0, 0.2
+BRIEFLY_S = 0.4  # for a forgery that may hang; right answers have longer
+STYLES: dict[str, tuple[dict[str, Suite], list[Forgery]]] = {
+    "stdin": (forged_cases.STDIN, forged_cases.PRINTED),
+    "calls": (forged_cases.CALLS, forged_cases.CALLED),
+    "python": (forged_tests.SUITES, forged_tests.IN_PYTHON),
+}
+Work = Iterator[Coroutine[Any, Any, dict[str, Any]]]
+
+
+class Grader:
+    """`suites` is where the real pytest runs; without it, tests in Python are isolated."""
+
+    def __init__(
+        self,
+        launcher: JailLauncher,
+        slots: JailSlots,
+        limits: JailLimits,
+        suites: Suites | None = None,
+    ) -> None:
+        self._launcher, self._slots, self._limits = launcher, slots, limits
+        self._suites = suites
+
+    async def graded(
+        self, name: str, source: str, tests: Any, case_s: float, wanted: float = 0.0
+    ) -> dict[str, Any]:
+        runner = "pytest" if self._suites else "isolated"
+        options = {"case_s": case_s, "runner": runner}
+        place = (self._launcher, self._slots, "model", self._limits)
+        grading = Grading(*place, options, self._suites)
+        answer = await grading.reward(
+            {"tests": tests}, [{"role": "model", "text": f"```python\n{source}\n```"}]
+        )
+        return {
+            "name": name,
+            "contained": (answer.status, answer.value) == ("ok", wanted),
+            "status": answer.status,
+            "error": answer.error,
+            "said": str(answer.value),
+        }
+
+    def all_styles(self) -> Work:
+        """Answers that are wrong in whatever style they are tested."""
+        for name, source in forgeries.FORGERIES.items():
+            case_s = HANGING_CASE_S if name in forgeries.HANGING else CASE_S
+            for style, tests in (
+                ("stdin", forgeries.STDIN),
+                ("calls", forgeries.CALLS),
+                ("python", forgeries.PYTHON),
+            ):
+                yield self.graded(f"{name} ({style})", source, tests, case_s)
+
+    def styles(self) -> Work:
+        for style in STYLES:
+            yield from self.style(style)
+
+    def style(self, style: str) -> Work:
+        """Answers that are made for tests of one style, and the right ones to the same tests."""
+        suites, wrong = STYLES[style]
+        for name, suite in suites.items():
+            yield self.graded(f"right: {name} ({style})", suite.right, suite.tests, CASE_S, 1.0)
+        for forgery in wrong:
+            tests = suites[forgery.suite].tests
+            yield self.graded(f"{forgery.name} ({style})", forgery.source, tests, BRIEFLY_S)
