@@ -36,7 +36,6 @@ WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
 AT_ONCE = 1 << 14  # characters of a program that a socket's buffer surely holds
 TRIES = 3  # attempts to start a jail, should its zygote have ended
-GROUPS_MOST = 64  # that are kept; with fewer, another one is made at once
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
 GUEST_NICE = 10  # of guests that no control group weighs: behind their keepers and this process
@@ -292,7 +291,7 @@ class JailLauncher:
             return None
         group = self._empty_group()
         for _ in range(LEAVING_LOOKS):
-            if group is not None or len(self._made) < GROUPS_MOST:
+            if group is not None or not self._groups:
                 break
             await self.clock.sleep(LEAVING_S)
             group = self._empty_group()
