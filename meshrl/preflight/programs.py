@@ -116,6 +116,12 @@ def without(python: Path, package: str) -> str:
     return ""
 
 
+def imports(python: Path, package: str, place: str) -> bool:
+    """Whether an interpreter imports a package of a directory that it does not search."""
+    ran = _run(python, f"import sys; sys.path.append({place!r}); import {package}", ANSWER_S)
+    return not isinstance(ran, str) and ran.returncode == 0
+
+
 def _run(python: Path, code: str, deadline_s: float) -> subprocess.CompletedProcess[str] | str:
     """What it came to, or why it could not be run."""
     if not python.is_file():

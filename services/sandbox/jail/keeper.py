@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import allowed, frames, guest, kernel, landlock, refusals, seccomp, usage, watch
+from . import allowed, frames, guest, kernel, landlock, memory, refusals, seccomp, usage, watch
 
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -73,7 +73,10 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
             _signal_all(number, tier, cpu.members)
 
         settings = request["limits"]
-        watching = watch.Watch(child, channel, wake, ready, settings, cpu, signal_all, refused)
+        together = None if request["counted"] else _memory(settings["memory_bytes"], cpu, tier)
+        watching = watch.Watch(
+            child, channel, wake, ready, settings, cpu, signal_all, refused, together
+        )
         report = {**watching.until_ended(), "refused": refused.numbers}
         if not watching.set_up():
             report = {"failed": f"a guest could not be set up: status {report['exit']}"}
@@ -236,6 +239,11 @@ def _wakes() -> int:
     _signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     _signal.signal(_signal.SIGCHLD, lambda *_: None)
     return reading
+
+
+def _memory(limit: int, cpu: usage.Grouped | usage.Scanned, tier: str) -> memory.Watched:
+    only = usage.FIRST_PIDS if tier == "bwrap" else -1  # among the host's, any may be its
+    return memory.Watched(limit, cpu.members, usage.newest, only)
 
 
 def _usage(fds: dict[str, int], tier: str) -> usage.Grouped | usage.Scanned:
