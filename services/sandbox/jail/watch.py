@@ -13,6 +13,7 @@ from . import frames, memory, usage
 from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
+FIRST_LOOK_S = 0.02  # from a call's begin to the first: most have ended, and no time is so short
 LOOK_SHARE = 20  # times what a look took: the keeper of a large jail does not only look
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
 SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
@@ -60,10 +61,10 @@ class Watch:
         self._parallel = max(1, min(os.cpu_count() or 1, limits["processes"]))
         self._total = self._lap_cpu = 0.0
         self._lap_ran = self._lap_queued = 0.0
-        self._lap_stolen = stolen()
+        self._lap_stolen: float | None = None  # until the first look
         self._paused = self._stopped = False
         self._laps = 0
-        self._next_look = 0.0  # when the clocks are read again
+        self._next_look = self._lap + FIRST_LOOK_S  # when the clocks are read again
         self._stood_s = 0.0  # of this lap, in which the wall clock stood
         self._stands: tuple[float, float, float] | None = None  # since when it does
         self._poller = select.poll()
@@ -132,10 +133,10 @@ class Watch:
             self._lap_cpu = self._total
         self._lap = time.monotonic()
         self._lap_ran, self._lap_queued = self._of_interpreter()
-        self._lap_stolen = stolen()
+        self._lap_stolen = None
         self._stood_s, self._stands = 0.0, None
         self._turned(frame.get("turn", True))
-        self._next_look = 0.0
+        self._next_look = self._lap + FIRST_LOOK_S
         if self._stopped and not self._paused:
             self._stopped = False
             self._signal_all(signal.SIGCONT)
@@ -143,6 +144,8 @@ class Watch:
     def _turned(self, ours: bool) -> None:
         """What was waited for a core while the wall clock stood is not taken from it either."""
         now = (time.monotonic(), self._of_interpreter()[1], stolen())
+        if self._lap_stolen is None:
+            self._lap_stolen = now[2]
         if not ours:
             self._stands = self._stands or now
         elif self._stands is not None:
@@ -162,6 +165,8 @@ class Watch:
         if self._paused:
             self._signal_all(signal.SIGSTOP)
             return (STOPPED_S if used < STOPPED_CPU_S else -1.0), "cpu"
+        if self._lap_stolen is None:
+            self._lap_stolen = stolen()
         ready = self.set_up()
         elapsed = time.monotonic() - self._lap
         if elapsed > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
@@ -177,7 +182,7 @@ class Watch:
         """Seconds of this lap in which the interpreter waited for a core, and no other process or
         thread of its jail can have had it: they have run for as long at most as they have used.
         """
-        lost = stolen() - self._lap_stolen
+        lost = stolen() - (self._lap_stolen or 0.0)
         if self._cpu.blind:
             return lost
         ran, queued = self._of_interpreter()
