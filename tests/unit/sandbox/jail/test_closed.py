@@ -40,7 +40,7 @@ tries = {{
     "a descriptor of a process": lambda: call("pidfd_open", os.getpid(), 0),
     "out of band": lambda: one.send(b"x", socket.MSG_OOB),
     "out of band, received": lambda: other.recv(1, socket.MSG_OOB),
-    "a queued signal": lambda: call("rt_sigqueueinfo", os.getpid(), 10, room),
+    "a queued signal": lambda: call("rt_sigqueueinfo", os.getpid(), 0, room),
     "the locks of others": lambda: fcntl.fcntl(shared, fcntl.F_GETLK, lock),
     "the open file locks of others": lambda: fcntl.fcntl(shared, 36, lock),
     "flock": lambda: fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB),
