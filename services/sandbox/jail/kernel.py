@@ -29,6 +29,7 @@ libc.mount.argtypes = [*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p]
 libc.unshare.argtypes = [ctypes.c_int]
 libc.setns.argtypes = [ctypes.c_int, ctypes.c_int]
 libc.capset.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+libc.syscall.restype = ctypes.c_long
 
 
 def called(name: str, *arguments: object) -> int:

@@ -22,8 +22,8 @@ class Files:
         self._known: dict[str, int] = {}  # a hash of each file's content: it only tells of changes
 
     def changes(self) -> dict[str, str | None]:
-        """Content of what is new or other than it was, in hexadecimal; a name that ends with a slash
-        is a directory, None what is gone.
+        """Content of what is new or other than it was, in hexadecimal; a name that ends with a
+        slash is a directory, None what is gone.
         """
         found: dict[str, str | None] = {}
         size = 0
