@@ -21,6 +21,7 @@ SLICE = ALL[::20]
 
 def test_rows_have_names_of_their_own_and_three_programs() -> None:
     assert len({row.name for row in ALL}) == len(ALL)
+    assert len(ALL) >= 300
     for row in ALL:
         programs = {ast.dump(ast.parse(text)) for text in row.solutions.values()}
         assert len(programs) == 3, row.name
@@ -37,11 +38,13 @@ def test_an_edit_that_fits_in_two_places_is_an_error() -> None:
 
 
 @pytest.mark.needs("bwrap")
-async def test_no_wrong_solution_of_the_slice_is_paid_and_the_judge_agrees_with_the_set() -> None:
+async def test_of_a_slice_the_right_solutions_alone_are_paid_and_the_judge_agrees_with_the_set() -> (
+    None
+):
     judged = judge.verdicts(SLICE, jobs=1)
     assert judge.mistakes(SLICE, judged) == []
     answers = await graded(SLICE, jobs=2, runner="isolated")
-    assert not [line for line in offenders(SLICE, answers) if line.startswith("false_accept")]
+    assert offenders(SLICE, answers) == []
 
 
 def test_the_judge_tells_a_right_solution_from_a_wrong_one() -> None:

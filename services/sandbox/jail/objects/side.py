@@ -21,7 +21,7 @@ from . import coroutines, errors, operations, remote, values
 from .remote import Place, Remote, both, place_of
 
 ROOT = "/tmp"  # the scratch directory, where the jails of both sides have their own
-LIVE = 16  # containers of the solution whose changes by the tests are looked for
+LIVE = 32  # containers that the solution holds on to, whose changes by the tests are looked for
 PRINTED = 1 << 20  # characters of what one operation prints that are told
 _BUILT_IN: tuple[Any, ...] = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType),
@@ -54,7 +54,7 @@ class Side:
         self._told = self._answering = False
         self.wants_warnings = False  # the tests look for warnings: the solution's come over
         self.files: Any = None  # with it, files come over
-        self._live: list[tuple[int, Any, list[Any]]] = []  # containers got as attributes
+        self._live: list[tuple[int, Any, list[Any]]] = []  # see LIVE
         self.closed = False
         self._environment: dict[Any, Any] | None = None
 
@@ -230,12 +230,13 @@ class Side:
                 raise ValueError("an exception that is none")
             return error, None
         value = message.unpacked(frame["value"])
-        if self.trusted and "live" in frame and type(value) in values.MUTABLE:
-            self._live = [*self._live[1 - LIVE :], (int(frame["live"]), value, values.state(value))]
+        for place, number in frame.get("live", [])[:LIVE] if self.trusted else ():
+            held = message.containers[abs(int(place))]
+            self._live = [*self._live[1 - LIVE :], (int(number), held, values.state(held))]
         return None, value
 
     def _refill(self) -> None:
-        """What the tests have changed in a list that they got as an attribute is changed there."""
+        """What the tests have changed in a list that the solution holds on to is changed there."""
         for place, (number, container, before) in enumerate(self._live):
             now = values.state(container)
             if not values.same(now, before):
@@ -339,8 +340,10 @@ class Side:
             answer["changed"] = message.changed()
             self._answering = True
             answer["value"] = message.packed(found)
-            if operation in ("get", "item") and type(found) in values.MUTABLE:
-                answer["live"] = self.keep(found)
+            if not self.trusted:
+                held = [(place, self.keep(message.containers[place])) for place in message.held()]
+                if held:
+                    answer["live"] = held
         except (frames.Closed, Unsupported):
             raise
         except BaseException as error:

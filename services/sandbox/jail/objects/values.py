@@ -12,6 +12,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, Callable
 
+HELD = 1000  # items at most of a container whose later changes are told
 DEPTH = 200
 SMALL = 1 << 62  # larger numbers cross as hexadecimal digits, of which there may be any number
 
@@ -99,7 +100,7 @@ class Message:
     def __init__(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         """`pack` and `unpack` say how the rest crosses: what is no data."""
         self._pack, self._unpack = pack, unpack
-        self._containers: list[Any] = []
+        self.containers: list[Any] = []
         self._places: dict[int, int] = {}
         self._before: list[list[Any]] = []
 
@@ -153,8 +154,8 @@ class Message:
         return [items, value.maxlen] if name == "deque" else [items]
 
     def _register(self, container: Any) -> None:
-        self._places[id(container)] = len(self._containers)
-        self._containers.append(container)
+        self._places[id(container)] = len(self.containers)
+        self.containers.append(container)
 
     # -- unpacking
 
@@ -167,7 +168,7 @@ class Message:
         if kind == "int":
             return int(rest[0], 16)
         if kind == "again":
-            return self._containers[abs(int(rest[0]))]
+            return self.containers[abs(int(rest[0]))]
         if kind in SEQUENCES or kind in MAPPINGS or kind == "defaultdict":
             return self._filled(kind, rest, depth)
         if kind == "bytes":
@@ -224,24 +225,37 @@ class Message:
 
     def remember(self) -> None:
         """Called when the request has been read: what comes now is told by `changed`."""
-        self._before = [state(container) for container in self._containers]
+        self._before = [state(container) for container in self.containers]
 
     def changed(self) -> list[Any]:
         """[place, content] of each container of the request that is not as it was."""
         found = []
-        for late in self._containers[len(self._before) :]:  # of an answer that was not given
+        for late in self.containers[len(self._before) :]:  # of an answer that was not given
             del self._places[id(late)]
-        del self._containers[len(self._before) :]
+        del self.containers[len(self._before) :]
         for place, before in enumerate(self._before):
-            container = self._containers[place]
+            container = self.containers[place]
             if not same(state(container), before):
                 found.append([place, self._content(container, MUTABLE[type(container)], 0)])
         return found
 
+    def held(self) -> list[int]:
+        """Places of the containers, if others than this message hold on to one of them (and so to
+        what is in it): what is done to them on the other side is then done here. No long ones,
+        which take long to look at.
+        """
+        self._before = []
+        probe: list[list[Any]] = [[]]
+        most = sys.getrefcount(probe[0]) + 1  # one more for a parent, or who has called this
+        places = range(len(self.containers))
+        if all(sys.getrefcount(self.containers[place]) <= most for place in places):
+            return []
+        return [place for place in places if len(self.containers[place]) <= HELD]
+
     def change(self, changed: Any) -> None:
         """Does to our containers what the other side has told."""
         for place, content in changed:
-            container = self._containers[abs(int(place))]
+            container = self.containers[abs(int(place))]
             self._fill(container, MUTABLE[type(container)], content, 0)
 
 
