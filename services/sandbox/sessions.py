@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -19,7 +20,12 @@ from services.sandbox.jail import guest
 
 REMEMBERED = 4096  # evicted sessions whose next call is told so
 SEND_S = 30.0
+SPOILED = "its code wrote where the interpreter answers"
 LOST = "the session has ended; what it held is gone, and the next call begins a new one"
+
+
+class _Spoiled(Exception):
+    """Something else than the interpreter's answer has come."""
 
 
 @dataclass
@@ -98,6 +104,11 @@ class Sessions:
         self._open.move_to_end(name)
         try:
             ran = await self._cell(session, jail, source)
+        except _Spoiled:
+            self._tell(name)
+            out, err = jail.stdout, jail.stderr
+            self._forget(name, session)
+            return Ran(CRASHED, out, err, -9, error=f"{SPOILED}: {LOST}")
         except BaseException:
             self._forget(name, session)
             raise
@@ -112,7 +123,6 @@ class Sessions:
         if session.ended:
             jail.close()
             return
-        jail.lap(pause=True)
         self._told.pop(name, None)
 
     async def _lost(self, name: str, session: _Session, jail: Jail) -> Ran:
@@ -133,15 +143,24 @@ class Sessions:
         session.end()
 
     async def _cell(self, session: _Session, jail: Jail, source: str) -> Ran | None:
-        """What a cell came to; None if the jail has ended, or must."""
+        """What a cell came to; None if the jail has ended, or will.
+
+        Only what comes after the cell, with its token, is an answer. The code of the cell can give
+        it early, and gains nothing: the session stands still from then on.
+        """
         assert jail.cells is not None
+        if not jail.cells.silent():
+            if jail.cells.ended:
+                return None
+            raise _Spoiled
         session.cells += 1
+        token = secrets.token_hex(8)
         jail.output.left = self._limits.output_bytes
         jail.stdout, jail.stderr  # noqa: B018  what threads of earlier cells have written since
         jail.lap()
         deadline_s = SLOWEST * self._limits.wall_s + GRACE_S
         try:
-            frame = {"source": source, "number": session.cells}
+            frame = {"source": source, "number": session.cells, "token": token}
             await jail.cells.send(self._clock, frame, SEND_S)
             answered = asyncio.ensure_future(jail.cells.receive(self._clock, deadline_s))
             try:
@@ -153,14 +172,16 @@ class Sessions:
                 answered.cancel()
                 with contextlib.suppress(asyncio.CancelledError, PeerLost, BadMessage):
                     await answered
-        except (PeerLost, BadMessage, DeadlineExceeded):
+        except (PeerLost, DeadlineExceeded):
             return None
-        if answer.get("cell") != session.cells:
-            return None
+        except BadMessage:
+            raise _Spoiled from None
+        jail.pause()
+        if answer.get("cell") != token:
+            raise _Spoiled
         out, err = jail.stdout, jail.stderr
         if jail.output.over.done():
             return None
-        jail.lap(pause=True)
         said = answer.get("exit")  # by an interpreter that the model's code may have changed
         code = said if type(said) is int and 0 <= said < 256 else 1
         status = {guest.OUT_OF_MEMORY: OUT_OF_MEMORY, guest.REFUSED: REFUSED}.get(code, OK)

@@ -1,39 +1,71 @@
-"""Control groups of jails: bound the memory and processes of each as a whole, on cgroup v1 or
-v2.
+"""Control groups of jails: bound the memory and processes of each as a whole, weigh, count and
+freeze its use of cores, on cgroup v1, v2 or both.
+
+Memory and processes must be bounded for a host to have control groups here; cores are weighed,
+counted and frozen where that works, too. What has been counted and frozen is always in the v2
+hierarchy, which needs no controller for it and is mounted beside v1's on most hosts: a process that
+v1's freezer holds cannot be killed, and would stay for ever if the sandbox were.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 PREFIX = "meshrl-jail-"
 CONTROLLERS = ("memory", "pids")
+# Half of what a group or a process has otherwise: a jail, however many processes are in it, is
+# behind its keeper and the sandbox, and not far behind what else the host runs.
+SHARES, WEIGHT = 512, 50  # cpu.shares (1024), cpu.weight (100)
+JOINED = {1: "tasks", 2: "cgroup.procs"}  # v1 moves a single thread without stopping all forks
 
 
 @dataclass(frozen=True)
 class Homes:
-    """Directories in which groups can be made: one for both controllers (v2), or one for each."""
+    """Directories in which groups can be made, by what they do; on v2 it may be one for all."""
 
-    version: int
-    places: tuple[Path, ...]
+    memory: Path
+    pids: Path
+    cpu: Path | None = None  # weighs
+    unified: Path | None = None  # v2: counts and freezes
+    cpuacct: Path | None = None  # v1: counts, where there is no v2
+
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """Each once."""
+        found = (self.memory, self.pids, self.cpu, self.unified, self.cpuacct)
+        return tuple(dict.fromkeys(place for place in found if place is not None))
+
+    def version(self, place: Path) -> int:
+        return 2 if place == self.unified or self.memory == self.pids else 1
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What this host's groups do not do for cores."""
+        words = {
+            "weigh": self.cpu is not None,
+            "count": self.unified is not None or self.cpuacct is not None,
+            "freeze": self.unified is not None,
+        }
+        return tuple(word for word, done in words.items() if not done)
 
 
-def find() -> Homes | None:
-    """Where this process may make groups with limits; None where it may not."""
-    own = dict(_own())
-    for version in (2, 1):
-        homes = _unified(own) if version == 2 else _separate(own)
-        if homes is not None and _works(homes):
-            return homes
+def find(root: Path = ROOT, own: dict[str, str] | None = None) -> Homes | None:
+    """Where this process may make groups with limits; None where it may not.
+
+    `own` has the paths of its groups by controller, the one of v2 under the empty name.
+    """
+    own = dict(_own()) if own is None else own
+    for homes in (_unified(root, own), _separate(root, own)):
+        if homes is not None and _works(replace(homes, cpu=None, unified=None, cpuacct=None)):
+            return _extended(homes)
     return None
 
 
 def _own() -> list[tuple[str, str]]:
-    """(controller, path) of our groups; the controller is empty for v2."""
     found = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -41,26 +73,47 @@ def _own() -> list[tuple[str, str]]:
     return found
 
 
-def _unified(own: dict[str, str]) -> Homes | None:
+def _unified(root: Path, own: dict[str, str]) -> Homes | None:
     """A group with processes cannot hand controllers on, so its ancestors are looked at, too."""
-    if not (ROOT / "cgroup.controllers").exists() or "" not in own:
+    if not (root / "cgroup.controllers").exists() or "" not in own:
         return None
-    place = ROOT / own[""].lstrip("/")
+    place = root / own[""].lstrip("/")
     for home in (place, *place.parents):
-        with contextlib.suppress(OSError):
-            (home / "cgroup.subtree_control").write_text("+memory +pids")
-        with contextlib.suppress(OSError):
-            if set(CONTROLLERS) <= set((home / "cgroup.subtree_control").read_text().split()):
-                return Homes(2, (home,))
-        if home == ROOT:
+        handed = _handed(home, CONTROLLERS)
+        if set(CONTROLLERS) <= handed:
+            weighs = "cpu" in _handed(home, ("cpu",))
+            return Homes(home, home, home if weighs else None, home)
+        if home == root:
             break
     return None
 
 
-def _separate(own: dict[str, str]) -> Homes | None:
-    if not all(name in own and (ROOT / name / "tasks").exists() for name in CONTROLLERS):
+def _handed(home: Path, wanted: tuple[str, ...]) -> set[str]:
+    """The controllers that it hands on to groups in it, once it was asked to hand on these."""
+    control = home / "cgroup.subtree_control"
+    try:
+        handed = set(control.read_text().split())
+        if not set(wanted) <= handed:
+            with contextlib.suppress(OSError):
+                control.write_text(" ".join(f"+{name}" for name in wanted))
+            handed = set(control.read_text().split())
+    except OSError:
+        return set()
+    return handed
+
+
+def _separate(root: Path, own: dict[str, str]) -> Homes | None:
+    found = {
+        name: (root / name / own[name].lstrip("/")).resolve()  # links, where two are mounted as one
+        for name in (*CONTROLLERS, "cpu", "cpuacct")
+        if name in own and (root / name / "tasks").exists()
+    }
+    if not set(CONTROLLERS) <= set(found):
         return None
-    return Homes(1, tuple(ROOT / name / own[name].lstrip("/") for name in CONTROLLERS))
+    unified = None
+    if "" in own and (root / "unified" / "cgroup.procs").exists():
+        unified = root / "unified" / own[""].lstrip("/")
+    return Homes(found["memory"], found["pids"], found.get("cpu"), unified, found.get("cpuacct"))
 
 
 def _works(homes: Homes) -> bool:
@@ -70,6 +123,9 @@ def _works(homes: Homes) -> bool:
         return False
     try:
         group.limit(64 << 20, 8)
+        if group.freezes:
+            group.freeze(True)
+            group.freeze(False)
     except OSError:
         return False
     finally:
@@ -77,53 +133,99 @@ def _works(homes: Homes) -> bool:
     return True
 
 
+def _extended(homes: Homes) -> Homes:
+    """With as much of the rest as can be used; v1 counts only where v2 does not."""
+    least = replace(homes, cpu=None, unified=None, cpuacct=None)
+    if homes.cpu is not None and _works(replace(least, cpu=homes.cpu)):
+        least = replace(least, cpu=homes.cpu)
+    if homes.unified is not None and _works(replace(least, unified=homes.unified)):
+        return replace(least, unified=homes.unified)
+    if homes.cpuacct is not None and _works(replace(least, cpuacct=homes.cpuacct)):
+        return replace(least, cpuacct=homes.cpuacct)
+    return least
+
+
 class Cgroup:
-    """One jail's; used again when it is empty."""
+    """One jail's; used again when it is empty.
+
+    The keeper of a jail stays outside: the guest's first process joins, by `lists`. What is read or
+    written for each jail is kept open.
+    """
 
     def __init__(self, homes: Homes, name: str) -> None:
-        self._version = homes.version
+        self._two = homes.memory == homes.pids
         self._places = [home / name for home in homes.places]
+        self._memory, self._pids = homes.memory / name, homes.pids / name
         self._limits = (0, 0)
-        self.lists: list[int] = []  # descriptors of its lists of processes, opened for writing
+        self._opened: list[int] = []
+        self.lists: list[int] = []  # its lists of processes, opened for writing
+        self.usage = self._freezer = -1  # `usage` reads the CPU time of all that were in it
+        self._frozen = False
         try:
-            for place in self._places:
+            for home, place in zip(homes.places, self._places, strict=True):
                 place.mkdir(exist_ok=True)
-                flags = os.O_WRONLY | os.O_CLOEXEC
-                self.lists.append(os.open(place / "cgroup.procs", flags))
+                joined = JOINED[homes.version(home)]
+                self.lists.append(self._open(place / joined, os.O_WRONLY))
+            self._members = self._open(self._pids / "pids.current", os.O_RDONLY)
+            events = "memory.events" if self._two else "memory.oom_control"
+            self._events = self._open(self._memory / events, os.O_RDONLY)
+            if homes.cpu is not None:
+                place, two = homes.cpu / name, homes.version(homes.cpu) == 2
+                file, weight = ("cpu.weight", WEIGHT) if two else ("cpu.shares", SHARES)
+                (place / file).write_text(str(weight))
+            if homes.unified is not None:
+                place = homes.unified / name
+                self.usage = self._open(place / "cpu.stat", os.O_RDONLY)
+                self._freezer = self._open(place / "cgroup.freeze", os.O_WRONLY)
+                os.write(self._freezer, b"0")  # one of an earlier launcher may have been left
+            elif homes.cpuacct is not None:
+                self.usage = self._open(homes.cpuacct / name / "cpuacct.usage", os.O_RDONLY)
         except OSError:
             self.remove()
             raise
 
+    def _open(self, path: Path, flags: int) -> int:
+        self._opened.append(os.open(path, flags | os.O_CLOEXEC))
+        return self._opened[-1]
+
+    @property
+    def freezes(self) -> bool:
+        return self._freezer >= 0
+
+    def freeze(self, frozen: bool) -> None:
+        """Whoever is in it stands still, or goes on; what is killed goes all the same."""
+        if frozen != self._frozen:
+            os.write(self._freezer, b"1" if frozen else b"0")
+            self._frozen = frozen
+
     def limit(self, memory_bytes: int, processes: int) -> None:
         if (memory_bytes, processes) == self._limits:
             return
-        memory, pids = self._places[0], self._places[-1]
-        if self._version == 2:
-            (memory / "memory.max").write_text(str(memory_bytes))
+        if self._two:
+            (self._memory / "memory.max").write_text(str(memory_bytes))
             with contextlib.suppress(OSError):  # a kernel without swap accounting
-                (memory / "memory.swap.max").write_text("0")
+                (self._memory / "memory.swap.max").write_text("0")
         else:
-            (memory / "memory.limit_in_bytes").write_text(str(memory_bytes))
-        (pids / "pids.max").write_text(str(processes))
+            (self._memory / "memory.limit_in_bytes").write_text(str(memory_bytes))
+        (self._pids / "pids.max").write_text(str(processes))
         self._limits = (memory_bytes, processes)
 
     def killed(self) -> int:
         """Processes that went over the memory limit, so far."""
-        name = "memory.events" if self._version == 2 else "memory.oom_control"
-        for line in (self._places[0] / name).read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
+        for line in os.pread(self._events, 1024, 0).splitlines():
+            key, _, value = line.partition(b" ")
+            if key == b"oom_kill":
                 return int(value)
         return 0
 
     def empty(self) -> bool:
-        return all(not (place / "cgroup.procs").read_text() for place in self._places)
+        return os.pread(self._members, 16, 0) == b"0\n"
 
     def remove(self) -> None:
         """Removes the directories of the group, if nobody is left in them."""
-        for fd in self.lists:
+        for fd in self._opened:
             os.close(fd)
-        self.lists = []
+        self._opened, self.lists = [], []
         for place in self._places:
             with contextlib.suppress(OSError):
                 place.rmdir()

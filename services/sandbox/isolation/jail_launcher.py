@@ -37,7 +37,7 @@ AT_ONCE = 1 << 14  # characters of a program that a socket's buffer surely holds
 TRIES = 3  # attempts to start a jail, should its zygote have ended
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
-OVERHEAD_PROCESSES = 1  # the keeper
+GUEST_NICE = 10  # of guests that no control group weighs: behind their keepers and this process
 _NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
 
@@ -239,9 +239,12 @@ class JailLauncher:
                 fds["cells"] = pipes[1].theirs
             if peer >= 0:
                 fds["peer"] = peer
-            for number, fd in enumerate(group.lists if group else ()):
-                fds[f"group{number}"] = fd
+            if group is not None:
+                fds |= {f"group{number}": fd for number, fd in enumerate(group.lists)}
+                if group.usage >= 0:
+                    fds["usage"] = group.usage
             request: dict[str, Any] = {"limits": limits.document(), "descriptors": list(fds)}
+            request["nice"] = 0 if self._homes and self._homes.cpu else GUEST_NICE
             request["counted"] = group is not None
             if self.tier != "bwrap":
                 scratch = self._scratch()
@@ -298,13 +301,15 @@ class JailLauncher:
         if group is None:
             group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(_NUMBERS)}")
             self._made.append(group)
-        group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes + OVERHEAD_PROCESSES)
+        group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes)
         return group
 
     def _empty_group(self) -> Cgroup | None:
         for _ in range(len(self._groups)):
             group = self._groups.popleft()
             if group.empty():
+                if group.freezes:
+                    group.freeze(False)
                 return group
             self._groups.append(group)
         return None

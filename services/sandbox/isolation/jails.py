@@ -72,10 +72,22 @@ class Jail:
     def stderr(self) -> bytes:
         return self.output.streams[1].taken()
 
-    def lap(self, pause: bool = False) -> None:
-        """Starts the jail's clocks anew, or stops them until the next lap."""
+    def lap(self) -> None:
+        """Starts the jail's clocks anew, and what was paused goes on."""
         self.laps += 1
-        self.keeper.send_now({"lap": True, "pause": pause})
+        self.keeper.send_now({"lap": True})
+        if self._group is not None and self._group.freezes:
+            self._group.freeze(False)
+
+    def pause(self) -> None:
+        """Stops the jail, and then its clocks, until the next lap: frozen by its control group, or
+        stopped by its keeper.
+        """
+        self.laps += 1
+        frozen = self._group is not None and self._group.freezes
+        if self._group is not None and frozen:
+            self._group.freeze(True)
+        self.keeper.send_now({"lap": True, "pause": True, "stop": not frozen})
 
     async def report(self, deadline_s: float) -> dict[str, Any]:
         """The keeper's word on how the guest ended."""

@@ -176,6 +176,12 @@ class Pipe(_Reader):
             raise PeerLost(f"a jail has closed its channel: {error}") from None
         return record
 
+    def silent(self) -> bool:
+        """Whether nothing has come that was not received, and the jail has not gone."""
+        if not self.ended and not self._buffer:
+            self._read()
+        return not self.ended and not self._buffer
+
     async def receive(self, clock: Clock, deadline_s: float) -> Any:
         """The next frame; PeerLost at the end, BadMessage when it is none, DeadlineExceeded."""
         if (frame := self._frame()) is not None:

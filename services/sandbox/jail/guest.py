@@ -45,11 +45,10 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
         if mode == "shell":
             shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
             os.execv(shell, [shell, "-c", program["source"]])
-        graded = bool(program.get("graded"))
         sys.argv = [SOURCE_NAME]
         for name in ("exit", "quit"):  # as `site` adds them, which is not imported here
             setattr(builtins, name, sys.exit)
-        if graded:
+        if program.get("graded"):
             judged.prepare()
         if mode == "cells":
             _cells(cells)
@@ -79,6 +78,7 @@ def make_streams() -> None:
     """
     stdin = io.BufferedReader(io.FileIO(0, closefd=False))
     sys.stdin = io.TextIOWrapper(stdin, encoding="utf-8")
+    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - its type says that nobody does
     reading, writing = os.pipe()
     for name, fd in (("stdout", 1), ("stderr", 2)):
         kept = os.dup(fd)
@@ -187,7 +187,7 @@ def _cells(fd: int) -> None:
                 stream.flush()
             except (OSError, ValueError):
                 continue
-        frames.send(fd, {"cell": cell["number"], "exit": status})
+        frames.send(fd, {"cell": cell["token"], "exit": status})
 
 
 def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:

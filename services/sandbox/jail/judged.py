@@ -15,7 +15,10 @@ CLASS = "Solution"
 
 
 def prepare() -> None:
-    """Room for recursion, and for numbers of any length, as statements of problems assume."""
+    """Room for recursion, and for numbers of any length, as statements of problems assume; and
+    output is buffered, as nobody reads it before the end.
+    """
+    sys.stdout.reconfigure(line_buffering=False)  # type: ignore[union-attr]
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
     _, most = resource.getrlimit(resource.RLIMIT_STACK)

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 # What a fork touches, it copies: the functions of `signal` go through its enumerations.
 import _signal
+import contextlib
 import os
 import resource
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import allowed, frames, guest, kernel, landlock, refusals, seccomp, watch
+from . import allowed, frames, guest, kernel, landlock, refusals, seccomp, usage, watch
 
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
 OUT_OF_TIME_GRACE_S = 1  # after SIGXCPU, which a program may handle, comes SIGKILL
-OWN_PROCESSES = 1  # the keeper itself counts among a jail's
+OWN_PROCESSES = 1  # the keeper itself counts among its user's
+OWN = ("keeper", "usage")  # descriptors that no guest gets
 SETUP_FAILED = 70
 DESCRIPTORS = 1024  # more than a zygote ever has
 
@@ -36,11 +39,9 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
         policy = allowed.policy(tier, request["counted"])
         wake = _wakes()
         if tier == "bwrap":
-            _join_groups(fds)
             _namespaces(request["limits"])
             kernel.drop_capabilities()
         else:
-            _join_groups(fds)
             os.setsid()
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -48,19 +49,24 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
         # It holds for us, too: what we call from here on must be among what goes through.
         refused = refusals.Refusals(seccomp.install(policy, listen=True))
         program = frames.receive(channel)
-        begun = time.monotonic()
-        ready, closed = os.pipe()
+        ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
         if child == 0:
             _become_guest({**fds, "closed": closed}, request, program, tier)
         os.close(closed)
         for name, fd in fds.items():
-            if name != "keeper":
+            if name not in OWN:
                 os.close(fd)
+        cpu = _usage(fds, tier)
         nonce = frames.receive(channel)["nonce"]
-        watching = watch.Watch(child, channel, wake, request["limits"], begun, tier, refused)
+
+        def signal_all(number: int) -> None:
+            _signal_all(number, tier, cpu.members)
+
+        settings = request["limits"]
+        watching = watch.Watch(child, channel, wake, ready, settings, cpu, signal_all, refused)
         report = {**watching.until_ended(), "refused": refused.numbers}
-        if not report["timeout"] and not os.read(ready, 1):
+        if not watching.set_up():
             report = {"failed": f"a guest could not be set up: status {report['exit']}"}
         frames.send(channel, {"nonce": nonce, **report})
         if tier != "bwrap":  # there, the kernel kills what is left
@@ -82,7 +88,9 @@ def _close_others(fds: dict[str, int]) -> None:
 
 
 def _join_groups(fds: dict[str, int]) -> None:
-    """The control groups of this jail, whose lists of processes came opened for writing."""
+    """The control groups of this jail, whose lists of processes came opened for writing. Only the
+    guest joins: neither does it take its keeper's share of the cores, nor is the keeper frozen.
+    """
     for name in [name for name in fds if name.startswith("group")]:
         os.write(fds[name], b"0")
         os.close(fds.pop(name))
@@ -109,8 +117,12 @@ def _become_guest(
         _signal.set_wakeup_fd(-1)
         for number in (_signal.SIGCHLD, _signal.SIGINT):
             _signal.signal(number, _signal.SIG_DFL)
-        os.close(fds.pop("keeper"))
+        for name in OWN:
+            fds.pop(name, None)
         _close_others(fds)
+        _join_groups(fds)
+        if request["nice"]:  # which nobody can take back
+            os.nice(request["nice"])
         for place, name in enumerate(("stdin", "stdout", "stderr")):
             os.dup2(fds[name], place)
             os.close(fds[name])
@@ -132,7 +144,7 @@ def _become_guest(
     except ValueError:  # a limit beyond what may be set
         traceback.print_exc()
         os._exit(SETUP_FAILED)
-    os.write(fds["closed"], b"y")
+    os.write(fds["closed"], repr(time.monotonic()).encode())
     os.close(fds["closed"])
     guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
 
@@ -180,6 +192,29 @@ def _wakes() -> int:
     _signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     _signal.signal(_signal.SIGCHLD, lambda *_: None)
     return reading
+
+
+def _usage(fds: dict[str, int], tier: str) -> usage.Grouped | usage.Scanned:
+    """Where the CPU time of the jail is read."""
+    if "usage" in fds:
+        return usage.Grouped(fds["usage"])
+    return usage.Scanned(0 if tier == "bwrap" else os.getpgrp())
+
+
+def _signal_all(number: int, tier: str, members: Callable[[], list[int]]) -> None:
+    """To all others of the jail: as the first process of a namespace, everybody; else whoever is
+    in our group of processes, which none can leave. Those that were begun meanwhile are next.
+    """
+    if tier == "bwrap":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, number)
+        return
+    told: set[int] = set()
+    while fresh := set(members()) - told:
+        for pid in fresh:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        told |= fresh
 
 
 def _kill_rest(tier: str) -> None:

@@ -6,13 +6,19 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
-from . import frames
+from . import frames, usage
 from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
+LOOK_SHARE = 20  # times what a look took: the keeper of a large jail does not only look
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
+SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
+FROZEN_S = 3600.0  # between two looks at who cannot run
+STOPPED_S = 1.0  # between two looks at who was stopped by a signal
+STOPPED_CPU_S = 0.1  # most CPU time of who was: it takes some to stop, and a timer may continue it
 
 
 def stolen() -> float:
@@ -27,9 +33,11 @@ def stolen() -> float:
 class Watch:
     """Waits for the end of the guest, or of its time.
 
-    Time is CPU time, and wall time less what the guest waited for a core, or the machine for one of
-    its host: load does not make a right answer late. The sandbox starts both anew with a frame, at
-    each of several cases.
+    Time is CPU time of all the jail's processes, and wall time less what nobody of the jail could
+    run for want of a core, or the machine for one of its host: load does not make a right answer
+    late. The sandbox starts both anew with a frame, at each of several cases. Between two calls it
+    stops them, and with them the jail's processes: from outside where a control group can freeze
+    them, else by a signal from here (`signal_all` reaches all of them and nobody else).
     """
 
     def __init__(
@@ -37,33 +45,44 @@ class Watch:
         child: int,
         channel: int,
         wake: int,
+        ready: int,
         limits: dict[str, Any],
-        begun: float,
-        tier: str,
+        cpu: usage.Grouped | usage.Scanned,
+        signal_all: Callable[[int], None],
         refusals: Refusals,
     ) -> None:
-        self._child, self._channel, self._wake, self._tier = child, channel, wake, tier
-        self._limits, self._refusals = limits, refusals
-        self._begun = self._lap = begun
-        self._lap_cpu = self._lap_queued = self._lap_all = 0.0
+        self._child, self._channel, self._wake = child, channel, wake
+        self._limits, self._cpu, self._signal_all = limits, cpu, signal_all
+        self._refusals = refusals
+        self._ready, self._set_up = ready, False
+        self._begun = self._lap = time.monotonic()
+        self._parallel = max(1, min(os.cpu_count() or 1, limits["processes"]))
+        self._total = self._lap_cpu = 0.0
+        self._lap_ran = self._lap_queued = 0.0
+        self._lap_stolen = stolen()
+        self._paused = self._stopped = False
+        self._laps = 0
+        self._next_look = 0.0  # when the clocks are read again
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         self._poller.register(wake, select.POLLIN)
         if refusals.fd >= 0:
             self._poller.register(refusals.fd, select.POLLIN)
-        self._lap_stolen = stolen()
-        self._paused = False
-        self._laps = 0
 
     def until_ended(self) -> dict[str, Any]:
         while True:
             ended = self._reaped()
             if ended is not None:
                 return ended
-            left, which = self._left()
-            if left <= 0:
-                return self._stopped(which)
-            for fd, _ in self._poller.poll(1000 * max(left, LOOK_S)):
+            now = time.monotonic()
+            if now >= self._next_look:
+                left, which = self._left()
+                if left <= 0:
+                    return self._out_of_time(which)
+                after = time.monotonic()
+                self._next_look = after + max(left, LOOK_S, LOOK_SHARE * (after - now))
+                now = after
+            for fd, _ in self._poller.poll(1000 * max(self._next_look - now, 0)):
                 if fd == self._wake:
                     os.read(self._wake, 4096)
                 elif fd == self._refusals.fd:
@@ -73,80 +92,103 @@ class Watch:
                 else:
                     self._told(frames.receive(self._channel))
 
+    def set_up(self) -> bool:
+        """Whether the guest has been set up, which is no time of its program's."""
+        if not self._set_up:
+            try:
+                said = os.read(self._ready, 64)
+            except BlockingIOError:
+                return False
+            if said:
+                self._set_up, self._begun = True, float(said)
+                self._lap = max(self._lap, self._begun)
+        return self._set_up
+
     def _told(self, frame: Any) -> None:
-        """`lap`: a new case begins; `pause`: nothing is asked of the guest until the next lap."""
+        """`lap`: a new case begins; `pause`: nothing is asked of the guest until the next lap.
+        `stop`: nor can anybody but the keeper keep the jail from running meanwhile.
+        """
         self._laps += 1
-        self._paused = frame.get("pause", False)
-        self._lap, self._lap_cpu = time.monotonic(), self._cpu()
-        self._lap_queued, self._lap_all = self._queued(), self._cpu_of_all()
+        resumes, self._paused = self._paused, bool(frame.get("pause", False))
+        if self._paused and frame.get("stop", False):
+            self._signal_all(signal.SIGSTOP)
+            self._stopped = True
+        self._total = self._cpu.seconds()
+        if not resumes:  # else from the pause on: what has run in it anyway is not given
+            self._lap_cpu = self._total
+        self._lap = time.monotonic()
+        self._lap_ran, self._lap_queued = self._of_interpreter()
         self._lap_stolen = stolen()
+        self._next_look = 0.0
+        if self._stopped and not self._paused:
+            self._stopped = False
+            self._signal_all(signal.SIGCONT)
 
     def _left(self) -> tuple[float, str]:
+        """Seconds until the next look; with none left, which time is over."""
+        if self._paused and not self._stopped:
+            return FROZEN_S, ""
+        self._total = self._cpu.seconds()
+        used = self._total - self._lap_cpu
         if self._paused:
-            return 3600.0, ""
-        if time.monotonic() - self._lap > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
+            self._signal_all(signal.SIGSTOP)
+            return (STOPPED_S if used < STOPPED_CPU_S else -1.0), "cpu"
+        ready = self.set_up()
+        elapsed = time.monotonic() - self._lap
+        if elapsed > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
             return -1.0, "wall"
-        cpu = self._limits["cpu_s"] - (self._cpu() - self._lap_cpu)
-        wall = self._limits["wall_s"] - (time.monotonic() - self._lap)
+        cpu, wall = self._limits["cpu_s"] - used, self._limits["wall_s"] - elapsed
         if wall <= 0:
-            cpu = min(cpu, self._limits["cpu_s"] - (self._cpu_of_all() - self._lap_all))
-            wall += self._queued() - self._lap_queued + stolen() - self._lap_stolen
-        return (cpu, "cpu") if cpu < wall else (wall, "wall")
+            wall = wall + self._excused(used) if ready else SETTING_UP_S
+        return (cpu / self._parallel, "cpu") if cpu < wall else (wall, "wall")
 
-    def _cpu(self) -> float:
-        try:
-            return time.clock_gettime(~self._child << 3 | 2)  # clock_getcpuclockid(3)
-        except OSError:
-            return self._lap_cpu
+    def _excused(self, used: float) -> float:
+        """Seconds of this lap in which the interpreter waited for a core, and no other process or
+        thread of its jail can have had it: they have run for as long at most as they have used.
+        """
+        lost = stolen() - self._lap_stolen
+        if self._cpu.blind:
+            return lost
+        ran, queued = self._of_interpreter()
+        others = max(0.0, used - (ran - self._lap_ran))
+        return lost + max(0.0, queued - self._lap_queued - others)
 
-    def _cpu_of_all(self) -> float:
-        """CPU time of the guest and its children: a bomb that waits for itself is not spared."""
-        ticks, own, group = 0, str(os.getpid()), str(os.getpgrp()).encode()
-        times = os.times()
-        orphans = times.children_user + times.children_system
-        for name in os.listdir("/proc"):
-            if not name.isdigit() or name == own:
-                continue
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:  # names need not be text
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            if self._tier == "bwrap" or fields[2] == group:
-                ticks += sum(map(int, fields[11:15]))  # its own, and of children that have ended
-        return orphans + ticks / os.sysconf("SC_CLK_TCK")
-
-    def _queued(self) -> float:
+    def _of_interpreter(self) -> tuple[float, float]:
+        """Seconds that its first thread has run, and has waited for a core."""
         try:
             with open(f"/proc/{self._child}/schedstat") as file:
-                return int(file.read().split()[1]) / 1e9
+                ran, queued, _ = file.read().split()
+            return int(ran) / 1e9, int(queued) / 1e9
         except OSError:
-            return 0.0
+            return 0.0, 0.0
 
     def _reaped(self) -> dict[str, Any] | None:
         """The report, if the guest has ended; its orphans are reaped on the way."""
         while True:
             try:
-                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                pid, status, used = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return None
             if pid == 0:
                 return None
             if pid == self._child:
-                return self._report(_exit_code(status), usage, "")
+                return self._report(_exit_code(status), used, "")
 
-    def _stopped(self, which: str) -> dict[str, Any]:
-        os.kill(self._child, signal.SIGKILL)
-        _, status, usage = os.wait4(self._child, 0)
-        return self._report(_exit_code(status), usage, which)
+    def _out_of_time(self, which: str) -> dict[str, Any]:
+        self._signal_all(signal.SIGKILL)
+        _, status, used = os.wait4(self._child, 0)
+        return self._report(_exit_code(status), used, which)
 
-    def _report(self, exit: int, usage: Any, timeout: str) -> dict[str, Any]:
+    def _report(self, exit: int, used: Any, timeout: str) -> dict[str, Any]:
         if exit == -signal.SIGXCPU:
             timeout = "cpu"
+        self.set_up()
+        if isinstance(self._cpu, usage.Grouped):
+            self._total = self._cpu.seconds()
         return {
             "exit": exit,
             "timeout": timeout,
-            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "cpu_s": max(self._total, used.ru_utime + used.ru_stime),
             "wall_s": time.monotonic() - self._begun,
             "laps": self._laps,
         }

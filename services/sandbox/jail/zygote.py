@@ -47,7 +47,6 @@ def serve(control: socket.socket, tier: str) -> None:
                 kernel.setns(own, kernel.CLONE_NEWPID)
                 kernel.unshare(kernel.CLONE_NEWPID)
             if os.fork() == 0:
-                control.close()
                 keeper.keep(named, request, tier)
         except OSError as error:
             refuse(named["keeper"], error)

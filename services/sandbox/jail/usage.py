@@ -1,0 +1,107 @@
+"""CPU time of all processes of a jail together, as its keeper reads it from outside of them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+FIRST_PIDS = 2  # in a process namespace of their own: the keeper, and the guest's first process
+
+
+class Grouped:
+    """Of a control group, which counts to the microsecond whoever is in it, and whoever has been.
+
+    `fd` reads `cpu.stat` (v2) or `cpuacct.usage` (v1).
+    """
+
+    blind = False
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._before = self._read()  # of the jails that had the group earlier
+
+    def seconds(self) -> float:
+        return self._read() - self._before
+
+    @staticmethod
+    def members() -> list[int]:
+        """None: whoever is in the group is frozen from outside."""
+        return []
+
+    def _read(self) -> float:
+        text = os.pread(self._fd, 256, 0)
+        if text.startswith(b"usage_usec"):
+            return int(text.split()[1]) / 1e6
+        return int(text) / 1e9
+
+
+class Scanned:
+    """Of what `/proc` shows. What was seen once stays counted, whoever waits for its end or not.
+
+    The jail is a group of processes, or with 0 all of a process namespace of its own. There it is
+    also noticed that processes have come and gone between two looks: from then on it is `blind`.
+    """
+
+    def __init__(self, group: int) -> None:
+        self._alone, self._group = group == 0, str(group).encode()
+        self._total = self._reaped = 0.0
+        self._seen: dict[tuple[int, bytes], tuple[float, float, int]] = {}
+        self._last_pid = FIRST_PIDS
+        self._tasks_seen = 1  # of those, the keeper is not looked at
+        self.blind = False
+
+    def seconds(self) -> float:
+        last_pid = self._newest() if self._alone else 0
+        times = os.times()
+        reaped = times.children_user + times.children_system
+        of_children, self._reaped = reaped - self._reaped, reaped
+        seen, appeared = {}, 0
+        for pid, start, children, threads in self._processes():
+            own = self._own(pid)
+            before = self._seen.pop((pid, start), (0.0, 0.0, 0))
+            own = max(own, before[0])
+            self._total += own - before[0]
+            of_children += children - before[1]
+            appeared += max(0, threads - before[2])
+            seen[pid, start] = (own, children, threads)
+        # Whoever has gone is counted again in the times of whoever has waited for it.
+        gone = sum(own + children for own, children, _ in self._seen.values())
+        self._total += max(0.0, of_children - gone)
+        self._seen = seen
+        self._tasks_seen += appeared
+        if self._alone and last_pid - FIRST_PIDS + 1 > self._tasks_seen:
+            self.blind = True
+        return self._total
+
+    def members(self) -> list[int]:
+        return [pid for pid, *_ in self._processes()]
+
+    def _processes(self) -> list[tuple[int, bytes, float, int]]:
+        """(pid, start, CPU time of children that were waited for, threads) of each."""
+        found, keeper = [], os.getpid()
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or int(name) == keeper:
+                continue
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:  # names need not be text
+                    fields = file.read().rpartition(b")")[2].split()
+            except OSError:
+                continue
+            if self._alone or fields[2] == self._group:
+                children = (int(fields[13]) + int(fields[14])) * TICK_S
+                found.append((int(name), fields[19], children, int(fields[17])))
+        return found
+
+    @staticmethod
+    def _own(pid: int) -> float:
+        try:
+            return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3)
+        except OSError:
+            return 0.0
+
+    @staticmethod
+    def _newest() -> int:
+        """The number that this process namespace gave last, to a process or a thread."""
+        with open("/proc/loadavg", "rb") as file:
+            return int(file.read().split()[4])

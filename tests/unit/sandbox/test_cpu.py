@@ -1,0 +1,221 @@
+"""CPU time of a jail is counted from outside, all of it, and nobody computes between two calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from services.sandbox.isolation import cgroups
+from services.sandbox.isolation.jail_launcher import Interpreter, JailLauncher
+from services.sandbox.isolation.jails import Ran
+from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.jail import landlock
+from services.sandbox.sessions import Sessions
+
+pytestmark = pytest.mark.needs("bwrap")
+LIMITS = JailLimits(wall_s=8.0, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes=4096, processes=128)
+WATCHED_S = 0.5  # in which one that spins uses most of a core
+STILL_S = 0.06  # CPU time in it, of who stands still: ticks, and the keeper's looks
+THIS, ROOT = Path(__file__), Path(__file__).parents[3]
+TIERS = ("cgroup", "bwrap", "landlock")
+
+
+@pytest.fixture(params=TIERS)
+async def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JailLauncher]:
+    """A launcher of each tier that this host has."""
+    homes = cgroups.find() if request.param == "cgroup" else None
+    if request.param == "cgroup" and homes is None:
+        pytest.skip("no control groups")
+    if request.param == "landlock":
+        if landlock.abi() < landlock.TIER:
+            pytest.skip("no Landlock")
+        if os.getuid() == 0:
+            pytest.skip("run as a plain user by the last test of this file")
+    tier = "landlock" if request.param == "landlock" else "bwrap"
+    interpreter = Interpreter.own()
+    made = JailLauncher(SystemHost(), SystemClock(), tier, interpreter, homes, tmp_path / "log")
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def sessions(tiered: JailLauncher) -> AsyncIterator[Sessions]:
+    made = Sessions(tiered, SystemClock(), LIMITS, most=3, idle_s=600.0)
+    yield made
+    made.close()
+
+
+def used_s(launcher: JailLauncher) -> float:
+    """CPU time of the processes in its outer jail."""
+    total = 0.0
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        times = process.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+async def used_meanwhile(launcher: JailLauncher) -> float:
+    before = used_s(launcher)
+    await asyncio.sleep(WATCHED_S)
+    return used_s(launcher) - before
+
+
+LEAVES_SPINNERS = """
+import os, threading
+def spin():
+    while not done: pass
+done = []
+if os.fork() == 0:
+    spin()
+thread = threading.Thread(target=spin)
+thread.start()
+"""
+
+
+async def test_nobody_computes_between_two_cells(tiered: JailLauncher, sessions: Sessions) -> None:
+    assert (await sessions.run("a", LEAVES_SPINNERS)).status == "ok"
+    assert await used_meanwhile(tiered) < STILL_S
+    assert (await sessions.run("a", "done.append(1); thread.join(); 'joined'")).stdout == (
+        b"'joined'\n"
+    )
+    assert await used_meanwhile(tiered) < STILL_S
+
+
+# A program of a session that knows where its interpreter answers, and what it has been told.
+ANSWERS = """
+import json, os, sys
+def answer(**changes):
+    cell = sys._getframe(1)
+    while "cell" not in cell.f_locals or "fd" not in cell.f_locals:
+        cell = cell.f_back
+    told, fd = cell.f_locals["cell"], cell.f_locals["fd"]
+    said = {"cell": told.get("token", told["number"]), "exit": 0, **changes}
+    frame = json.dumps(said).encode()
+    os.write(fd, len(frame).to_bytes(4, "little") + frame)
+"""
+
+
+async def test_a_cell_that_answers_early_is_stopped_there(
+    tiered: JailLauncher, sessions: Sessions
+) -> None:
+    await sessions.run("a", ANSWERS)
+    early = await sessions.run("a", "answer()\nwhile True: pass")
+    assert early.status == "ok"
+    assert await used_meanwhile(tiered) < STILL_S
+
+
+async def test_an_answer_that_comes_before_its_cell_ends_the_session(sessions: Sessions) -> None:
+    await sessions.run("a", ANSWERS)
+    await sessions.run("a", "answer()\nanswer(cell=3)")
+    told = await sessions.run("a", "while True: pass")
+    assert told.status == "crashed" and "where the interpreter answers" in told.error
+    assert (await sessions.run("a", "1 + 1")).stdout == b"2\n"
+
+
+async def test_an_answer_to_another_cell_ends_the_session(sessions: Sessions) -> None:
+    await sessions.run("a", ANSWERS)
+    told = await sessions.run("a", "answer(cell='0' * 16)\nwhile True: pass")
+    assert told.status == "crashed" and "where the interpreter answers" in told.error
+
+
+IN_CHILDREN = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        while True: pass
+time.sleep(60)
+"""
+
+# Each is over before anybody looks twice, and nobody waits for it.
+IN_THEIR_CHILDREN = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+if os.fork() == 0:
+    while True:
+        if os.fork() == 0:
+            end = time.process_time() + 0.05
+            while time.process_time() < end: pass
+            os._exit(0)
+        time.sleep(0.02)
+time.sleep(60)
+"""
+
+
+async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> Ran:
+    return await launcher.run({"mode": "program", "source": source}, limits)
+
+
+@pytest.mark.parametrize("source", [IN_CHILDREN, IN_THEIR_CHILDREN], ids=["live", "gone"])
+async def test_the_limit_is_of_all_processes_together(tiered: JailLauncher, source: str) -> None:
+    limits = JailLimits(wall_s=120.0, cpu_s=0.5, memory_bytes=128 * MIB)
+    found = await asyncio.wait_for(ran(tiered, source, limits), 60)
+    assert (found.status, "of CPU time" in found.error) == ("timeout", True)
+    assert 0.45 <= found.cpu_s <= 2 * limits.cpu_s + 1
+
+
+async def test_what_a_program_and_its_children_used_is_reported(launcher: JailLauncher) -> None:
+    source = """
+import subprocess, sys
+spin = "import time\\nwhile time.process_time() < 0.2: pass"
+subprocess.run([sys.executable, "-c", spin])
+"""
+    found = await ran(launcher, source)
+    assert found.status == "ok" and 0.2 <= found.cpu_s < 1.0
+
+
+@pytest.fixture
+def on_one_core() -> Iterator[None]:
+    """This process, and what it starts, on one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+SPINNERS = """
+import os
+for _ in range(100):
+    if os.fork() == 0:
+        try:
+            os.setsid()  # a share of its own, where the kernel groups tasks by session
+        except OSError:
+            pass
+        while True: pass
+while True: pass
+"""
+
+
+async def test_a_hundred_that_spin_on_one_core_do_not_put_off_their_end(
+    on_one_core: None, tiered: JailLauncher
+) -> None:
+    limits = JailLimits(wall_s=20.0, cpu_s=0.5, memory_bytes=256 * MIB, processes=128)
+    found = await ran(tiered, SPINNERS, limits)
+    assert found.status == "timeout"
+    assert found.cpu_s <= 2 * limits.cpu_s + 1
+    assert found.wall_s < 15, "even where the core is shared with others"
+
+
+@pytest.mark.needs("root")
+@pytest.mark.needs("landlock")
+@pytest.mark.timeout(300)
+def test_it_holds_for_a_plain_user_without_namespaces() -> None:
+    """Which is where Landlock is used: root's own files are out of reach of what root starts."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o777)
+        plain = [sys.executable, "-m", "tests.unit.sandbox.plain_user", sys.executable, "-m"]
+        pytest_ = ["pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-k", "landlock"]
+        command = [*plain, *pytest_, "--basetemp", f"{directory}/base", str(THIS)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "7 passed" in done.stdout and "skipped" not in done.stdout
