@@ -1,7 +1,10 @@
 """Tests in Python in a jail of their own, which uses the solution's objects across a pipe.
 
-See `jail.remote` for what may be asked of the solution, and `jail.checking` for what runs the
+See `jail.objects` for what may be asked of the solution, and `jail.testing` for what runs the
 tests. No code that the model wrote has ever been in the tests' jail.
+
+The solution's wall clock runs while its tests wait for it: they say so once they have waited for
+longer than a part of the case's limit, so most questions cost no word about whose turn it is.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import BadMessage, PeerLost
+from common.grading.support import Unsupported
 from services.sandbox.grading.attempt import (
     RETRIES,
     SEND_S,
@@ -23,7 +27,8 @@ from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail
 from services.sandbox.isolation.limits import MIB
 
 TESTS_BYTES = 256 * MIB  # memory of the jail that holds tests in Python
-WAITING_S = 10.0  # longest wait of solution and tests for each other, beside their own time
+WAITING_S = 10.0  # longest wait of the tests for their solution, beside their own time
+UNTOLD = 0.25  # of a case's limit: waiting for the solution that its clock need not know of
 
 
 async def passed(attempt: Attempt, source: str, tests: str) -> list[bool]:
@@ -35,7 +40,7 @@ async def passed(attempt: Attempt, source: str, tests: str) -> list[bool]:
         while len(found) < count and not attempt.over(found):
             pair = await _pair(attempt, source, tests)
             try:
-                count = await _collected(attempt, pair[1])
+                count = await _collected(attempt, pair)
                 if not count:  # the solution does not load
                     await _both_ended(pair)
                     break
@@ -61,11 +66,12 @@ async def _pair(attempt: Attempt, source: str, tests: str) -> tuple[Jail, Jail]:
     one, other = socket.socketpair()
     solution: Jail | None = None
     try:
-        program = {"mode": "objects", "source": source}
-        # By the clock each also waits for the other; CPU time counts as ever.
-        limits = replace(attempt.limits, wall_s=SLOWEST * attempt.limits.wall_s + WAITING_S)
+        program: dict[str, Any] = {"mode": "objects", "source": source}
+        limits = attempt.limits
         solution = await attempt.launcher.open(program, limits, peer=one.fileno())
-        program = {"mode": "tests", "source": tests}
+        program = {"mode": "tests", "source": tests, "patience_s": UNTOLD * limits.wall_s}
+        # By the clock the tests also wait for the solution; CPU time counts as ever.
+        limits = replace(limits, wall_s=SLOWEST * limits.wall_s + WAITING_S)
         limits = limits.capped(memory_bytes=TESTS_BYTES)
         return solution, await attempt.launcher.open(
             program, limits, cells=True, peer=other.fileno()
@@ -79,9 +85,9 @@ async def _pair(attempt: Attempt, source: str, tests: str) -> tuple[Jail, Jail]:
         other.close()
 
 
-async def _collected(attempt: Attempt, jail: Jail) -> int:
+async def _collected(attempt: Attempt, pair: tuple[Jail, Jail]) -> int:
     """How many tests there are; 0 if the solution does not load."""
-    said = await _said(attempt, jail)
+    said = await _said(attempt, pair)
     if said is None:
         return 0
     if "broken" in said:
@@ -93,7 +99,7 @@ async def _collected(attempt: Attempt, jail: Jail) -> int:
 
 async def _test(attempt: Attempt, pair: tuple[Jail, Jail], number: int) -> dict[str, Any] | None:
     for jail in pair:
-        jail.lap()
+        jail.lap(waits=jail is pair[0])
         jail.output.left = attempt.limits.output_bytes
     cells = pair[1].cells
     assert cells is not None
@@ -101,22 +107,30 @@ async def _test(attempt: Attempt, pair: tuple[Jail, Jail], number: int) -> dict[
         await cells.send(attempt.clock, {"test": number}, SEND_S)
     except PeerLost:
         return None
-    verdict = await _said(attempt, pair[1])
+    verdict = await _said(attempt, pair)
     return verdict if verdict is not None and verdict.get("test") == number else None
 
 
-async def _said(attempt: Attempt, jail: Jail) -> dict[str, Any] | None:
-    """The next word of a jail with tests; None if it has ended. Only words that carry the
-    nonce count.
+async def _said(attempt: Attempt, pair: tuple[Jail, Jail]) -> dict[str, Any] | None:
+    """The next word of the tests; None if their jail has ended. Only words that carry the nonce
+    count. Unsupported if they ask for what cannot be done.
     """
+    solution, jail = pair
     assert jail.cells is not None
     patience = SLOWEST * attempt.limits.wall_s + WAITING_S + GRACE_S
-    try:
-        with answering():
-            frame: dict[str, Any] = await jail.cells.receive(attempt.clock, patience)
-    except (PeerLost, BadMessage):
-        return None
-    return frame if frame.get("nonce") == jail.nonce else None
+    while True:
+        try:
+            with answering():
+                frame: dict[str, Any] = await jail.cells.receive(attempt.clock, patience)
+        except (PeerLost, BadMessage):
+            return None
+        if frame.get("nonce") != jail.nonce:
+            return None
+        if "unsupported" in frame:
+            raise Unsupported(f"the runner isolated cannot run: {frame['unsupported']}")
+        if "turn" not in frame:
+            return frame
+        solution.turn(frame["turn"] is True)
 
 
 async def _both_ended(pair: tuple[Jail, Jail]) -> bool:

@@ -23,6 +23,7 @@ from common.process import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import KILLED, Ends
+from services.sandbox.isolation import users
 from services.sandbox.isolation.cgroups import Cgroup, Homes
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
@@ -62,6 +63,7 @@ class JailLauncher:
         self._zygote: Zygote | None = None
         self._starting = asyncio.Lock()
         self._groups: deque[Cgroup] = deque()
+        self._users = deque(users.given())  # of which no jail is, longest unused first
         self._made: list[Cgroup] = []
         self.started = 0  # jails
 
@@ -224,7 +226,7 @@ class JailLauncher:
         zygote = self._zygote
         assert zygote is not None
         group = await self._group(limits)
-        scratch = ""
+        scratch, slot = "", self._users.popleft() if self._users else -1
         output = Output(limits.output_bytes)
         pipes = [Pipe()]
         fds: dict[str, int] = {}
@@ -246,17 +248,19 @@ class JailLauncher:
             request: dict[str, Any] = {"limits": limits.document(), "descriptors": list(fds)}
             request["nice"] = 0 if self._homes and self._homes.cpu else GUEST_NICE
             request["counted"] = group is not None
+            request["user"] = users.block(zygote.child.pid) + slot if slot >= 0 else 0
             if self.tier != "bwrap":
-                scratch = self._scratch()
+                scratch = _scratch(request["user"])
                 request |= {"scratch": scratch, "readable": self._readable()}
-                request["limits"]["processes"] += _processes_of_user()
+                if not request["user"]:
+                    request["limits"]["processes"] += _processes_of_user()
             packet = json.dumps(request).encode()
             answer = zygote.send(packet, list(fds.values()))
         except BaseException as error:
             for pipe in pipes:
                 pipe.close()
             output.close()
-            self._given_back(group, scratch)
+            self._given_back(group, scratch, slot)
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 self._ended(zygote)
             raise
@@ -269,7 +273,7 @@ class JailLauncher:
         other = pipes[1] if cells else None
 
         def ended() -> None:
-            self._given_back(group, scratch)
+            self._given_back(group, scratch, slot)
             zygote.left()
 
         return Jail(self.clock, limits, pipes[0], other, output, group, ended), zygote, answer
@@ -280,13 +284,6 @@ class JailLauncher:
         places = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
         devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
         return [*places, *devices, *interpreter.places, *interpreter.packages, own]
-
-    def _scratch(self) -> str:
-        """A directory on disk, where no mount namespace gives one in memory."""
-        scratch = tempfile.mkdtemp(prefix="meshrl-jail-")
-        if os.getuid() == 0:
-            os.chown(scratch, PLAIN_ID, PLAIN_ID)
-        return scratch
 
     async def _group(self, limits: JailLimits) -> Cgroup | None:
         """One that no jail is in. The last processes of a jail leave it a moment after its end."""
@@ -314,7 +311,9 @@ class JailLauncher:
             self._groups.append(group)
         return None
 
-    def _given_back(self, group: Cgroup | None, scratch: str) -> None:
+    def _given_back(self, group: Cgroup | None, scratch: str, slot: int) -> None:
+        if slot >= 0:
+            self._users.append(slot)
         if group is not None:
             self._groups.append(group)
         if scratch:
@@ -332,6 +331,14 @@ class JailLauncher:
                 await self.clock.sleep(0.02)
             group.remove()
         self._made, self._groups = [], deque()
+
+
+def _scratch(user: int) -> str:
+    """A directory on disk, where no mount namespace gives one in memory."""
+    scratch = tempfile.mkdtemp(prefix="meshrl-jail-")
+    if os.getuid() == 0:
+        os.chown(scratch, user or PLAIN_ID, user or PLAIN_ID)
+    return scratch
 
 
 def _readable(content: bytes) -> int:

@@ -72,12 +72,18 @@ class Jail:
     def stderr(self) -> bytes:
         return self.output.streams[1].taken()
 
-    def lap(self) -> None:
-        """Starts the jail's clocks anew, and what was paused goes on."""
+    def lap(self, waits: bool = False) -> None:
+        """Starts the jail's clocks anew, and what was paused goes on. With `waits` the wall clock
+        stands until it is the jail's turn.
+        """
         self.laps += 1
-        self.keeper.send_now({"lap": True})
+        self.keeper.send_now({"lap": True, "turn": not waits})
         if self._group is not None and self._group.freezes:
             self._group.freeze(False)
+
+    def turn(self, begins: bool) -> None:
+        """Lets the jail's wall clock run, or stand."""
+        self.keeper.send_now({"turn": begins})
 
     def pause(self) -> None:
         """Stops the jail, and then its clocks, until the next lap: frozen by its control group, or

@@ -15,6 +15,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from services.sandbox.isolation import users
 from services.sandbox.jail import kernel
 
 PLAIN_ID = 64_200  # user and group that own nothing, outside the ranges of distributions
@@ -31,6 +32,7 @@ START = (
     "this is ' + sys.version); sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); "
     "jail.zygote.main()"
 )
+UNSHARED = [f"--unshare-{kind}" for kind in ("ipc", "pid", "net", "uts", "cgroup-try")]
 OUT_OF_MEMORY_SCORE = "500"
 MOST_PROCESSES = 8192  # most in all jails together
 
@@ -52,19 +54,24 @@ class Outer:
         return json.dumps(asdict(self))
 
 
-def command(outer: Outer, gathered: dict[str, str]) -> list[str]:
-    """What to execute; `gathered` says where else a place can be reached."""
+def command(outer: Outer, gathered: dict[str, str], users: int) -> list[str]:
+    """What to execute; `gathered` says where else a place can be reached, `users` is a user
+    namespace to enter, or -1.
+    """
     flags = ["-I", "-S"] if outer.isolated else ["-I"]
     package = INSIDE if outer.tier == "bwrap" else str(Path(__file__).parents[1])
     zygote = [outer.python, *flags, "-c", START.format(package)]
     zygote += [str(outer.control), outer.tier, json.dumps(outer.warm), _searched_last(outer)]
     if outer.tier != "bwrap":
         return zygote
-    argv = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    argv = ["bwrap", *UNSHARED, "--die-with-parent", "--new-session"]
+    argv += ["--unshare-user"] if users < 0 else ["--userns", str(users)]
     argv += ["--clearenv", "--hostname", "jail"]
     argv += shown(gathered.get(outer.root, outer.root)) if outer.root else host()
     for place in outer.places:
+        argv += _parents(place)  # bubblewrap would keep from all others what is kept from us
         argv += ["--ro-bind", gathered.get(place, place), place]
+    argv += _parents(f"{PACKAGES}/all")
     for place in outer.packages:
         argv += ["--ro-bind", gathered.get(place, place), f"{PACKAGES}/{os.path.basename(place)}"]
     jail = str(Path(__file__).parents[1] / "jail")
@@ -91,6 +98,7 @@ def host() -> list[str]:
         elif os.path.isdir(link):
             argv += ["--ro-bind", link, link]
     for place in OPTIONAL:
+        argv += _parents(place)
         argv += ["--ro-bind-try", place, place]
     return argv
 
@@ -107,6 +115,12 @@ def shown(root: str) -> list[str]:
         else:
             argv += ["--ro-bind", place, f"/{name}"]
     return argv
+
+
+def _parents(place: str) -> list[str]:
+    """Makes the directories above a place, for every user to enter."""
+    above = [str(parent) for parent in reversed(Path(place).parents)]
+    return [word for parent in above[1:] for word in ("--dir", parent)]
 
 
 def _searched_last(outer: Outer) -> str:
@@ -134,19 +148,14 @@ def gather(places: list[str]) -> dict[str, str]:
     return found
 
 
-def become_plain() -> None:
-    os.setgroups([])
-    os.setresgid(PLAIN_ID, PLAIN_ID, PLAIN_ID)
-    os.setresuid(PLAIN_ID, PLAIN_ID, PLAIN_ID)
-
-
 def main() -> None:
     values = json.loads(sys.argv[1])
     values |= {name: tuple(values[name]) for name in ("places", "warm", "packages")}
     outer = Outer(**values)
     parent = os.getppid()
     os.umask(0o022)  # what a program makes in a jail has the modes that it would have elsewhere
-    gathered = {}
+    gathered: dict[str, str] = {}
+    own_users = -1
     if os.getuid() == 0:
         # Written by root it is also the least that a jail can set: they go before anything else.
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
@@ -154,7 +163,10 @@ def main() -> None:
         if outer.tier == "bwrap":
             image = [outer.root] if outer.root else []
             gathered = gather([*outer.places, *outer.packages, jail, *image])
-        become_plain()
+            own_users = users.namespace(PLAIN_ID)
+            users.become(PLAIN_ID)
+        else:
+            users.become_able_to_change(PLAIN_ID)
     os.chdir("/")
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     most = MOST_PROCESSES if hard == resource.RLIM_INFINITY else min(MOST_PROCESSES, hard)
@@ -163,7 +175,9 @@ def main() -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, 9)
     if os.getppid() != parent:
         sys.exit("the sandbox has ended")
-    argv = command(outer, gathered)
+    if own_users >= 0:
+        os.set_inheritable(own_users, True)
+    argv = command(outer, gathered, own_users)
     os.execvpe(argv[0], argv, {"PATH": os.environ.get("PATH", "/usr/bin:/bin")})
 
 

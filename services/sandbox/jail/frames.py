@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import Any, Callable
 
 LENGTH = 4  # bytes of the prefix, little-endian
 LIMIT = 16 << 20  # bytes of a frame; a longer prefix means that the stream is garbage
@@ -32,13 +32,15 @@ def send(fd: int, value: Any) -> None:
         raise Closed(str(error)) from None
 
 
-def receive(fd: int) -> Any:
-    """The next frame; Closed at the end. Reads not a byte more than that."""
-    length = int.from_bytes(_exactly(fd, LENGTH), "little")
+def receive(fd: int, wait: Callable[[], None] | None = None) -> Any:
+    """The next frame; Closed at the end. Reads not a byte more than that. `wait` is called before
+    each part is read.
+    """
+    length = int.from_bytes(_exactly(fd, LENGTH, wait), "little")
     if length > LIMIT:
         raise Closed(f"a frame of {length} bytes")
     try:
-        text = _exactly(fd, length).decode()
+        text = _exactly(fd, length, wait).decode()
         value, end = _scan(text, 0)
         if end != len(text):
             raise ValueError("more than a value")
@@ -47,9 +49,11 @@ def receive(fd: int) -> Any:
         raise Closed(f"not JSON: {type(error).__name__}") from None
 
 
-def _exactly(fd: int, size: int) -> bytes:
+def _exactly(fd: int, size: int, wait: Callable[[], None] | None) -> bytes:
     parts: list[bytes] = []
     while size:
+        if wait is not None:
+            wait()
         try:
             part = os.read(fd, min(size, 1 << 16))
         except OSError as error:

@@ -1,6 +1,6 @@
 """The guest of a jail: runs a program, a shell command, cells of a session, calls, or tests.
 
-Everything here but `checking` shares its interpreter with code that the model wrote, so the sandbox
+Everything here but `testing` shares its interpreter with code that the model wrote, so the sandbox
 believes nothing that it says beyond "this is what the code answered".
 """
 
@@ -20,7 +20,9 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from . import checking, frames, judged, plain, remote, suite
+from . import frames, judged, plain, suite
+from .objects import side
+from .testing import running
 
 # Exit statuses that name why a program ended; the sandbox tells the model in words.
 OUT_OF_MEMORY, REFUSED = 72, 77
@@ -55,9 +57,9 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
         elif mode == "calls":
             _calls(program, cells)
         elif mode == "objects":
-            remote.serve(peer, lambda: _module(program["source"], "solution"))
+            side.serve(peer, lambda: _module(program["source"], "solution"))
         elif mode == "tests":
-            checking.run(program, cells, peer)
+            running.run(program, cells, peer)
         elif mode == "suite":
             suite.run(program, cells)
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 # What a fork touches, it copies: the functions of `signal` go through its enumerations.
 import _signal
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -31,17 +32,20 @@ SETUP_FAILED = 70
 DESCRIPTORS = 1024  # more than a zygote ever has
 
 
-def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
-    """Runs one jail from its closing to its end; never returns."""
+def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> NoReturn:
+    """Runs one jail from its closing to its end; never returns. `proc` is the zygote's /proc."""
     channel = fds["keeper"]
     try:
-        _close_others(fds)
+        _close_others({**fds, "proc": proc})
         policy = allowed.policy(tier, request["counted"])
         wake = _wakes()
         if tier == "bwrap":
-            _namespaces(request["limits"])
+            _namespaces(request["limits"], request["user"], proc)
             kernel.drop_capabilities()
         else:
+            if request["user"]:
+                _become(request["user"])
+                kernel.drop_capabilities()
             os.setsid()
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -52,7 +56,8 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str) -> NoReturn:
         ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
         if child == 0:
-            _become_guest({**fds, "closed": closed}, request, program, tier)
+            _become_guest({**fds, "closed": closed}, request, program, tier, proc)
+        os.close(proc)
         os.close(closed)
         for name, fd in fds.items():
             if name not in OWN:
@@ -96,22 +101,35 @@ def _join_groups(fds: dict[str, int]) -> None:
         os.close(fds.pop(name))
 
 
-def _namespaces(limits: dict[str, Any]) -> None:
-    """Mounts are made before the user namespace, which therefore cannot undo them."""
+def _namespaces(limits: dict[str, Any], user: int, proc: int) -> None:
+    """Mounts are made before the user namespace, which therefore cannot undo them.
+
+    In the jail /proc cannot be written: what we write there we write to the zygote's.
+    """
     kernel.unshare(kernel.CLONE_NEWNS)
+    if user:
+        _become(user)
     size, files = limits["scratch_bytes"], limits["files"]
     kernel.mount(
         "tmpfs", SCRATCH, "tmpfs", HIDDEN, f"size={size},nr_inodes={files},mode=700,huge=never"
     )
-    kernel.mount("proc", "/proc", "proc", HIDDEN | kernel.MS_NOEXEC)
+    kernel.mount("proc", "/proc", "proc", HIDDEN | kernel.MS_NOEXEC | kernel.MS_RDONLY)
     user, group = os.getuid(), os.getgid()
     kernel.unshare(kernel.CLONE_NEWUSER)
-    kernel.map_own_ids(user, group)
-    kernel.write("/proc/sys/user/max_user_namespaces", "0")
+    kernel.map_own_ids(user, group, proc)
+    kernel.write("sys/user/max_user_namespaces", "0", proc)
+
+
+def _become(user: int) -> None:
+    """The jail's own user. A change hides our files in /proc, which are still to be written."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 
 def _become_guest(
-    fds: dict[str, int], request: dict[str, Any], program: Any, tier: str
+    fds: dict[str, int], request: dict[str, Any], program: Any, tier: str, proc: int
 ) -> NoReturn:
     try:
         _signal.set_wakeup_fd(-1)
@@ -119,7 +137,10 @@ def _become_guest(
             _signal.signal(number, _signal.SIG_DFL)
         for name in OWN:
             fds.pop(name, None)
-        _close_others(fds)
+        _close_others({**fds, "proc": proc})
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        _go_first(proc)
+        os.close(proc)
         _join_groups(fds)
         if request["nice"]:  # which nobody can take back
             os.nice(request["nice"])
@@ -132,21 +153,24 @@ def _become_guest(
         else:
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         os.chdir(scratch)
         if scratch != SCRATCH:
             os.environ.update(HOME=scratch, TMPDIR=scratch)
-        kernel.write("/proc/self/oom_score_adj", "1000")  # before the keeper, if one must go
-    except OSError as error:
-        if error.filename != "/proc/self/oom_score_adj":
-            traceback.print_exc()
-            os._exit(SETUP_FAILED)
-    except ValueError:  # a limit beyond what may be set
+    except (OSError, ValueError):  # ValueError: a limit beyond what may be set
         traceback.print_exc()
         os._exit(SETUP_FAILED)
     os.write(fds["closed"], repr(time.monotonic()).encode())
     os.close(fds["closed"])
     guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
+
+
+def _go_first(proc: int) -> None:
+    """If one must go because memory is short, then we before the keeper."""
+    try:
+        kernel.write("self/oom_score_adj", "1000", proc)
+    except OSError as error:  # where this file is another user's
+        if error.errno not in (errno.EACCES, errno.EPERM):
+            raise
 
 
 def limit(limits: dict[str, Any], laps: bool) -> None:

@@ -14,8 +14,11 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 CLONE_NEWTIME = 0x00000080
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE, MS_BIND = 2, 4, 8, 0x4000, 0x40000, 0x1000
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
+CAP_SETGID, CAP_SETUID = 6, 7
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_VERSION_3 = 0x20080522
 
@@ -62,18 +65,34 @@ def drop_capabilities() -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
-def map_own_ids(user: int, group: int) -> None:
-    """Maps the ids that we had outside into a new user namespace."""
+def keep_capabilities(kept: tuple[int, ...]) -> None:
+    """These and no others are left, also to programs that we execute."""
+    bits = sum(1 << capability for capability in kept)
+    called("capset", struct.pack("Ii", CAP_VERSION_3, 0), struct.pack("6I", *[bits] * 3, 0, 0, 0))
+    for capability in kept:
+        prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability)
+
+
+def mapped_users() -> list[range]:
+    """The users that our namespace has: nobody can become another."""
+    with open("/proc/self/uid_map") as file:
+        lines = [list(map(int, line.split())) for line in file]
+    return [range(first, first + count) for first, _, count in lines]
+
+
+def map_own_ids(user: int, group: int, proc: int) -> None:
+    """Maps the ids that we had outside into a new user namespace; `proc` is a /proc."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user} {user} 1"),
         ("gid_map", f"{group} {group} 1"),
     ):
-        write(f"/proc/self/{name}", text)
+        write(f"self/{name}", text, proc)
 
 
-def write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+def write(path: str, text: str, place: int | None = None) -> None:
+    """`place`: the descriptor of the directory in which `path` begins."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=place)
     try:
         os.write(fd, text.encode())
     finally:

@@ -63,6 +63,8 @@ class Watch:
         self._paused = self._stopped = False
         self._laps = 0
         self._next_look = 0.0  # when the clocks are read again
+        self._stood_s = 0.0  # of this lap, in which the wall clock stood
+        self._stands: tuple[float, float, float] | None = None  # since when it does
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
         self._poller.register(wake, select.POLLIN)
@@ -106,8 +108,12 @@ class Watch:
 
     def _told(self, frame: Any) -> None:
         """`lap`: a new case begins; `pause`: nothing is asked of the guest until the next lap.
-        `stop`: nor can anybody but the keeper keep the jail from running meanwhile.
+        `stop`: nor can anybody but the keeper keep the jail from running meanwhile. `turn`: whether
+        another jail waits for this one; while none does, the wall clock stands.
         """
+        if "lap" not in frame:
+            self._turned(frame["turn"])
+            return
         self._laps += 1
         resumes, self._paused = self._paused, bool(frame.get("pause", False))
         if self._paused and frame.get("stop", False):
@@ -119,10 +125,25 @@ class Watch:
         self._lap = time.monotonic()
         self._lap_ran, self._lap_queued = self._of_interpreter()
         self._lap_stolen = stolen()
+        self._stood_s, self._stands = 0.0, None
+        self._turned(frame.get("turn", True))
         self._next_look = 0.0
         if self._stopped and not self._paused:
             self._stopped = False
             self._signal_all(signal.SIGCONT)
+
+    def _turned(self, ours: bool) -> None:
+        """What was waited for a core while the wall clock stood is not taken from it either."""
+        now = (time.monotonic(), self._of_interpreter()[1], stolen())
+        if not ours:
+            self._stands = self._stands or now
+        elif self._stands is not None:
+            since, queued, taken = self._stands
+            self._stood_s += now[0] - since
+            self._lap_queued += now[1] - queued
+            self._lap_stolen += now[2] - taken
+            self._stands = None
+        self._next_look = 0.0
 
     def _left(self) -> tuple[float, str]:
         """Seconds until the next look; with none left, which time is over."""
@@ -137,7 +158,9 @@ class Watch:
         elapsed = time.monotonic() - self._lap
         if elapsed > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
             return -1.0, "wall"
-        cpu, wall = self._limits["cpu_s"] - used, self._limits["wall_s"] - elapsed
+        cpu, wall = self._limits["cpu_s"] - used, self._limits["wall_s"] - elapsed + self._stood_s
+        if self._stands is not None:
+            wall = self._limits["wall_s"]
         if wall <= 0:
             wall = wall + self._excused(used) if ready else SETTING_UP_S
         return (cpu / self._parallel, "cpu") if cpu < wall else (wall, "wall")

@@ -35,19 +35,23 @@ WARM = (
 
 
 def serve(control: socket.socket, tier: str) -> None:
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    users = kernel.mapped_users()
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if tier == "bwrap" else -1
     while True:
         packet, fds = _received(control)
         if not packet:
             return
         request = json.loads(packet)
+        if not any(request["user"] in each for each in users):
+            request["user"] = 0
         named = dict(zip(request["descriptors"], fds))
         try:
             if own >= 0:  # one's own again first: a namespace is unshared once, or not at all
                 kernel.setns(own, kernel.CLONE_NEWPID)
                 kernel.unshare(kernel.CLONE_NEWPID)
             if os.fork() == 0:
-                keeper.keep(named, request, tier)
+                keeper.keep(named, request, tier, proc)
         except OSError as error:
             refuse(named["keeper"], error)
         finally:

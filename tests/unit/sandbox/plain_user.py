@@ -2,6 +2,7 @@
 
 `python -m tests.unit.sandbox.plain_user COMMAND...`, as root: in a mount namespace of its own it
 shows what the command needs through directories that only root may enter, and becomes the user.
+With --still-root before the command it stays root, and users that it makes can reach all that.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ def main() -> None:
             place.mkdir(parents=True, exist_ok=True)
             inside = kept / place.relative_to(bar)
             kernel.mount(str(inside), str(place), "", kernel.MS_BIND | kernel.MS_REC)
+    command = sys.argv[1:]
+    if command[0] == "--still-root":
+        os.execv(command[1], command[1:])
     os.setgroups([])
     plain = user()
     os.setresgid(plain, plain, plain)
     os.setresuid(plain, plain, plain)
-    os.execv(sys.argv[1], sys.argv[1:])
+    os.execv(command[0], command)
 
 
 if __name__ == "__main__":

@@ -238,8 +238,7 @@ GCD = Vector = Yes
 async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailLauncher) -> None:
     grading = Grading(launcher, JailSlots(SystemClock(), 2), "j", JailLimits(), {"case_s": 2.0})
     assert (await grading.reward({"tests": FORGED}, said(VECTORS))).value == 1.0
-    # Of the two that remain, one compares objects of the class with each other.
-    assert (await grading.reward({"tests": FORGED}, said(YES))).value == pytest.approx(1 / 7)
+    assert (await grading.reward({"tests": FORGED}, said(YES))).value == 0.0
 
 
 @pytest.mark.needs("bwrap")

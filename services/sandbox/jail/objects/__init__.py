@@ -1,0 +1,1 @@
+"""Objects across two jails. Open `remote.py` first."""

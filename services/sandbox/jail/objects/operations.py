@@ -1,0 +1,251 @@
+"""What one jail does with an object of its own for the other, and what a solution may ask for."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import importlib
+import operator
+import sys
+import types
+from typing import Any, Callable
+
+from . import coroutines
+from .remote import place_of
+
+BINARY = {
+    **{f"__{name}__": getattr(operator, f"__{name}__") for name in ("eq", "ne", "lt", "le")},
+    **{f"__{name}__": getattr(operator, f"__{name}__") for name in ("gt", "ge")},
+}
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+ARITHMETIC = _ARITHMETIC.split()
+for _name in ARITHMETIC:
+    _function = getattr(operator, f"__{_name}__")
+    BINARY[f"__{_name}__"] = _function
+    BINARY[f"__r{_name}__"] = lambda target, other, do=_function: do(other, target)
+    BINARY[f"__i{_name}__"] = getattr(operator, f"__i{_name}__")
+BINARY["__divmod__"] = divmod
+CONVERSIONS: dict[str, Callable[..., Any]] = {
+    "__neg__": operator.neg,
+    "__pos__": operator.pos,
+    "__abs__": abs,
+    "__invert__": operator.invert,
+    "__int__": int,
+    "__float__": float,
+    "__complex__": complex,
+    "__index__": operator.index,
+    "__round__": round,
+    "__bytes__": bytes,
+    "__reversed__": reversed,
+    "__format__": format,
+    "__dir__": dir,
+}
+
+
+def _equal(target: Any, other: Any) -> list[bool]:
+    """Whether they are equal, and whether `target` equals what it cannot know."""
+    equal = bool(target == other)
+    try:
+        return [equal, equal and bool(target == object())]
+    except Exception:  # it asks the other for what only its own class has
+        return [equal, False]
+
+
+def content(target: Any) -> Any:
+    """What an object whose class derives from list, dict or set holds, as one of those."""
+    if isinstance(target, dict):
+        return dict(dict.items(target))
+    if isinstance(target, set):
+        return set(set.__iter__(target))
+    return list(list.__iter__(target) if isinstance(target, list) else target)
+
+
+def _get(target: Any, name: str) -> Any:
+    return vars(target) if name == "__dict__" else getattr(target, name)
+
+
+def _set(target: Any, name: str, value: Any) -> None:
+    """Functions of the tests become methods, as their own would."""
+    place = place_of(value)
+    if isinstance(target, type) and place is not None and place.builtin is types.FunctionType:
+        value = member(("function", value, name, False))
+    setattr(target, name, value)
+
+
+def _refill(target: Any, content: Any) -> None:
+    """What the tests have made of a list, dict or set that they got as an attribute."""
+    if isinstance(target, (list, bytearray)):
+        target[:] = content
+    else:
+        target.clear()
+        (target.extend if hasattr(target, "extend") else target.update)(content)
+
+
+def _derived(target: Any, name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
+    """A class of the tests that derives from the solution's."""
+    return types.new_class(
+        name, bases, {}, lambda space: space.update({k: member(v) for k, v in members.items()})
+    )
+
+
+def member(value: Any) -> Any:
+    """A function of the other side as one that becomes a method."""
+    if type(value) is tuple and value and value[0] == "wrapped":
+        _, kind, *parts = value
+        return getattr(builtins, kind)(*map(member, parts))
+    if type(value) is tuple and value and value[0] == "function":
+        _, function, name, abstract = value
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        method.__name__ = name
+        if abstract:
+            method.__isabstractmethod__ = True  # type: ignore[attr-defined]
+        return method
+    return value
+
+
+def _names(target: Any) -> list[str]:
+    own = getattr(target, "__all__", None)
+    return list(own) if own is not None else [n for n in vars(target) if not n.startswith("_")]
+
+
+_ORIGINALS: dict[tuple[str, str], Any] = {}
+
+
+def _patched(target: Any, module: str, name: str, value: Any) -> None:
+    """Puts `value` in the place of a name of a module; see `_restored`."""
+    found = importlib.import_module(module)
+    _ORIGINALS.setdefault((module, name), getattr(found, name, _ORIGINALS))
+    setattr(found, name, value)
+
+
+def _restored(target: Any, module: str, name: str) -> None:
+    found, original = importlib.import_module(module), _ORIGINALS.pop((module, name), _ORIGINALS)
+    if original is not _ORIGINALS:
+        setattr(found, name, original)
+    elif hasattr(found, name):
+        delattr(found, name)
+
+
+def _called(target: Any, module: str, name: str, args: Any) -> None:
+    getattr(importlib.import_module(module), name)(*args)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda target, args, kwargs: target(*args, **kwargs),
+    "get": _get,
+    "set": _set,
+    "refill": _refill,
+    "del": delattr,
+    "len": len,
+    "iter": iter,
+    "next": next,
+    "item": lambda target, key: target[key],
+    "set_item": operator.setitem,
+    "del_item": operator.delitem,
+    "in": lambda target, value: value in target,
+    "bool": bool,
+    "hash": hash,
+    "repr": repr,
+    "str": str,
+    "kind": type,
+    "equal": _equal,
+    "content": content,
+    "instance": lambda target, value: isinstance(value, target),
+    "is_a": isinstance,
+    "is_subclass": issubclass,
+    "callable": callable,
+    "subclass": lambda target, value: issubclass(value, target),
+    "derive": _derived,
+    "super": lambda target, kind, name: getattr(super(kind, target), name),
+    "enter": lambda target: type(target).__enter__(target),
+    "exit": lambda target, *error: type(target).__exit__(target, *error),
+    "await": coroutines.run,
+    "aiter": lambda target: type(target).__aiter__(target),
+    "anext": coroutines.next_of,
+    "aenter": coroutines.entered,
+    "aexit": coroutines.left,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "names": _names,
+    "patch": _patched,
+    "restore": _restored,
+    "call_named": _called,
+    "operator": lambda target, name, *others: {**BINARY, **CONVERSIONS}[name](target, *others),
+}
+
+# -- what the solution may ask of what it was handed
+
+CALLABLE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
+ALWAYS = ("bool", "hash", "await", "call", "iter", "next")  # calls and iteration: why it was given
+OF_TESTS = ("content", "derive", "super", "names", "patch", "restore", "call_named", "refill")
+NAMES = ("__name__", "__qualname__", "__doc__", "__module__")
+LIBRARY = {("_io", "StringIO"), ("_io", "BytesIO"), ("_io", "TextIOWrapper"), ("random", "Random")}
+MOCKS = ("unittest.mock",)
+ASKED_OF_MOCKS = ("assert", "call", "mock", "method_calls", "return_value", "side_effect", "reset")
+
+
+def is_handed(target: Any) -> bool:
+    """Whether its public attributes are an interface: an object of a class that the tests define, a
+    mock, or one of few classes of the standard library.
+    """
+    kind = type(target)
+    return (
+        kind.__module__ in (*MOCKS, "tests") or (kind.__module__, kind.__name__) in LIBRARY
+    ) and not isinstance(target, type)
+
+
+def may(operation: str, target: Any, arguments: list[Any]) -> bool:
+    """Whether the solution may ask for this."""
+    if operation in ALWAYS:
+        return True
+    if operation == "get" and arguments[0] in NAMES:
+        return isinstance(target, CALLABLE)
+    if operation in ("instance", "subclass", "kind"):
+        return operation == "kind" or (isinstance(target, type) and target.__module__ == "tests")
+    if not is_handed(target):
+        if operation == "operator":
+            return arguments[0] in ("__eq__", "__ne__") and isinstance(target, CALLABLE)
+        return operation in ("repr", "str", "callable") and isinstance(target, CALLABLE)
+    mocked = type(target).__module__ in MOCKS
+    if operation in ("get", "set", "del"):
+        name = str(arguments[0])
+        if name.startswith("_") or (mocked and name.startswith(ASKED_OF_MOCKS)):
+            return False
+        return operation == "get" or not (mocked or hasattr(type(target), name))
+    return operation not in OF_TESTS
+
+
+def handable(value: Any) -> bool:
+    """Whether the solution can use what it gets when it is handed this object."""
+    kind = type(value)
+    return (
+        callable(value)
+        or kind is object
+        or is_handed(value)
+        or hasattr(kind, "__iter__")
+        or hasattr(kind, "__await__")
+        or hasattr(kind, "__aiter__")
+    )
+
+
+STRANGE = {"antigravity", "this", "turtle", "turtledemo", "tkinter", "idlelib", "test", "__main__"}
+
+
+def named_module(name: str) -> Any:
+    """A module of the standard library by its name; None if it is none."""
+    first = name.split(".")[0]
+    if first not in getattr(sys, "stdlib_module_names", ()) or first in STRANGE:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def named_class(module: str, name: str) -> Any:
+    """A class of the standard library by its name; None if it is none."""
+    found = getattr(named_module(module), name, None)
+    return found if isinstance(found, type) else None

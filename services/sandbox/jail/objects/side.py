@@ -1,0 +1,372 @@
+"""One end of the pipe between a solution and its tests: asks the other, and answers it.
+
+Plain data crosses by value (`values.py`). Everything else stays where it is and is named by a
+number: a `Remote`. The side with the tests may do all that `OPERATIONS` has to the solution's
+objects; what the solution may do to objects of the tests, `operations.may` says.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+import types
+import warnings
+from time import monotonic  # tests may put another in its place
+from typing import Any, Callable
+
+from .. import frames
+from . import coroutines, errors, operations, values
+from .remote import Place, Remote, both, place_of
+
+LIVE = 16  # containers of the solution whose changes by the tests are looked for
+PRINTED = 1 << 20  # characters of what one operation prints that are told
+_BUILT_IN: tuple[Any, ...] = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType),
+    *(types.ModuleType, types.CoroutineType, types.AsyncGeneratorType, types.MappingProxyType),
+    *(type, map, filter, zip, enumerate, reversed, type(iter([])), type({}.keys())),
+    *(type({}.values()), type({}.items()), property, staticmethod, classmethod, memoryview),
+)
+KINDS = {kind.__name__: kind for kind in _BUILT_IN}
+
+
+class Unsupported(BaseException):
+    """The tests ask for what cannot be done across two jails. No answer's fault: never a score."""
+
+
+class Side:
+    """One end of the pipe. `trusted` is the one with the tests."""
+
+    def __init__(self, fd: int, trusted: bool) -> None:
+        self._fd, self.trusted = fd, trusted
+        self._kept: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._remotes: dict[int, Any] = {}
+        self._asked = 0
+        self.used = False  # more was asked of the other side than what there is
+        self.failed = False  # the other side has raised something, or spoken garbage
+        self.refused = ""  # what the tests have asked for that cannot be done
+        self._streams = sys.stdout, sys.stderr  # others get what the solution prints
+        self.turn: Callable[[bool], None] | None = None  # told when the other side takes long
+        self.patience_s = 0.0  # of waiting for the other side, until that is told
+        self._told = False
+        self.wants_warnings = False  # the tests look for warnings: the solution's come over
+        self._live: list[tuple[int, Any, list[Any]]] = []  # containers got as attributes
+        self.closed = False
+        self._environment: dict[Any, Any] | None = None
+
+    # -- values
+
+    def message(self) -> values.Message:
+        return values.Message(self._packed, self._unpacked)
+
+    def _packed(self, message: values.Message, value: Any, depth: int) -> Any:
+        kind = type(value)
+        place = place_of(value)
+        if place is not None and place.side is self:
+            return ["yours", place.number]
+        if isinstance(value, BaseException):
+            parts = [message.packed(part, depth + 1) for part in self._safe(errors.parts(value))]
+            return ["error", self.keep(value), parts]
+        if isinstance(value, type):
+            if issubclass(value, BaseException) and errors.is_own(value):
+                bases = [message.packed(base, depth + 1) for base in value.__bases__]
+                return ["error class", self.keep(value), value.__name__, bases]
+            module = str(value.__module__)
+            if module in sys.modules and (
+                operations.named_class(module, value.__qualname__) is value
+            ):
+                return ["named", value.__module__, value.__qualname__]
+        if kind is types.ModuleType and operations.named_module(value.__name__) is value:
+            return ["module", value.__name__]
+        data = values.bare(value)
+        if data is not None:
+            return ["both", message.packed(data, depth + 1), self.keep(value), kind.__name__]
+        base = next((b.__name__ for b in values.LIVE if isinstance(value, b)), "")
+        if base and self.trusted:  # a list of a class of the tests is data to the solution
+            return message.packed(operations.content(value), depth + 1)
+        if self.trusted and not operations.handable(value):
+            self.refuse(
+                f"an object of {kind.__module__}.{kind.__qualname__} handed to the solution"
+            )
+        identity = getattr(kind, "__eq__", None) is object.__eq__
+        builtin = kind.__name__ if KINDS.get(kind.__name__) is kind else ""
+        return ["mine", self.keep(value), kind.__name__, builtin, base, identity]
+
+    def _safe(self, parts: list[Any]) -> list[Any]:
+        """An exception's parts; what of them cannot be handed over is left out."""
+        if not self.trusted:
+            return parts
+        kind, args, text, _, cause = parts
+        return [kind, tuple(a if _simple(a) else str(a) for a in args), text, {}, cause]
+
+    def _unpacked(self, message: values.Message, packed: Any, depth: int) -> Any:
+        kind, *rest = packed
+        if kind == "yours":
+            return self._kept[abs(int(rest[0]))]
+        if kind == "mine":
+            return self._remote(*rest)
+        if kind == "both":
+            data = message.unpacked(rest[0], depth + 1)
+            number = int(rest[1])
+            if number not in self._remotes:
+                self._remotes[number] = both(data, Place(self, number, str(rest[2])[:80]))
+            return self._remotes[number]
+        if kind == "error":
+            number = int(rest[0])
+            parts = [message.unpacked(part, depth + 1) for part in rest[1]]
+            if number not in self._remotes:
+                place = Place(self, number, "exception")
+                kind, args, text, attributes, cause = parts
+                self._remotes[number] = errors.made(kind, args, text, attributes, cause, place)
+            return self._remotes[number]
+        if kind == "error class":
+            number = int(rest[0])
+            bases = [message.unpacked(base, depth + 1) for base in rest[2]]
+            if number not in self._remotes:
+                place = Place(self, number, "type")
+                self._remotes[number] = errors.mirrored(place, str(rest[1])[:80], bases)
+            return self._remotes[number]
+        if kind == "named":
+            found = operations.named_class(str(rest[0]), str(rest[1]))
+        elif kind == "module":
+            found = operations.named_module(str(rest[0]))
+        else:
+            raise ValueError(f"a value of kind {kind!r:.40}")
+        if found is None:
+            raise ValueError(f"no {kind} {rest[0]!r:.40}")
+        return found
+
+    def _remote(self, number: int, name: str, builtin: str, base: str, identity: bool) -> Any:
+        number = int(number)
+        if number not in self._remotes:
+            place = Place(self, number, str(name)[:80])
+            place.builtin = KINDS.get(builtin)
+            place.base = next((b for b in values.LIVE if b.__name__ == base), None)
+            place.identity = identity is True
+            made: Any = Remote(place)
+            if builtin == "coroutine":
+                made = coroutines.awaited(place)
+            self._remotes[number] = made
+        return self._remotes[number]
+
+    def keep(self, value: Any) -> int:
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self._kept)
+            self._kept.append(value)
+        return number
+
+    def refuse(self, what: str) -> None:
+        """Unsupported; it counts even if the tests catch it."""
+        self.refused = self.refused or what
+        raise Unsupported(what)
+
+    # -- asking
+
+    def ask(self, operation: str, number: int, *arguments: Any) -> Any:
+        """What the other side answers; its exceptions are raised here."""
+        if self._live and operation != "refill":
+            self._refill()
+        message = self.message()
+        sent = [message.packed(argument) for argument in arguments]
+        self._asked += 1
+        self.used = self.used or operation not in ("get", "names")
+        asked = self._asked
+        frame = {"do": operation, "to": number, "with": sent, "asked": asked, **self._context()}
+        self._send(frame)
+        while True:
+            frame = self._received()
+            try:
+                if not isinstance(frame, dict):
+                    raise ValueError("a frame that is no object")
+                self._print(frame.get("printed"))
+                if "do" not in frame:
+                    if frame["asked"] != asked:
+                        raise ValueError("an answer to something else")
+                    error, value = self._heard(frame, message)
+                    warned = self.message().unpacked(frame.get("warned", ["value", None]))
+                    break
+            except Unsupported:
+                raise
+            except Exception:  # whatever garbage makes of our reading it
+                self.failed = self.closed = True
+                raise frames.Closed("an answer that is none") from None
+            self._answer(frame)
+        for warning in warned if self.wants_warnings and warned else ():
+            if isinstance(warning, Warning):
+                warnings.warn(warning, stacklevel=3)
+        if error is not None:
+            self.failed = True
+            if isinstance(error, StopIteration) and operation != "next" and self.trusted:
+                raise errors.Escaped("the solution has raised StopIteration") from error
+            raise error
+        return value
+
+    def _heard(self, frame: Any, message: values.Message) -> tuple[BaseException | None, Any]:
+        """(what the other side has raised, what it has answered)."""
+        message.change(frame.get("changed", []))
+        if "raised" in frame:
+            error = self.message().unpacked(frame["raised"])
+            if not isinstance(error, BaseException):
+                raise ValueError("an exception that is none")
+            return error, None
+        value = message.unpacked(frame["value"])
+        if self.trusted and "live" in frame and type(value) in values.MUTABLE:
+            self._live = [*self._live[1 - LIVE :], (int(frame["live"]), value, values.state(value))]
+        return None, value
+
+    def _refill(self) -> None:
+        """What the tests have changed in a list that they got as an attribute is changed there."""
+        for place, (number, container, before) in enumerate(self._live):
+            now = values.state(container)
+            if not values.same(now, before):
+                self._live[place] = (number, container, now)
+                self.ask("refill", number, container)
+
+    def _send(self, frame: Any) -> None:
+        try:
+            frames.send(self._fd, frame)
+        except frames.Closed:
+            self.closed = True
+            raise
+
+    def _context(self) -> dict[str, Any]:
+        """What an operation of the tests needs beside its arguments."""
+        if not self.trusted:
+            return {}
+        context: dict[str, Any] = {}
+        if (sys.stdout, sys.stderr) != self._streams:
+            context["output"] = True
+        if self.wants_warnings:
+            context["warnings"] = True
+        now = dict(os.environ)
+        if self._environment is None:
+            self._environment = now
+        elif now != self._environment:
+            names = {*now, *self._environment}
+            context["environment"] = {
+                name: now.get(name)
+                for name in names
+                if now.get(name) != self._environment.get(name)
+            }
+            self._environment = now
+        return context
+
+    def _received(self) -> Any:
+        try:
+            return frames.receive(self._fd, self._wait if self.turn is not None else None)
+        except frames.Closed:
+            self.closed = True
+            raise
+        finally:
+            if self._told and self.turn is not None:
+                self._told = False
+                self.turn(False)
+
+    def _wait(self) -> None:
+        """Until there is something to read; it is told if that takes long."""
+        if self._told:
+            return
+        begun = monotonic()
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        if not poller.poll(1000 * max(self.patience_s, 0.0)):
+            assert self.turn is not None
+            self._told = True
+            self.turn(True)
+        self.patience_s -= monotonic() - begun
+
+    def _print(self, printed: Any) -> None:
+        """What the solution has printed goes to where the tests print."""
+        if printed and self.trusted:
+            for stream, text in zip((sys.stdout, sys.stderr), printed):
+                if text:
+                    stream.write(str(text))
+
+    # -- answering
+
+    def serve(self) -> None:
+        while True:
+            self._answer(frames.receive(self._fd))
+
+    def _answer(self, frame: Any) -> None:
+        answer: dict[str, Any] = {}
+        message = self.message()
+        warned: list[Any] | None = None
+        recorded = _Recorded() if frame.get("output") and not self.trusted else None
+        try:
+            for name, value in (frame.get("environment") or {}).items():
+                if not self.trusted:
+                    os.environ.pop(name, None)
+                    os.environ.update({name: value} if value is not None else {})
+            operation = frame["do"]
+            target = self._kept[frame["to"]]
+            arguments = [message.unpacked(argument) for argument in frame["with"]]
+            if self.trusted and not operations.may(operation, target, arguments):
+                raise PermissionError(f"a solution may not {operation} what belongs to its tests")
+            message.remember()
+            if frame.get("warnings") and not self.trusted:
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    found = operations.OPERATIONS[operation](target, *arguments)
+            else:
+                found = operations.OPERATIONS[operation](target, *arguments)
+            answer["changed"] = message.changed()
+            answer["value"] = message.packed(found)
+            if operation in ("get", "item") and type(found) in values.MUTABLE:
+                answer["live"] = self.keep(found)
+        except (frames.Closed, Unsupported):
+            raise
+        except BaseException as error:
+            answer = {"changed": message.changed(), "raised": self.message().packed(error)}
+        finally:
+            if recorded is not None:
+                recorded.stop()
+        if recorded is not None:
+            answer["printed"] = recorded.taken()
+        if warned:
+            answer["warned"] = self.message().packed([w.message for w in warned])
+        answer["asked"] = frame.get("asked")
+        self._send(answer)
+
+
+def _simple(value: Any) -> bool:
+    return isinstance(value, values.DATA)
+
+
+class _Recorded:
+    """What is printed while an operation runs."""
+
+    def __init__(self) -> None:
+        self._before = sys.stdout, sys.stderr
+        self._streams = [_stream(), _stream()]
+        sys.stdout, sys.stderr = self._streams
+
+    def stop(self) -> None:
+        sys.stdout, sys.stderr = self._before
+
+    def taken(self) -> list[str]:
+        """Of standard output and error."""
+        texts = []
+        for stream in self._streams:
+            stream.flush()
+            raw: Any = stream.buffer
+            texts.append(raw.getvalue()[:PRINTED].decode("utf-8", "replace"))
+        return texts
+
+
+def _stream() -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        io.BytesIO(), "utf-8", "backslashreplace", newline="", write_through=True
+    )
+
+
+def serve(fd: int, load: Callable[[], Any]) -> None:
+    """The solution's end: loads it, and does what its tests ask for, its module being number 0."""
+    side = Side(fd, trusted=False)
+    module = load()
+    side.keep(module)
+    frames.send(fd, {"ready": True})
+    side.serve()

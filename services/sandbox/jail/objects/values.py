@@ -1,0 +1,259 @@
+"""Plain data across a pipe: by value, rebuilt from built-in types and the standard library's.
+
+A list that is the same list twice in a message is so on the other side too, and what a call has
+changed in its arguments is told by their places in the message.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any, Callable
+
+DEPTH = 200
+SMALL = 1 << 62  # larger numbers cross as hexadecimal digits, of which there may be any number
+
+# Types with places in a message: they can be changed. Each with how it is emptied and filled.
+SEQUENCES = {"list": list, "deque": deque, "set": set, "bytearray": bytearray}
+MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+MUTABLE: dict[Any, str] = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items()]}
+MUTABLE[defaultdict] = "defaultdict"
+FIXED = {"tuple": tuple, "frozenset": frozenset}
+
+# Types of the standard library, by module, with what their values are made of.
+PARTS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
+    ("decimal", "Decimal"): lambda v: [str(v)],
+    ("fractions", "Fraction"): lambda v: [v.numerator, v.denominator],
+    ("datetime", "date"): lambda v: [v.year, v.month, v.day],
+    ("datetime", "time"): lambda v: [v.hour, v.minute, v.second, v.microsecond, v.tzinfo],
+    ("datetime", "datetime"): lambda v: [
+        *(v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo)
+    ],
+    ("datetime", "timedelta"): lambda v: [v.days, v.seconds, v.microseconds],
+    ("datetime", "timezone"): lambda v: list(v.__getinitargs__()),
+    ("uuid", "UUID"): lambda v: [str(v)],
+    ("pathlib", "PosixPath"): lambda v: [str(v)],
+    ("pathlib", "PurePosixPath"): lambda v: [str(v)],
+    ("re", "Pattern"): lambda v: [v.pattern, v.flags],
+    ("builtins", "range"): lambda v: [v.start, v.stop, v.step],
+    ("builtins", "slice"): lambda v: [v.start, v.stop, v.step],
+    ("zoneinfo", "ZoneInfo"): lambda v: [v.key],
+    ("ipaddress", "IPv4Address"): lambda v: [str(v)],
+    ("ipaddress", "IPv6Address"): lambda v: [str(v)],
+}
+# What a class may derive from that is data: its instances cross as data, and as objects.
+BASES = (int, float, complex, str, bytes, tuple, frozenset)
+LIVE: tuple[Any, ...] = (list, dict, set, deque, bytearray)
+SINGLE = {"Ellipsis": ..., "NotImplemented": NotImplemented}
+DATA = (type(None), bool, int, float, complex, str, bytes, bytearray)
+
+
+def bare(value: Any) -> Any:
+    """The data in an instance of a class that derives from one of `BASES`; None for any other."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, complex):
+        return complex(value.real, value.imag)
+    if isinstance(value, bytes):
+        return bytes.__add__(value, b"")
+    if isinstance(value, tuple):
+        return tuple(tuple.__iter__(value))
+    if isinstance(value, frozenset):
+        return frozenset(frozenset.__iter__(value))
+    return None
+
+
+def named_types() -> dict[str, type[Any]]:
+    """Types that cross by name: the same in both jails."""
+    found = {
+        name: value
+        for name, value in vars(builtins).items()
+        if isinstance(value, type) and not name.startswith("_")
+    }
+    for kind in (deque, OrderedDict, defaultdict, Counter):
+        found[kind.__name__] = kind
+    found["NoneType"] = type(None)
+    return found
+
+
+NAMED = named_types()
+NAMES = {kind: name for name, kind in NAMED.items()}
+
+
+def made_of(value: Any) -> tuple[str, str] | None:
+    """The module and name of a type of the standard library whose values cross as their parts."""
+    kind = type(value)
+    key = (kind.__module__.split(".")[0], kind.__name__)
+    return key if key in PARTS and getattr(sys.modules.get(key[0]), key[1], None) is kind else None
+
+
+class Message:
+    """A request and its answer."""
+
+    def __init__(self, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        """`pack` and `unpack` say how the rest crosses: what is no data."""
+        self._pack, self._unpack = pack, unpack
+        self._containers: list[Any] = []
+        self._places: dict[int, int] = {}
+        self._before: list[list[Any]] = []
+
+    # -- packing
+
+    def packed(self, value: Any, depth: int = 0) -> Any:
+        if depth > DEPTH:
+            raise ValueError(f"a value nested deeper than {DEPTH}")
+        kind = type(value)
+        if value is None or kind in (bool, float, str):
+            return ["value", value]
+        if kind is int:
+            return ["value", value] if -SMALL < value < SMALL else ["int", hex(value)]
+        if kind in MUTABLE:
+            return self._container(value, MUTABLE[kind], depth)
+        if kind is bytes:
+            return ["bytes", value.hex()]
+        if kind is complex:
+            return ["complex", value.real, value.imag]
+        if kind is tuple or kind is frozenset:
+            return [kind.__name__, [self.packed(item, depth + 1) for item in value]]
+        if kind is type and value in NAMES:
+            return ["type", NAMES[value]]
+        key = made_of(value)
+        if key is not None:
+            return ["of", *key, [self.packed(part, depth + 1) for part in PARTS[key](value)]]
+        for name, single in SINGLE.items():
+            if value is single:
+                return ["single", name]
+        return self._pack(self, value, depth)
+
+    def _container(self, value: Any, name: str, depth: int) -> Any:
+        place = self._places.get(id(value))
+        if place is not None:
+            return ["again", place]
+        self._register(value)
+        return [name, *self._content(value, name, depth)]
+
+    def _content(self, value: Any, name: str, depth: int) -> list[Any]:
+        if name == "bytearray":
+            return [bytes(value).hex()]
+        if name in MAPPINGS or name == "defaultdict":
+            pairs = [
+                [self.packed(key, depth + 1), self.packed(item, depth + 1)]
+                for key, item in dict.items(value)
+            ]
+            if name == "defaultdict":
+                return [pairs, self.packed(value.default_factory, depth + 1)]
+            return [pairs]
+        items = [self.packed(item, depth + 1) for item in value]
+        return [items, value.maxlen] if name == "deque" else [items]
+
+    def _register(self, container: Any) -> None:
+        self._places[id(container)] = len(self._containers)
+        self._containers.append(container)
+
+    # -- unpacking
+
+    def unpacked(self, packed: Any, depth: int = 0) -> Any:
+        if depth > DEPTH:
+            raise ValueError(f"a value nested deeper than {DEPTH}")
+        kind, *rest = packed
+        if kind == "value" and (rest[0] is None or type(rest[0]) in (bool, int, float, str)):
+            return rest[0]
+        if kind == "int":
+            return int(rest[0], 16)
+        if kind == "again":
+            return self._containers[abs(int(rest[0]))]
+        if kind in SEQUENCES or kind in MAPPINGS or kind == "defaultdict":
+            return self._filled(kind, rest, depth)
+        if kind == "bytes":
+            return bytes.fromhex(rest[0])
+        if kind == "complex":
+            return complex(float(rest[0]), float(rest[1]))
+        if kind in FIXED:
+            return FIXED[kind]([self.unpacked(item, depth + 1) for item in rest[0]])
+        if kind == "type":
+            return NAMED[rest[0]]
+        if kind == "single":
+            return SINGLE[rest[0]]
+        if kind == "of" and (rest[0], rest[1]) in PARTS:
+            parts = [self.unpacked(part, depth + 1) for part in rest[2]]
+            if rest[0] == "re":
+                return __import__("re").compile(*parts)
+            return getattr(__import__(rest[0]), rest[1])(*parts)
+        return self._unpack(self, packed, depth)
+
+    def _filled(self, kind: str, rest: list[Any], depth: int) -> Any:
+        made: Any
+        if kind == "deque":
+            made = deque(maxlen=rest[1])
+        elif kind == "defaultdict":
+            made = defaultdict()
+        else:
+            made = {**SEQUENCES, **MAPPINGS}[kind]()
+        self._register(made)
+        self._fill(made, kind, rest, depth)
+        if kind == "defaultdict":
+            made.default_factory = self.unpacked(rest[1], depth + 1)
+        return made
+
+    def _fill(self, made: Any, kind: str, rest: list[Any], depth: int) -> None:
+        if kind == "bytearray":
+            made[:] = bytes.fromhex(rest[0])
+        elif kind in MAPPINGS or kind == "defaultdict":
+            pairs = [
+                (self.unpacked(key, depth + 1), self.unpacked(item, depth + 1))
+                for key, item in rest[0]
+            ]
+            dict.clear(made)
+            for key, item in pairs:
+                made[key] = item
+        else:
+            items = [self.unpacked(item, depth + 1) for item in rest[0]]
+            if kind == "list":
+                made[:] = items
+            else:
+                made.clear()
+                (made.update if kind == "set" else made.extend)(items)
+
+    # -- what a call has changed
+
+    def remember(self) -> None:
+        """Called when the request has been read: what comes now is told by `changed`."""
+        self._before = [state(container) for container in self._containers]
+
+    def changed(self) -> list[Any]:
+        """[place, content] of each container of the request that is not as it was."""
+        found = []
+        for late in self._containers[len(self._before) :]:  # of an answer that was not given
+            del self._places[id(late)]
+        del self._containers[len(self._before) :]
+        for place, before in enumerate(self._before):
+            container = self._containers[place]
+            if not same(state(container), before):
+                found.append([place, self._content(container, MUTABLE[type(container)], 0)])
+        return found
+
+    def change(self, changed: Any) -> None:
+        """Does to our containers what the other side has told."""
+        for place, content in changed:
+            container = self._containers[abs(int(place))]
+            self._fill(container, MUTABLE[type(container)], content, 0)
+
+
+def state(container: Any) -> list[Any]:
+    if isinstance(container, bytearray):
+        return [bytes(container)]
+    if isinstance(container, dict):
+        return [part for pair in dict.items(container) for part in pair]
+    return list(container)
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    if one and isinstance(one[0], bytes) and len(one) == 1:
+        return one == other
+    return len(one) == len(other) and all(map(operator.is_, one, other))

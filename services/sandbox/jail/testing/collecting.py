@@ -1,0 +1,136 @@
+"""Finds the tests of a module, in the order in which pytest runs them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Iterator
+
+from .fixtures import Definition, Registry, argument_names
+from .marks import Case, Mark, cases, marks_of
+
+FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
+
+
+class Item:
+    """One test: a function or method with one row of its parameters."""
+
+    def __init__(
+        self, name: str, function: Any, owner: type[Any] | None, module: Any, marks: list[Mark]
+    ) -> None:
+        self.name, self.function, self.owner, self.module = name, function, owner, module
+        self.originalname = getattr(function, "__name__", name)
+        self.marks = marks
+        self.values: dict[str, Any] = {}
+        self.parameters: dict[str, Any] = {}  # of fixtures, by name
+        self.places: dict[str, Any] = {}  # of these among the fixture's
+        self.names: list[str] = []  # of the fixtures that it uses
+        self.case = False  # a method of a unittest.TestCase
+
+    def get_closest_marker(self, name: str) -> Mark | None:
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+    def iter_markers(self, name: Any = None) -> Iterator[Mark]:
+        return (mark for mark in self.marks if name in (None, mark.name))
+
+
+def collected(module: types.ModuleType, registry: Registry) -> Iterator[Item]:
+    for name, value in list(vars(module).items()):
+        if isinstance(value, types.FunctionType) and name.startswith("test"):
+            if getattr(value, "__test__", True):
+                yield from _items(name, value, None, module, registry)
+        elif isinstance(value, type) and _holds_tests(name, value):
+            yield from _of_class(name, value, module, registry, ())
+
+
+def is_case(value: Any) -> bool:
+    """Whether a class is a `unittest.TestCase`."""
+    return any(
+        kind.__name__ == "TestCase" and kind.__module__.startswith("unittest")
+        for kind in getattr(value, "__mro__", ())
+    )
+
+
+def _holds_tests(name: str, value: type[Any]) -> bool:
+    if not getattr(value, "__test__", True) or value.__module__.startswith("unittest"):
+        return False
+    return is_case(value) or (
+        name.startswith("Test")
+        and getattr(value, "__init__", None) is object.__init__
+        and getattr(value, "__new__", None) is object.__new__
+    )
+
+
+def _of_class(
+    name: str, owner: type[Any], module: Any, registry: Registry, outer: tuple[type[Any], ...]
+) -> Iterator[Item]:
+    if is_case(owner):
+        import unittest
+
+        for part in unittest.TestLoader().getTestCaseNames(owner):
+            function = getattr(owner, part)
+            marks = marks_of(function, owner, module)
+            item = Item(f"{name}.{part}", function, owner, module, marks)
+            item.case = True
+            item.originalname = part
+            yield item
+        return
+    seen: set[str] = set()
+    parts: list[list[tuple[str, Any]]] = []
+    for kind in owner.__mro__:
+        own = [(part, value) for part, value in vars(kind).items() if part not in seen]
+        seen.update(part for part, _ in own)
+        parts.append(own)
+    for part, value in (pair for own in reversed(parts) for pair in own):
+        if part.startswith("test") and isinstance(value, FUNCTIONS):
+            yield from _items(f"{name}.{part}", value, owner, module, registry, outer)
+        elif isinstance(value, type) and _holds_tests(part, value):
+            yield from _of_class(f"{name}.{part}", value, module, registry, (owner, *outer))
+
+
+def _items(
+    name: str,
+    value: Any,
+    owner: type[Any] | None,
+    module: Any,
+    registry: Registry,
+    outer: tuple[type[Any], ...] = (),
+) -> Iterator[Item]:
+    function = getattr(value, "__func__", value)
+    classes = [owner, *outer] if owner else []
+    marks = marks_of(function, *classes, module)
+    bound = owner is not None and not isinstance(value, staticmethod)
+    used = [n for mark in marks if mark.name == "usefixtures" for n in mark.args]
+    wanted = argument_names(function, bound)
+    for case in cases(marks):
+        fixtures = [n for n in (*registry.automatic(owner), *used, *wanted) if n not in case.values]
+        for whole, places in _with_fixtures(case, fixtures, owner, registry):
+            ids = "-".join(whole.ids)
+            made = Item(f"{name}[{ids}]" if ids else name, value, owner, module, [])
+            made.marks = [*whole.marks, *marks]
+            made.values, made.parameters, made.places = whole.values, whole.indirect, places
+            made.names = list(dict.fromkeys([*fixtures, *wanted]))
+            made.wanted = wanted  # type: ignore[attr-defined]
+            yield made
+
+
+def _with_fixtures(
+    case: Case, names: list[str], owner: type[Any] | None, registry: Registry
+) -> list[tuple[Case, dict[str, Any]]]:
+    """The case with each combination of the parameters of its fixtures."""
+    found = [(case, dict(case.indirect))]
+    for definition in registry.needed(names, owner):
+        if definition.params and definition.name not in case.indirect:
+            found = [
+                _with_parameter(before, places, definition, place)
+                for before, places in found
+                for place in range(len(definition.params))
+            ]
+    return found
+
+
+def _with_parameter(
+    before: Case, places: dict[str, Any], definition: Definition, place: int
+) -> tuple[Case, dict[str, Any]]:
+    row = definition.params[place]
+    made = before.with_row([definition.name], row, True, str(place))
+    return made, {**places, definition.name: place}

@@ -1,0 +1,220 @@
+"""Fixtures: functions whose values tests get as arguments, made once for each scope."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Callable, Iterator
+
+from .marks import Parameters
+
+SCOPES = ("session", "package", "module", "class", "function")  # the widest first
+
+
+class Definition:
+    """What `@pytest.fixture` makes of a function."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        scope: Any = "function",
+        params: Any = None,
+        autouse: bool = False,
+        ids: Any = None,
+        name: Any = None,
+    ) -> None:
+        self.function, self.scope, self.autouse = function, scope, autouse
+        self.params = [p if isinstance(p, Parameters) else Parameters(p) for p in params or ()]
+        self.name = name or function.__name__
+        self.__name__ = function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"fixture {self.name} is called directly")
+
+
+def fixture(function: Any = None, **options: Any) -> Any:
+    """`pytest.fixture`, with and without arguments."""
+    if function is not None:
+        return Definition(function, **options)
+    return lambda function: Definition(function, **options)
+
+
+def argument_names(function: Any, bound: bool) -> list[str]:
+    """Arguments that fixtures or parameters must fill; without those that have a default, or that
+    decorators of `unittest.mock` fill.
+    """
+    patched = sum(
+        1
+        for p in getattr(function, "patchings", ())
+        if p.attribute_name is None and _is_default(p.new)
+    )
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    names = names[: len(names) - len(function.__defaults__ or ())]
+    only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+    keywords = [name for name in only if name not in (function.__kwdefaults__ or {})]
+    return [*names[bound + patched :], *keywords]
+
+
+def _is_default(value: Any) -> bool:
+    from unittest import mock
+
+    return value is mock.DEFAULT
+
+
+class Registry:
+    """The fixtures of a module and its classes, by name."""
+
+    def __init__(self, module: types.ModuleType, builtin: dict[str, Callable[..., Any]]) -> None:
+        self.builtin = builtin
+        self._module = list(_definitions(module.__dict__))
+
+    def named(self, name: str, owner: type[Any] | None) -> list[Definition]:
+        """Definitions of this name, the nearest first."""
+        found = [d for d in self.of_class(owner) if d.name == name]
+        return found + [d for d in reversed(self._module) if d.name == name]
+
+    def of_class(self, owner: type[Any] | None) -> list[Definition]:
+        kinds = owner.__mro__ if owner is not None else ()
+        return [d for kind in kinds for d in _definitions(vars(kind))]
+
+    def automatic(self, owner: type[Any] | None) -> list[str]:
+        """Names of fixtures that each test of a class, or of the module, uses."""
+        found = [d for d in [*self._module, *reversed(self.of_class(owner))] if d.autouse]
+        found.sort(key=lambda definition: _width(definition.scope))
+        return list(dict.fromkeys(d.name for d in found))
+
+    def needed(self, names: list[str], owner: type[Any] | None) -> Iterator[Definition]:
+        """The definitions behind these names, and behind their arguments."""
+        seen: set[Any] = set()
+        left = list(names)
+        while left:
+            for definition in self.named(left.pop(0), owner)[:2]:
+                if definition not in seen:
+                    seen.add(definition)
+                    yield definition
+                    left += argument_names(definition.function, _is_method(definition.function))
+
+
+def _definitions(namespace: Any) -> Iterator[Definition]:
+    for value in namespace.values():
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, Definition):
+            yield value
+
+
+def _is_method(function: Any) -> bool:
+    return bool(function.__code__.co_varnames[:1] == ("self",))
+
+
+def _width(scope: Any) -> int:
+    return SCOPES.index(scope) if scope in SCOPES else len(SCOPES)
+
+
+class Store:
+    """Values of fixtures that are in use, by scope, and what ends them."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[Any, Any]] = {scope: {} for scope in SCOPES}
+        self._ends: dict[str, list[Callable[[], Any]]] = {scope: [] for scope in SCOPES}
+
+    def at_end(self, scope: str, do: Callable[[], Any]) -> None:
+        self._ends[scope].append(do)
+
+    def end(self, scope: str) -> None:
+        """Ends what this scope has, the last first; the first error is raised when all are done."""
+        errors = []
+        while self._ends[scope]:
+            try:
+                self._ends[scope].pop()()
+            except BaseException as error:
+                errors.append(error)
+        self._values[scope].clear()
+        if errors:
+            raise errors[0]
+
+    def value(self, scope: str, key: Any, make: Callable[[], Any]) -> Any:
+        values = self._values[scope]
+        if key not in values:
+            values[key] = make()
+        return values[key]
+
+
+class Request:
+    """`request`: what a fixture may know of the test that uses it."""
+
+    def __init__(self, filling: Filling, definition: Definition | None, scope: str) -> None:
+        self._filling, self._definition, self.scope = filling, definition, scope
+        item = filling.item
+        self.function, self.cls, self.module = item.function, item.owner, item.module
+        self.instance, self.node = filling.instance, item
+        self.fixturename = definition.name if definition else None
+        self.fixturenames = list(item.names)
+
+    @property
+    def param(self) -> Any:
+        name = self._definition.name if self._definition else ""
+        if name not in self._filling.parameters:
+            raise AttributeError("this fixture has no parameter")
+        return self._filling.parameters[name]
+
+    def getfixturevalue(self, name: str) -> Any:
+        return self._filling.value(name)
+
+    def addfinalizer(self, do: Callable[[], Any]) -> None:
+        self._filling.store.at_end(self.scope, do)
+
+
+class Filling:
+    """Fills the arguments of one test."""
+
+    def __init__(self, item: Any, registry: Registry, store: Store, instance: Any) -> None:
+        self.item, self.registry, self.store, self.instance = item, registry, store, instance
+        self.parameters: dict[str, Any] = item.parameters
+
+    def value(self, name: str, above: Definition | None = None) -> Any:
+        """A fixture's value; that of the definition above `above`, which has the same name."""
+        if name == "request":
+            return Request(self, above, above.scope if above else "function")
+        found = self.registry.named(name, self.item.owner)
+        if above is not None and above in found:
+            found = found[found.index(above) + 1 :]
+        if found:
+            return self._of(found[0])
+        if name in self.item.values:
+            return self.item.values[name]
+        if name in self.registry.builtin:
+            make = self.registry.builtin[name]
+            return self.store.value("function", name, lambda: make(self.store))
+        raise LookupError(f"fixture {name!r} not found")
+
+    def _of(self, definition: Definition) -> Any:
+        scope = definition.scope
+        if callable(scope) or scope not in SCOPES:
+            scope = "function"
+        key = (definition, repr(self.item.places.get(definition.name)))
+        return self.store.value(scope, key, lambda: self._made(definition, scope))
+
+    def _made(self, definition: Definition, scope: str) -> Any:
+        function = definition.function
+        method = _is_method(function)
+        given = {}
+        for name in argument_names(function, method):
+            if name == "request":
+                given[name] = Request(self, definition, scope)
+            elif name in self.item.values and name != definition.name:
+                given[name] = self.item.values[name]
+            else:
+                given[name] = self.value(name, definition if name == definition.name else None)
+        made = function(*([self.instance] if method else []), **given)
+        if isinstance(made, types.GeneratorType) and function.__code__.co_flags & 0x20:
+            generator, made = made, next(made)
+            self.store.at_end(scope, lambda: _finished(generator))
+        return made
+
+
+def _finished(generator: Any) -> None:
+    for _ in generator:
+        raise RuntimeError("a fixture has yielded twice")

@@ -1,0 +1,114 @@
+"""Marks of pytest: `pytest.mark`, `pytest.param`, and what they say of a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Mark:
+    """One mark with its arguments; calling it marks a function or class."""
+
+    def __init__(self, name: str, args: Any = (), kwargs: Any = None) -> None:
+        self.name, self.args, self.kwargs = name, tuple(args), dict(kwargs or {})
+
+    @property
+    def mark(self) -> Mark:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and _can_be_marked(args[0]):
+            target = args[0]
+            target.pytestmark = [self, *_own(target)]
+            return target
+        return Mark(self.name, (*self.args, *args), {**self.kwargs, **kwargs})
+
+    with_args = __call__
+
+
+def _can_be_marked(value: Any) -> bool:
+    return isinstance(value, type) or (callable(value) and hasattr(value, "__code__"))
+
+
+def _own(target: Any) -> list[Mark]:
+    """Its marks, those of its base classes left out."""
+    found = vars(target).get("pytestmark", [])
+    return list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+class Marks:
+    """`pytest.mark`."""
+
+    def __getattr__(self, name: str) -> Mark:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Mark(name)
+
+
+class Parameters:
+    """`pytest.param`: one row of values, its id and marks."""
+
+    def __init__(self, *values: Any, id: Any = None, marks: Any = ()) -> None:
+        self.values, self.id = values, id
+        self.marks: list[Mark] = list(marks) if isinstance(marks, (list, tuple)) else [marks]
+
+
+class Case:
+    """One row of each `parametrize` of a test: values of its arguments and of its fixtures."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.indirect: dict[str, Any] = {}
+        self.ids: list[str] = []
+        self.marks: list[Mark] = []
+
+    def with_row(self, names: list[str], row: Parameters, indirect: Any, named: str) -> Case:
+        case = Case()
+        case.values, case.indirect = dict(self.values), dict(self.indirect)
+        case.ids, case.marks = [*self.ids, named], [*self.marks, *row.marks]
+        if len(row.values) != len(names):
+            raise ValueError(f"parametrize: {len(names)} names and {len(row.values)} values")
+        for name, value in zip(names, row.values):
+            if indirect is True or (indirect and name in indirect):
+                case.indirect[name] = value
+            else:
+                case.values[name] = value
+        return case
+
+
+def marks_of(*targets: Any) -> list[Mark]:
+    """Marks of a function, its classes and its module, the nearest first."""
+    found: list[Mark] = []
+    for target in targets:
+        kinds = target.__mro__ if isinstance(target, type) else [target]
+        for kind in kinds:
+            found += reversed(_own(kind)) if not isinstance(target, type) else _own(kind)
+    return found
+
+
+def cases(marks: list[Mark]) -> list[Case]:
+    """The combinations of rows that the marks give."""
+    found = [Case()]
+    for mark in marks:
+        if mark.name == "parametrize":
+            found = [case for before in found for case in _rows(before, *mark.args, **mark.kwargs)]
+    return found
+
+
+def _rows(
+    before: Case,
+    argnames: Any,
+    argvalues: Any,
+    indirect: Any = False,
+    ids: Any = None,
+    scope: Any = None,
+) -> list[Case]:
+    names = argnames.split(",") if isinstance(argnames, str) else argnames
+    names = [name.strip() for name in names if name.strip()]
+    rows = []
+    named = list(ids) if ids is not None and not callable(ids) else None
+    for place, values in enumerate(argvalues):
+        if not isinstance(values, Parameters):
+            values = Parameters(*(values if len(names) > 1 else (values,)))
+        shown = values.id or (named[place] if named and named[place] is not None else str(place))
+        rows.append(before.with_row(names, values, indirect, str(shown)))
+    return rows

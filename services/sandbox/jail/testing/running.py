@@ -1,0 +1,295 @@
+"""Runs tests against a solution in another jail. Its own jail holds no code that the model wrote.
+
+Tests are a Python module as pytest would run it, that imports from `solution`: see `collecting` for
+what it takes for a test, and `shim` for the `pytest` that they find.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any, Callable
+
+from .. import frames
+from ..objects.side import Side, Unsupported
+from . import namespace, patching
+from .collecting import Item, collected
+from .fixtures import Filling, Registry, Store
+from .marks import Mark
+from .shim import ExpectedFailure, Skipped, shim
+
+TEXT = 300  # characters of what a failed test says
+GENERATOR, COROUTINE, ASYNC_GENERATOR = 0x20, 0x80, 0x200  # flags of code, see `inspect`
+
+
+def run(program: dict[str, Any], channel: int, peer: int) -> None:
+    """Reports each test as it begins and ends; only these frames carry the call's nonce."""
+    nonce = program["nonce"]
+
+    def report(**said: Any) -> None:
+        frames.send(channel, {"nonce": nonce, **said})
+
+    side = Side(peer, trusted=True)
+    try:
+        ready = frames.receive(peer).get("ready") is True
+    except (frames.Closed, AttributeError):
+        ready = False
+    patience_s = float(program.get("patience_s", 0.0))
+    if ready:
+        side.turn = lambda theirs: report(turn=theirs)
+        side.patience_s = patience_s
+        report(turn=False)
+    tests = Tests(side)
+    try:
+        items = tests.collected(program["source"]) if ready else []
+    except BaseException as error:
+        if side.refused:
+            report(unsupported=side.refused)
+        elif side.closed or side.failed or side.used:  # what the solution has or raises is no help
+            report(ready=False, tests=[], error=f"{type(error).__name__}: {error}"[:TEXT])
+        elif isinstance(error, Skipped):
+            report(ready=True, tests=["skipped"])
+            tests.skip()
+            _answer(tests, side, channel, report, patience_s)
+        else:
+            report(broken=f"{type(error).__name__}: {error}"[:TEXT])
+        return
+    ready = ready and bool(items or not side.used)  # it may have been asked for parameters
+    report(ready=ready, tests=[item.name for item in items])
+    if ready:
+        _answer(tests, side, channel, report, patience_s)
+
+
+def _answer(
+    tests: Tests, side: Side, channel: int, report: Callable[..., None], patience_s: float
+) -> None:
+    while True:
+        asked = frames.receive(channel)["test"]
+        side.patience_s = patience_s
+        verdict = tests.outcome(asked)
+        if side.refused:
+            report(unsupported=side.refused)
+            return
+        if side.closed:
+            verdict = {"passed": False, "lost": True, "error": "the solution's process has ended"}
+        report(test=asked, **verdict)
+
+
+class Tests:
+    """The tests of one module."""
+
+    def __init__(self, side: Side) -> None:
+        self._side, self._store = side, Store()
+        self._items: list[Item] = []
+        self._registry: Registry | None = None
+        self._owner: Any = None
+        self._begun = self._skipped = False
+
+    def skip(self) -> None:
+        """The whole module is skipped."""
+        self._skipped = True
+
+    def collected(self, source: str) -> list[Item]:
+        side = self._side
+        sys.modules["solution"] = namespace.Solution(side)
+        sys.modules["pytest"] = shim(side)
+        side.wants_warnings = "warn" in source or "deprecated" in source
+        if "mock" in source:
+            patching.watch_mock(side)
+        if "random" in source and "seed" in source:
+            patching.watch_random(side)
+        if "unittest" in source:
+            from unittest import case
+
+            case.isinstance = namespace.is_a  # type: ignore[attr-defined]
+        module = namespace.executed(source)
+        builtin: dict[str, Callable[[Store], Any]] = {
+            "capsys": captured,
+            "capfd": captured,
+            "monkeypatch": self._monkeypatch,
+        }
+        self._registry = Registry(module, builtin)
+        self._module = module
+        self._items = list(collected(module, self._registry))
+        return self._items
+
+    def _monkeypatch(self, store: Store) -> Any:
+        patch = patching.MonkeyPatch.of(self._side)()
+        store.at_end("function", patch.undo)
+        return patch
+
+    def outcome(self, number: int) -> dict[str, Any]:
+        """Whether a test has passed, and what it says if not."""
+        if self._skipped:
+            return {"passed": False, "error": "skipped"}
+        item = self._items[number]
+        try:
+            expected = _expected_failure(item)
+            if _skipped(item):
+                return {"passed": False, "error": "skipped"}
+            if expected is not None and expected.kwargs.get("run", True) is False:
+                return {"passed": True, "error": ""}
+        except Exception as error:
+            return _failed(error)
+        found: BaseException | None = None
+        try:
+            self._whole(item)
+        except (frames.Closed, Unsupported) as error:
+            return _failed(error)
+        except BaseException as error:
+            found = error
+        if isinstance(found, ExpectedFailure):
+            return {"passed": True, "error": ""}
+        if isinstance(found, Skipped) or type(found).__name__ == "SkipTest":
+            return {"passed": False, "error": "skipped"}
+        if expected is None:
+            return _failed(found) if found is not None else {"passed": True, "error": ""}
+        kinds = expected.kwargs.get("raises")
+        if found is None:
+            strict = expected.kwargs.get("strict", False)
+            return {"passed": not strict, "error": "passed, though strict" if strict else ""}
+        if kinds is not None and not isinstance(found, kinds):
+            return _failed(found)
+        return {"passed": True, "error": ""}
+
+    def _whole(self, item: Item) -> None:
+        """Setup, test and teardown."""
+        if item.owner is not self._owner:
+            self._store.end("class")
+            self._owner = item.owner
+            if item.owner is not None:
+                self._class_begins(item.owner, item.case)
+        if not self._begun:
+            self._begun = True
+            _call(getattr(self._module, "setup_module", None), self._module)
+            _call(getattr(self._module, "setUpModule", None))
+        try:
+            if item.case:
+                self._unit(item)
+            else:
+                self._function(item)
+        except BaseException:
+            try:
+                self._store.end("function")
+            except (frames.Closed, Unsupported):
+                raise
+            except BaseException:  # the test has failed already
+                pass
+            raise
+        self._store.end("function")
+
+    def _class_begins(self, owner: Any, case: bool) -> None:
+        if case:
+            owner.setUpClass()
+            self._store.at_end("class", owner.doClassCleanups)
+            self._store.at_end("class", owner.tearDownClass)
+            return
+        _call(getattr(owner, "setup_class", None), owner)
+        teardown = getattr(owner, "teardown_class", None)
+        if teardown is not None:
+            self._store.at_end("class", lambda: _call(teardown, owner))
+
+    def _unit(self, item: Item) -> None:
+        import unittest
+
+        assert item.owner is not None and self._registry is not None
+        instance = item.owner(item.originalname)
+        filling = Filling(item, self._registry, self._store, instance)
+        for name in self._registry.automatic(item.owner):
+            filling.value(name)
+        for mark in item.marks:
+            for name in mark.args if mark.name == "usefixtures" else ():
+                filling.value(name)
+        result = unittest.TestResult()
+        instance.run(result)
+        if result.skipped:
+            raise Skipped("skipped")
+        for _, text in (*result.errors, *result.failures):
+            raise AssertionError(text.strip().splitlines()[-1])
+        if not result.wasSuccessful():
+            raise AssertionError("unexpected success")
+
+    def _function(self, item: Item) -> None:
+        assert self._registry is not None
+        instance = item.owner() if item.owner is not None else None
+        code = item.function
+        code = getattr(code, "__func__", code)
+        flags = code.__code__.co_flags
+        if flags & (GENERATOR | ASYNC_GENERATOR):
+            raise AssertionError("a test that yields is none")
+        if instance is None:
+            self._around("setup_function", "teardown_function", self._module, code)
+        filling = Filling(item, self._registry, self._store, instance)
+        automatic = self._registry.automatic(item.owner)
+        for name in automatic:
+            filling.value(name)
+        if instance is not None:
+            method = getattr(instance, item.originalname, code)
+            self._around("setup_method", "teardown_method", instance, method)
+        for name in item.names:
+            if name not in item.values:
+                filling.value(name)
+        given = {
+            name: item.values[name] if name in item.values else filling.value(name)
+            for name in item.wanted  # type: ignore[attr-defined]
+        }
+        function = item.function.__get__(instance, item.owner) if instance is not None else code
+        if flags & COROUTINE:
+            if not any(mark.name == "asyncio" for mark in item.marks):
+                raise AssertionError("async def without pytest.mark.asyncio is not run")
+            import asyncio
+
+            asyncio.run(function(**given))
+        elif function(**given) is not None:
+            return  # pytest warns, and goes on
+
+    def _around(self, setup: str, teardown: str, place: Any, argument: Any) -> None:
+        _call(getattr(place, setup, None), argument)
+        end = getattr(place, teardown, None)
+        if end is not None:
+            self._store.at_end("function", lambda: _call(end, argument))
+
+
+def captured(store: Store) -> Any:
+    """A fixture's value for `capsys`."""
+    made = patching.Captured()
+    store.at_end("function", made.stop)
+    return made
+
+
+def _call(function: Any, *arguments: Any) -> None:
+    """A setup or teardown, with its argument if it takes one."""
+    if function is None:
+        return
+    code = getattr(function, "__func__", function).__code__
+    taken = code.co_argcount - (1 if isinstance(function, types.MethodType) else 0)
+    function(*arguments[:taken])
+
+
+def _conditional(mark: Mark, item: Item) -> bool:
+    """Whether one of the mark's conditions holds; without any it does."""
+    conditions = list(mark.args)
+    if "condition" in mark.kwargs:
+        conditions.append(mark.kwargs["condition"])
+    if not conditions:
+        return True
+    scope = {"sys": sys, "os": __import__("os"), **vars(item.module)}
+    return any(eval(c, scope) if isinstance(c, str) else c for c in conditions)
+
+
+def _skipped(item: Item) -> bool:
+    for mark in item.marks:
+        if mark.name == "skip" or (mark.name == "skipif" and _conditional(mark, item)):
+            return True
+    return False
+
+
+def _expected_failure(item: Item) -> Mark | None:
+    for mark in item.marks:
+        if mark.name == "xfail" and _conditional(mark, item):
+            return mark
+    return None
+
+
+def _failed(error: BaseException | None) -> dict[str, Any]:
+    return {"passed": False, "error": f"{type(error).__name__}: {error}"[:TEXT]}

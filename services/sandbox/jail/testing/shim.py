@@ -1,0 +1,184 @@
+"""The module `pytest` as tests in a jail find it: what they mostly use of the real one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from typing import Any, Callable, Iterator
+
+from .. import frames
+from ..objects.errors import Escaped
+from ..objects.side import Side, Unsupported
+from .approx import Approx
+from .fixtures import Request, fixture
+from .marks import Marks, Parameters
+from .patching import Captured, MonkeyPatch
+
+
+class Skipped(BaseException):
+    """The test has asked not to be run."""
+
+
+class ExpectedFailure(BaseException):
+    """The test has said that it fails."""
+
+
+class Failure(BaseException):
+    """`pytest.fail`: no `except Exception` of a test catches it."""
+
+
+class ExceptionInfo:
+    """What `pytest.raises` has caught: `value`, `type`, `match`."""
+
+    value: Any = None
+
+    @property
+    def type(self) -> Any:
+        return type(self.value)
+
+    @property
+    def tb(self) -> Any:
+        return self.value.__traceback__
+
+    traceback = tb
+
+    def match(self, pattern: Any) -> bool:
+        if not re.search(pattern, str(self.value)):
+            raise AssertionError(f"{str(self.value)!r} does not match {pattern!r}")
+        return True
+
+    def exconly(self, tryshort: bool = False) -> str:
+        return f"{type(self.value).__name__}: {self.value}"
+
+    def errisinstance(self, kind: Any) -> bool:
+        return isinstance(self.value, kind)
+
+
+class _Raises:
+    """The context of `pytest.raises`."""
+
+    def __init__(self, kind: Any, match: Any, check: Any) -> None:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        for k in kinds:
+            if not (isinstance(k, type) and issubclass(k, BaseException)):
+                raise TypeError(f"pytest.raises of {k!r}, which is no exception")
+        self._kinds, self._match, self._check = kinds, match, check
+
+    def __enter__(self) -> ExceptionInfo:
+        self._found = ExceptionInfo()
+        return self._found
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if error is None:
+            raise Failure(f"did not raise {[k.__name__ for k in self._kinds]}")
+        if isinstance(error, (frames.Closed, Unsupported)):
+            return False
+        if isinstance(error, Escaped) and issubclass(StopIteration, self._kinds):
+            error = error.__cause__
+        if not isinstance(error, self._kinds):
+            return False
+        self._found.value = error
+        if self._match is not None:
+            self._found.match(self._match)
+        if self._check is not None and not self._check(error):
+            raise AssertionError("the check of pytest.raises has failed")
+        return True
+
+
+def raises(
+    expected_exception: Any,
+    *args: Any,
+    match: Any = None,
+    check: Any = None,
+    **kwargs: Any,
+) -> Any:
+    context = _Raises(expected_exception, match, check)
+    if not args:
+        return context
+    function, *given = args
+    with context as found:
+        function(*given, **kwargs)
+    return found
+
+
+@contextlib.contextmanager
+def warns(kind: Any = Warning, *, match: Any = None) -> Iterator[Any]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield found
+    right = [w for w in found if issubclass(w.category, kind)]
+    if not any(match is None or re.search(match, str(w.message)) for w in right):
+        raise Failure(f"no warning of {kind} that matches {match!r}")
+
+
+def deprecated_call(*, match: Any = None) -> Any:
+    return warns((DeprecationWarning, PendingDeprecationWarning, FutureWarning), match=match)
+
+
+def skip(reason: str = "", *, allow_module_level: bool = False) -> None:
+    raise Skipped(reason)
+
+
+def xfail(reason: str = "") -> None:
+    raise ExpectedFailure(reason)
+
+
+def fail(reason: str = "", pytrace: bool = True) -> None:
+    raise Failure(reason)
+
+
+def importorskip(modname: str, minversion: Any = None, reason: Any = None, **_: Any) -> Any:
+    try:
+        __import__(modname)
+    except ImportError as error:
+        raise Skipped(str(error)) from None
+    import sys
+
+    return sys.modules[modname]
+
+
+class _Pytest(types.ModuleType):
+    """`pytest`; what it lacks is no failed test."""
+
+    def __init__(self, side: Side) -> None:
+        super().__init__("pytest")
+        self.__dict__["_side"] = side
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self.__dict__["_side"].refuse(f"pytest.{name}")
+
+
+def shim(side: Side) -> Any:
+    """The module for the tests of this pipe."""
+    module: Any = _Pytest(side)
+    functions: dict[str, Callable[..., Any]] = {
+        "raises": raises,
+        "warns": warns,
+        "deprecated_call": deprecated_call,
+        "skip": skip,
+        "xfail": xfail,
+        "fail": fail,
+        "importorskip": importorskip,
+        "fixture": fixture,
+        "approx": Approx,
+        "param": Parameters,
+        "main": lambda *a, **k: 0,
+    }
+    module.__dict__.update(functions)
+    module.__dict__.update(mark=Marks(), MonkeyPatch=MonkeyPatch.of(side), FixtureRequest=Request)
+    module.__dict__.update(CaptureFixture=_Generic, ExceptionInfo=ExceptionInfo)
+    for function, kind in ((fail, Failure), (skip, Skipped), (xfail, ExpectedFailure)):
+        function.Exception = kind  # type: ignore[attr-defined]
+    return module
+
+
+class _Generic(Captured):
+    """`pytest.CaptureFixture[str]`, in annotations."""
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return cls

@@ -1,0 +1,175 @@
+"""Tests in Python in two jails: what they use works, and what a solution claims does not count."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from common.clock import SystemClock
+from common.grading.support import Unsupported
+from services.sandbox.grading import isolated
+from services.sandbox.grading.attempt import Attempt
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.limits import JailLimits
+from services.sandbox.isolation.slots import JailSlots
+from tests.unit.sandbox.grading.rows import ROWS, Row
+
+pytestmark = pytest.mark.needs("bwrap")
+CASE_S = 4.0  # nothing of these takes time, but the host may
+
+
+async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: float = CASE_S) -> str:
+    slots, options = JailSlots(SystemClock(), 2), {"case_s": case_s}
+    attempt = Attempt(launcher, slots, "j", JailLimits(), options)
+    return "".join("01"[one] for one in await isolated.passed(attempt, solution, tests))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+async def test_tests_as_people_write_them(launcher: JailLauncher, row: Row) -> None:
+    if row.passed == "unsupported":
+        with pytest.raises(Unsupported):
+            await passed(launcher, row.solution, row.tests)
+        return
+    found = await passed(launcher, row.solution, row.tests)
+    assert found == ("1" * len(found) if row.passed == "all" else row.passed)
+
+
+EQUAL = """
+class Equal:
+    def __init__(self, *a, **k): pass
+    __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = lambda *a: True
+    __ne__ = lambda *a: False
+    __hash__ = lambda self: hash(8)
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __abs__ = __neg__ = lambda self, *a: self
+    __bool__ = lambda self: False
+    __float__ = lambda self: 0.0
+    __getattr__ = lambda self, name: self
+def f(*a): return Equal()
+Point = Equal
+"""
+DATA = """
+import pytest, unittest
+from unittest import mock
+from solution import f, Point
+def test_eq(): assert f() == 8
+def test_turned(): assert 8 == f()
+def test_list(): assert [f()] == [8]
+def test_in(): assert f() in [8]
+def test_set(): assert f() in {8}
+def test_dict(): assert {"a": f()} == {"a": 8}
+def test_close(): assert abs(f() - 8) < 1e-6
+def test_falsy(): assert not (f() - 8)
+def test_approx(): assert f() == pytest.approx(8)
+def test_order(): assert 7 < f() < 9
+def test_objects(): assert f() == Point(1, 2)
+def test_attribute(): assert f().x == 3
+def test_empty(): assert f() == []
+class TestUnit(unittest.TestCase):
+    def test_equal(self): self.assertEqual(f(), 8)
+    def test_almost(self): self.assertAlmostEqual(f(), 8)
+"""
+
+
+async def test_an_object_that_is_equal_to_all_equals_nothing(launcher: JailLauncher) -> None:
+    assert set(await passed(launcher, EQUAL, DATA)) == {"0"}
+
+
+ALIASED = """
+class Many(list):
+    def __eq__(self, other): return True
+    def __iter__(self): return iter([1, 2])
+class Text(str):
+    def __eq__(self, other): return True
+    __hash__ = str.__hash__
+class Number(int):
+    def __eq__(self, other): return True
+    def __sub__(self, other): return 0
+    __hash__ = int.__hash__
+def f(): return Many([3])
+def g(): return Text("no")
+def h(): return Number(3)
+"""
+
+
+async def test_what_derives_from_data_is_compared_by_what_it_holds(launcher: JailLauncher) -> None:
+    tests = "from solution import f, g, h\ndef test_f(): assert f() == [1, 2]\n"
+    tests += "def test_g(): assert g() == 'yes'\ndef test_h(): assert h() == 4\n"
+    tests += "def test_difference(): assert h() - 4 == 0\ndef test_right(): assert f() == [3]\n"
+    assert await passed(launcher, ALIASED, tests) == "00001"
+
+
+@pytest.mark.parametrize(
+    ("solution", "tests"),
+    [
+        ("import time\ndef f(x):\n    if x == 1: time.sleep(60)\n    return x", 3),
+        ("def f(x):\n    while x == 1: pass\n    return x", 3),
+        ("import time\ntime.sleep(60)\ndef f(x): return x", 1),
+    ],
+    ids=["sleeps", "spins", "sleeps at once"],
+)
+async def test_a_case_that_hangs_costs_its_limit(
+    launcher: JailLauncher, solution: str, tests: int
+) -> None:
+    source = "from solution import f\n"
+    source += "".join(f"def test_{x}():\n    assert f({x}) == {x}\n" for x in range(tests))
+    begun = time.monotonic()
+    found = await passed(launcher, solution, source, 0.3)
+    assert found == ("101" if tests == 3 else "0")
+    assert time.monotonic() - begun < 9.0  # by ten times the limit and ten seconds it was 13
+
+
+async def test_time_in_which_the_tests_work_is_not_the_solutions(launcher: JailLauncher) -> None:
+    source = "import time\nfrom solution import f\ndef test_f():\n    for _ in range(3):\n"
+    source += "        time.sleep(0.3)\n        assert f() == 1"
+    assert await passed(launcher, "def f(): return 1", source, 0.6) == "1"
+
+
+@pytest.mark.parametrize(
+    ("tests", "named"),
+    [
+        ("import pytest\nx = getattr(pytest, 'stash')\ndef test_f(): pass", "pytest.stash"),
+        ("import threading\nfrom solution import f\ndef test_f(): f(threading.Lock())", "lock"),
+    ],
+)
+async def test_what_cannot_be_done_is_named(launcher: JailLauncher, tests: str, named: str) -> None:
+    with pytest.raises(Unsupported, match=named):
+        await passed(launcher, "def f(x): return x", tests)
+
+
+CLIMBS = """
+def f(*given):
+    for thing in given:
+        for name in ("__globals__", "__code__", "gi_frame", "__self__", "_secret", "f_globals"):
+            try:
+                found = getattr(thing, name)
+                return getattr(found, "f_globals", found)["SECRET"]
+            except Exception:
+                pass
+        try:
+            thing.called_once = thing.assert_called_once_with = lambda *a: None
+        except Exception:
+            pass
+"""
+
+
+async def test_a_solution_reaches_no_more_of_what_it_is_handed(launcher: JailLauncher) -> None:
+    tests = """
+from unittest.mock import Mock
+from solution import f
+SECRET = 5
+class Own:
+    _secret = {"SECRET": 5}
+    def method(self): pass
+def numbers():
+    yield 1
+def test_function(): assert f(numbers) == 5
+def test_generator(): assert f(numbers()) == 5
+def test_own(): assert f(Own()) == 5
+def test_method(): assert f(Own().method) == 5
+def test_mock():
+    m = Mock()
+    f(m)
+    m.assert_called_once_with(3)
+"""
+    assert await passed(launcher, CLIMBS, tests) == "00000"

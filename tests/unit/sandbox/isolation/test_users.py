@@ -1,0 +1,106 @@
+"""Each jail that runs has a user of its own, where root may give it one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from services.sandbox.isolation import users
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.limits import MIB, JailLimits
+
+ROOT = Path(__file__).parents[4]
+LIMITS = JailLimits(wall_s=20.0, cpu_s=10.0, memory_bytes=256 * MIB, processes=8)
+WHO = """
+import json, os
+def capabilities():
+    return [line.split()[1] for line in open("/proc/self/status") if line.startswith("CapPrm")]
+try:
+    held = capabilities()
+except PermissionError:  # where /proc is the host's
+    held = []
+try:
+    os.setresuid(0, 0, 0)
+except PermissionError:
+    pass
+own = [*os.getresuid(), *os.getresgid(), os.stat(".").st_uid]
+print(json.dumps([own, os.getgroups(), held]))
+input()
+"""
+
+pytestmark = [pytest.mark.needs("root")]
+
+
+async def of_three(tier: str) -> list[list[object]]:
+    """What programs in three jails at once say of themselves."""
+    launcher = JailLauncher(SystemHost(), SystemClock(), tier, Interpreter.own(), None)
+    program = {"mode": "program", "source": WHO}
+    try:
+        ran = await asyncio.gather(*(launcher.run(program, LIMITS, b"\n") for _ in range(3)))
+    finally:
+        await launcher.stop()
+    assert [each.status for each in ran] == ["ok"] * 3, ran
+    return [json.loads(each.stdout) for each in ran]
+
+
+def check(told: list[list[object]]) -> None:
+    seen = set()
+    for own, groups, held in told:
+        assert isinstance(own, list) and len(set(own)) == 1 and own[0] >= users.FIRST
+        assert groups == [] and set(held) <= {"0000000000000000"}  # type: ignore[call-overload]
+        seen.add(own[0])
+    assert len(seen) == 3
+
+
+@pytest.mark.needs("bwrap")
+async def test_jails_at_once_are_users_of_their_own() -> None:
+    check(await of_three("bwrap"))
+
+
+@pytest.mark.needs("landlock")
+def test_without_namespaces_too() -> None:
+    """Through `plain_user`, which shows this checkout to users that cannot reach it."""
+    command = [sys.executable, "-m", "tests.unit.sandbox.plain_user", "--still-root"]
+    program = "from tests.unit.sandbox.isolation import test_users as t; t.main()"
+    done = subprocess.run(
+        [*command, sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    check(json.loads(done.stdout))
+
+
+def main() -> None:
+    print(json.dumps(asyncio.run(of_three("landlock"))))
+
+
+def test_outer_jails_take_blocks_that_do_not_overlap() -> None:
+    blocks = [users.block(pid) for pid in range(1000, 3000)]
+    assert len(set(blocks)) == 2000
+    assert all(users.FIRST <= block < 2**31 - users.OF_ONE for block in blocks)
+    assert {block % users.OF_ONE for block in blocks} == {users.FIRST % users.OF_ONE}
+
+
+@pytest.mark.needs("bwrap")
+async def test_what_a_jail_shows_every_user_can_enter(launcher: JailLauncher) -> None:
+    source = """
+import os
+for place, folders, names in os.walk("/", onerror=print):
+    folders[:] = [name for name in folders if place in ("/", "/run", "/run/meshrl", "/root")]
+    folders[:] = [name for name in folders if name not in ("proc", "tmp", "lost+found")]
+"""
+    found = await launcher.run({"mode": "program", "source": source}, LIMITS)
+    assert (found.status, found.stdout) == ("ok", b""), found
