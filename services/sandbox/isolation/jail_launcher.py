@@ -7,10 +7,8 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from common.process import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import KILLED, Ends
+from services.sandbox.isolation import scratch as scratches
 from services.sandbox.isolation import users
 from services.sandbox.isolation.cgroups import Cgroup, Homes
 from services.sandbox.isolation.interpreters import Interpreter
@@ -65,6 +64,7 @@ class JailLauncher:
         self._groups: deque[Cgroup] = deque()
         self._users = deque(users.given())  # of which no jail is, longest unused first
         self._made: list[Cgroup] = []
+        self._littered: list[str] = []  # scratch directories that are still to be cleared away
         self.started = 0  # jails
 
     @property
@@ -250,7 +250,7 @@ class JailLauncher:
             request["counted"] = group is not None
             request["user"] = users.block(zygote.child.pid) + slot if slot >= 0 else 0
             if self.tier != "bwrap":
-                scratch = _scratch(request["user"])
+                scratch = scratches.made(request["user"] or (PLAIN_ID if os.getuid() == 0 else 0))
                 request |= {"scratch": scratch, "readable": self._readable()}
                 if not request["user"]:
                     request["limits"]["processes"] += _processes_of_user()
@@ -317,13 +317,19 @@ class JailLauncher:
         if group is not None:
             self._groups.append(group)
         if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+            self._littered.append(scratch)
+            self._clear()
+
+    def _clear(self) -> None:
+        """Directories of jails that have ended; what still runs there keeps one for a moment."""
+        self._littered = [place for place in self._littered if not scratches.cleared(place)]
 
     async def stop(self) -> None:
         zygote = self._zygote
         self._drop()
         if zygote is not None:
             await zygote.child.wait(DRAIN_S)
+        self._clear()
         for group in self._made:
             for _ in range(100):
                 if group.empty():
@@ -331,14 +337,6 @@ class JailLauncher:
                 await self.clock.sleep(0.02)
             group.remove()
         self._made, self._groups = [], deque()
-
-
-def _scratch(user: int) -> str:
-    """A directory on disk, where no mount namespace gives one in memory."""
-    scratch = tempfile.mkdtemp(prefix="meshrl-jail-")
-    if os.getuid() == 0:
-        os.chown(scratch, user or PLAIN_ID, user or PLAIN_ID)
-    return scratch
 
 
 def _readable(content: bytes) -> int:
