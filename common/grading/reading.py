@@ -11,7 +11,7 @@ _PYTEST = (
     "MonkeyPatch FixtureRequest CaptureFixture ExceptionInfo exit main"
 )
 PYTEST = frozenset(_PYTEST.split())
-FIXTURES = frozenset({"capsys", "capfd", "monkeypatch", "request"})
+FIXTURES = frozenset({"capsys", "capfd", "monkeypatch", "request", "tmp_path", "tmp_path_factory"})
 DEPTH = 9  # of classes that derive from each other; a source may say that they do in a circle
 MARKS_REFUSED = {"anyio": "pytest-anyio", "trio": "pytest-trio"}
 
@@ -22,7 +22,6 @@ MODULES = {
     "concurrent": "threads that use the solution",
     "subprocess": "programs",
     "runpy": "programs",
-    "pickle": "objects of the solution by value",
     "shelve": "objects of the solution by value",
     "weakref": "references to objects of the solution",
     "gc": "objects of the solution's process",
@@ -31,14 +30,13 @@ MODULES = {
     "tkinter": "a display",
     "doctest": "the solution's source",
 }
-_INSPECT = (
-    "getsource getsourcelines getsourcefile getfile signature getfullargspec getmembers "
-    "getmodule getdoc stack currentframe"
-)
+_INSPECT = "getsourcelines getsourcefile getfile getmodule getcallargs stack currentframe"
 CALLS = {
     "inspect": frozenset(_INSPECT.split()),
     "importlib": {"reload"},
-    "sys": {"getsizeof", "getrefcount", "settrace", "setprofile", "_getframe"},
+    "asyncio": {"wait_for", "timeout", "wait", "as_completed", "to_thread", "shield"},
+    "os": {"chdir", "fork", "system", "popen"},
+    "sys": {"getrefcount", "settrace", "setprofile", "_getframe", "setrecursionlimit"},
     "mock": {"create_autospec", "seal"},
 }
 
@@ -219,10 +217,15 @@ class Reader:
     # -- classes
 
     def _class(self, node: ast.ClassDef) -> Iterator[str]:
-        for base in node.bases:
-            path = self._path(base)
-            if path.split(".")[0] in self._ours or path.startswith("solution."):
-                yield f"class {node.name} derives from the solution's {path.rpartition('.')[2]}"
+        """A class of two jails at once."""
+        solutions = [p for p in map(self._path, node.bases) if self._is_ours(p)]
+        others = [p for p in map(self._path, node.bases) if p in self._classes]
+        if solutions and (others or node.keywords):
+            but = others[0] if others else f"{node.keywords[0].arg}="
+            yield f"class {node.name}({solutions[0]}, {but}) of the solution's and of the tests'"
+
+    def _is_ours(self, path: str) -> bool:
+        return path.split(".")[0] in self._ours or path.startswith("solution.")
 
 
 def _guarded(tree: ast.Module) -> set[ast.AST]:

@@ -5,6 +5,7 @@ What is wrong is told of all rows at once, before any program is scored.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import time
@@ -21,7 +22,7 @@ from common.grading.support import Unsupported, unsupported
 from common.job import builtin
 from meshrl.job import rows
 from meshrl.job.jobfile import JobFile, at
-from meshrl.preflight.programs import without
+from meshrl.preflight.programs import imports, without
 
 LOOK_S = 4.0  # for the rows of all datasets: some thousands in Python, of cases many more
 SHOWN = 5  # rows that an error names
@@ -64,14 +65,22 @@ class _Runners:
         return "pytest"
 
     def _pytest_lacks(self, tests: str) -> str:
-        if not (self._has("pytest") or importlib.util.find_spec("pytest")):
-            return f"for the runner pytest, pytest is not installed ({INSTALL})"
+        if not self._pytest:
+            return f"there is no pytest for the runner pytest ({INSTALL})"
         absent = [name for name in under_pytest.modules(tests) if not self._has(name)]
         if absent:
             return f"jails have no {', '.join(absent)}"
         plugins = self._python or self._image  # there may be some
         lacks = () if plugins else under_pytest.lacks(tests)
         return f"pytest alone has no {', '.join(lacks)}" if lacks else ""
+
+    @functools.cached_property
+    def _pytest(self) -> bool:
+        """Whether jails have pytest: their interpreter's, or ours if it runs there."""
+        ours = importlib.util.find_spec("pytest")
+        if self._has("pytest") or not self._python or ours is None or ours.origin is None:
+            return self._has("pytest") or ours is not None
+        return imports(Path(self._python), "pytest", str(Path(ours.origin).parents[1]))
 
     def _has(self, package: str) -> bool:
         """Whether the interpreter of the model's code has a package, asked once for each. An image

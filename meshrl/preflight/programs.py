@@ -55,8 +55,8 @@ def verifiers(job: JobFile) -> None:
 def sandbox(job: JobFile) -> None:
     """The interpreter of the model's code runs, and has what the job imports there."""
     config = job.config.sandbox
-    if config.root or not config.python:  # an image's interpreter is run where it is contained
-        return
+    if config.root or config.runner or not config.python:
+        return  # of an image or a container: it is run where it is contained
     names = config.imports
     ran = _run(Path(config.python), f"import {', '.join(['sys', *names])}", IMPORT_S)
     if isinstance(ran, str):
@@ -114,6 +114,12 @@ def without(python: Path, package: str) -> str:
         said = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
         return f"{python} does not work: {said}"
     return ""
+
+
+def imports(python: Path, package: str, place: str) -> bool:
+    """Whether an interpreter imports a package of a directory that it does not search."""
+    ran = _run(python, f"import sys; sys.path.append({place!r}); import {package}", ANSWER_S)
+    return not isinstance(ran, str) and ran.returncode == 0
 
 
 def _run(python: Path, code: str, deadline_s: float) -> subprocess.CompletedProcess[str] | str:

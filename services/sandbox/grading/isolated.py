@@ -70,6 +70,7 @@ async def _pair(attempt: Attempt, source: str, tests: str) -> tuple[Jail, Jail]:
         limits = attempt.limits
         solution = await attempt.launcher.open(program, limits, peer=one.fileno())
         program = {"mode": "tests", "source": tests, "patience_s": UNTOLD * limits.wall_s}
+        program["files"] = attempt.launcher.tier != "landlock"  # there, /tmp is that of the host
         # By the clock the tests also wait for the solution; CPU time counts as ever.
         limits = replace(limits, wall_s=SLOWEST * limits.wall_s + WAITING_S)
         limits = limits.capped(memory_bytes=TESTS_BYTES)

@@ -26,9 +26,8 @@ CPU_S = 4.0  # for one pair; sympy that takes longer does not find them equal
 DIGITS = 30  # in which two numbers are compared once more
 FAR = 1e-5  # of the larger: what six decimals let pass for numbers from 0.1 on
 NOISE = 1e-80  # below it a difference is the arithmetic's own
-OR = re.compile(
-    r"\$?(-?\d+(?:[./]\d+)?)\$?\s*,?\s+or\s+(?:else\s+)?\$?(-?\d+(?:[./]\d+)?)\$?[\s.*]*$"
-)
+NAMED = r"(?:\\?\(|\$)?(?:[A-Za-z]\s*=\s*)?(-?\d+(?:[./]\d+)?)(?:\\?\)|\$)?"
+OR = re.compile(rf"{NAMED}\s*,?\s+or\s+(?:else\s+)?{NAMED}[\s.*]*$")
 
 # Numbers that nobody writes out, which sympy would try to.
 TOWER = re.compile(

@@ -44,10 +44,10 @@ def program_of(
     """The program, to be run after `prefix`; empty if the answer has none.
 
     Of the fenced blocks that parse as Python, and whose fence does not name something else: the
-    last that defines one of `names`; of a program that `prints`, the last that reads input and
-    prints, else that prints; else the last that defines or calls anything. If none is like that,
-    the last block. A last fence that nothing closes makes a block too. Text without fences, and
-    text that is Python with its fences, is the program itself.
+    last that defines `names`, or else one of them; of a program that `prints`, the last that reads
+    input and prints, else that prints; else the last that defines or calls anything. If none is
+    like that, the last block. A last fence that nothing closes makes a block too. Text without
+    fences, and text that is Python with its fences, is the program itself.
     """
     text = _spoken(text.replace("\r\n", "\n"))
     parser = _Parser(prefix)
@@ -70,8 +70,9 @@ def program_of(
 
 def _tiers(names: Collection[str], prints: bool) -> Iterator[list[frozenset[str]]]:
     """What a program has to have, from the most to the least: a word of each set."""
-    if names:
-        yield [frozenset(f"def {name}" for name in names)]
+    for how in ("def", "set", "import") if names else ():
+        yield [frozenset({f"{how} {name}"}) for name in names]  # all of them, or else one
+        yield [frozenset(f"{how} {name}" for name in names)]
     if prints:
         yield [READERS, PRINTERS]
         yield [PRINTERS]
@@ -79,18 +80,20 @@ def _tiers(names: Collection[str], prints: bool) -> Iterator[list[frozenset[str]
 
 
 def _words(tree: ast.Module) -> set[str]:
-    """Names that a program uses; `def NAME` where it defines one, `()` if it calls anything."""
+    """Names that a program uses; `def NAME`, `set NAME` or `import NAME` where it makes one, `()`
+    if it calls or defines anything.
+    """
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found |= {f"def {node.name}", "()"}
         elif isinstance(node, ast.Name):
             stored = isinstance(node.ctx, ast.Store)
-            found.add(f"def {node.id}" if stored else node.id)
+            found.add(f"set {node.id}" if stored else node.id)
         elif isinstance(node, ast.Attribute):
             found.add(node.attr)
         elif isinstance(node, ast.alias):
-            found |= {f"def {node.asname or node.name}", node.name}
+            found |= {f"import {node.asname or node.name}", node.name}
         elif isinstance(node, ast.Call):
             found.add("()")
     return found

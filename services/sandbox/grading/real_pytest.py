@@ -107,7 +107,8 @@ def _judged(said: dict[str, Any] | None, written: suites.Suite) -> list[str]:
     if said is None:  # it ran out of its limits
         return written.tests
     if "absent" in said:
-        raise Unsupported(f"the interpreter of the model's code has no pytest: {said['absent']}")
+        fix = "install it there, or pip install 'meshrl[pytest]'"
+        raise Unsupported(f"jails have no pytest ({said['absent']}): {fix}")
     if "broken" in said:
         module = str(said["module"])
         if module and module.partition(".")[0] != suites.SOLUTION:

@@ -17,6 +17,7 @@ import psutil
 
 from common.clock import Clock
 from common.errors import MeshError, PeerLost
+from common.job.runners import Runner
 from common.process import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
@@ -29,6 +30,8 @@ from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.isolation.outer import PLAIN_ID, Outer
 from services.sandbox.isolation.pipes import Output, Pipe
+from services.sandbox.isolation.runners import leftovers
+from services.sandbox.isolation.runners.spawner import Spawner
 from services.sandbox.isolation.zygotes import Zygote, ZygoteSilent
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
@@ -40,6 +43,8 @@ STREAMS = ("stdin", "stdout", "stderr")
 GUEST_NICE = 10  # of guests that no control group weighs: behind their keepers and this process
 _NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
+RUNNER_BYTES = 256 << 20  # of a runner's own processes and the kernel in them; runsc has 60 MiB
+RUNNER_PROCESSES, RUNNER_THREADS = 256, 4  # threads of its own, and for one of the guest
 
 
 class JailLauncher:
@@ -65,6 +70,7 @@ class JailLauncher:
         self._users = deque(users.given())  # of which no jail is, longest unused first
         self._made: list[Cgroup] = []
         self._littered: list[str] = []  # scratch directories that are still to be cleared away
+        self._folders: list[Path] = []  # of a runner's containers
         self.started = 0  # jails
 
     @property
@@ -94,20 +100,9 @@ class JailLauncher:
     async def _start(self) -> None:
         self._drop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        interpreter = self._interpreter
-        outer = Outer(
-            self.tier,
-            theirs.fileno(),
-            interpreter.python,
-            interpreter.isolated,
-            interpreter.places,
-            interpreter.warm,
-            interpreter.packages,
-            interpreter.root,
-        )
         try:
             child = self._host.spawn(
-                [sys.executable, "-m", "services.sandbox.isolation.outer", outer.argument()],
+                [sys.executable, "-m", *self._command(theirs.fileno())],
                 name="zygote",
                 log=self._log,
                 own_session=True,
@@ -136,6 +131,35 @@ class JailLauncher:
                 fix="its output is in the sandbox's log; `meshrl doctor` names what this host has",
             )
         self._zygote = zygote
+
+    def _command(self, control: int) -> list[str]:
+        """The module that becomes, or leads to, what is asked for jails, and its argument."""
+        given = self._interpreter
+        if given.runner:
+            self._folders.append(leftovers.folder())
+            spawner = Spawner(
+                control,
+                str(self._folders[-1]),
+                given.runner,
+                given.python,
+                given.isolated,
+                given.places,
+                given.warm,
+                given.packages,
+                given.root,
+            )
+            return ["services.sandbox.isolation.runners.spawner", spawner.argument()]
+        outer = Outer(
+            self.tier,
+            control,
+            given.python,
+            given.isolated,
+            given.places,
+            given.warm,
+            given.packages,
+            given.root,
+        )
+        return ["services.sandbox.isolation.outer", outer.argument()]
 
     def _drop(self) -> None:
         if self._zygote is not None:
@@ -249,11 +273,11 @@ class JailLauncher:
             request["nice"] = 0 if self._homes and self._homes.cpu else GUEST_NICE
             request["counted"] = group is not None
             request["user"] = users.block(zygote.child.pid) + slot if slot >= 0 else 0
-            if self.tier != "bwrap":
+            if self.tier == "landlock":
                 scratch = scratches.made(request["user"] or (PLAIN_ID if os.getuid() == 0 else 0))
                 request |= {"scratch": scratch, "readable": self._readable()}
-                if not request["user"]:
-                    request["limits"]["processes"] += _processes_of_user()
+            if not request["user"] and (self.tier == "landlock" or self._shares_users):
+                request["limits"]["processes"] += _processes_of_user()
             packet = json.dumps(request).encode()
             answer = zygote.send(packet, list(fds.values()))
         except BaseException as error:
@@ -291,15 +315,30 @@ class JailLauncher:
             return None
         group = self._empty_group()
         for _ in range(LEAVING_LOOKS):
-            if group is not None or not self._groups:
-                break
+            if group is not None or not self._groups or self._interpreter.runner:
+                break  # a container takes longer to be taken down than another group to be made
             await self.clock.sleep(LEAVING_S)
             group = self._empty_group()
         if group is None:
             group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(_NUMBERS)}")
             self._made.append(group)
-        group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes)
+        more = self._overhead(limits)
+        group.limit(limits.memory_bytes + more[0], limits.processes + more[1])
         return group
+
+    def _overhead(self, limits: JailLimits) -> tuple[int, int]:
+        """Bytes and processes of a group beside the guest's."""
+        if not self._interpreter.runner:
+            return OVERHEAD_BYTES, 0
+        # A kernel's files are its memory, and it has threads for each of its processes.
+        more = RUNNER_PROCESSES + RUNNER_THREADS * limits.processes
+        return RUNNER_BYTES + limits.scratch_bytes, more
+
+    @property
+    def _shares_users(self) -> bool:
+        """Whether a container's kernel counts processes of its user elsewhere, too."""
+        runner = self._interpreter.runner
+        return bool(runner) and not Runner(runner).runsc
 
     def _empty_group(self) -> Cgroup | None:
         for _ in range(len(self._groups)):
@@ -330,6 +369,9 @@ class JailLauncher:
         if zygote is not None:
             await zygote.child.wait(DRAIN_S)
         self._clear()
+        for folder in self._folders:
+            await leftovers.settled(self.clock, folder)
+        self._folders = []
         for group in self._made:
             for _ in range(100):
                 if group.empty():

@@ -165,7 +165,11 @@ class Jail:
         if report.get("timeout"):
             return TIMEOUT, f"over {limits.cpu_s:g} s of CPU time"
         memory = f"over {limits.memory_bytes >> 20} MiB of memory"
-        if code == guest.OUT_OF_MEMORY or (code == -9 and self._out_of_memory()):
+        if (
+            report.get("memory")
+            or code == guest.OUT_OF_MEMORY
+            or (code == -9 and self._out_of_memory())
+        ):
             return OUT_OF_MEMORY, memory
         if code == guest.REFUSED:
             return REFUSED, "it asked for what the sandbox refuses"

@@ -66,7 +66,8 @@ def command(outer: Outer, gathered: dict[str, str], users: int) -> list[str]:
         return zygote
     argv = ["bwrap", *UNSHARED, "--die-with-parent", "--new-session"]
     argv += ["--unshare-user"] if users < 0 else ["--userns", str(users)]
-    argv += ["--clearenv", "--hostname", "jail"]
+    # What the loader looks up late, each fork would look up for itself, in pages of its own.
+    argv += ["--clearenv", "--setenv", "LD_BIND_NOW", "1", "--hostname", "jail"]
     argv += shown(gathered.get(outer.root, outer.root)) if outer.root else host()
     for place in outer.places:
         argv += _parents(place)  # bubblewrap would keep from all others what is kept from us

@@ -10,7 +10,7 @@ import sys
 import types
 from typing import Any
 
-PACKAGES = ("_pytest", "pytest", "pluggy", "unittest")
+PACKAGES = ("_pytest", "pytest", "pluggy", "unittest", "jail")
 MODULES = ("builtins", "math", "operator")
 REPLACED = {"input", "print", "open", "_"}  # what tests themselves replace and leave so
 CALLABLE = (types.FunctionType, types.BuiltinFunctionType, type, classmethod, staticmethod)
@@ -43,11 +43,12 @@ class Guard:
                     self._look_in(vars(value), classes, package)
 
     def unchanged(self) -> bool:
-        """Whether all of it is what it was, and no plugin has been added or taken away."""
+        """Whether all of it is what it was, with the same plugins, and nothing is traced."""
         for names, name, value, code in self._seen:
             if names.get(name) is not value or getattr(value, "__code__", None) is not code:
                 return False
-        return _names(self._plugins) == self._names
+        traced = sys.gettrace() is not None or sys.getprofile() is not None
+        return not traced and _names(self._plugins) == self._names
 
 
 def _names(plugins: Any) -> set[str]:

@@ -51,7 +51,7 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
         for name in ("exit", "quit"):  # as `site` adds them, which is not imported here
             setattr(builtins, name, sys.exit)
         if program.get("graded"):
-            judged.prepare()
+            judged.prepare(prints=mode == "program")
         if mode == "cells":
             _cells(cells)
         elif mode == "calls":

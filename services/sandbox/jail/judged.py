@@ -4,32 +4,44 @@ and its function as they look it up.
 
 from __future__ import annotations
 
+import _thread
+import os
 import resource
 import sys
 import types
 from typing import Any
 
 STACK = 120 << 20  # bytes of the main thread's stack; the kernel leaves 128 MiB free below it
-THREAD_STACK = 256 << 20  # bytes; half of what a jail may have by default
+SHARE = 2  # of a jail's memory, that the stack of one thread may claim
 CLASS = "Solution"
 
 
-def prepare() -> None:
-    """Room for recursion, and for numbers of any length, as statements of problems assume; and
-    output is buffered, as nobody reads it before the end.
+def prepare(prints: bool) -> None:
+    """Room for recursion, and for numbers of any length, as statements of problems assume. What
+    nobody will read goes nowhere: errors, and all output of a program that is not to print.
     """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for fd in (2,) if prints else (1, 2):
+        os.dup2(nowhere, fd)
+    os.close(nowhere)
     sys.stdout.reconfigure(line_buffering=False)  # type: ignore[union-attr]
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     room = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
     resource.setrlimit(resource.RLIMIT_STACK, (room, most))
-    import _thread
+    _bound_stacks()
 
+
+def _bound_stacks() -> None:
+    """Programs ask for stacks as large as their judge's memory; one that fits is as good."""
+    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if memory == resource.RLIM_INFINITY:
+        return
     given = _thread.stack_size
 
     def stack_size(size: int = 0) -> int:
-        return given(min(size, THREAD_STACK))
+        return given(min(size, memory // SHARE))
 
     _thread.stack_size = stack_size
     if "threading" in sys.modules:

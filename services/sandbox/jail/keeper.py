@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import allowed, frames, guest, kernel, landlock, refusals, seccomp, usage, watch
+from . import allowed, frames, guest, kernel, landlock, memory, refusals, seccomp, usage, watch
 
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -44,7 +44,7 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
             _namespaces(request["limits"], request["user"], proc)
             kernel.drop_capabilities()
         else:
-            if request["user"]:
+            if request["user"] and tier == "landlock":
                 _become(request["user"])
                 kernel.drop_capabilities()
             os.setsid()
@@ -52,11 +52,15 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         # It holds for us, too: what we call from here on must be among what goes through.
-        refused = refusals.Refusals(seccomp.install(policy, listen=True))
+        held = tier != "runner"  # else the guest alone, which becomes another user before
+        refused = refusals.Refusals(seccomp.install(policy, listen=True) if held else -1)
         program = frames.receive(channel)
         ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
         if child == 0:
+            if not held:
+                _become_plain(request["user"])
+                seccomp.install(policy)
             _become_guest({**fds, "closed": closed}, request, program, tier, proc)
         os.close(proc)
         os.close(closed)
@@ -70,7 +74,10 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
             _signal_all(number, tier, cpu.members)
 
         settings = request["limits"]
-        watching = watch.Watch(child, channel, wake, ready, settings, cpu, signal_all, refused)
+        together = None if request["counted"] else _memory(settings["memory_bytes"], cpu, tier)
+        watching = watch.Watch(
+            child, channel, wake, ready, settings, cpu, signal_all, refused, together
+        )
         report = {**watching.until_ended(), "refused": refused.numbers}
         if not watching.set_up():
             report = {"failed": f"a guest could not be set up: status {report['exit']}"}
@@ -149,10 +156,10 @@ def _become_guest(
             os.dup2(fds[name], place)
             os.close(fds[name])
         scratch = request.get("scratch", SCRATCH)
-        if tier == "bwrap":
-            os.setsid()
-        else:
+        if tier == "landlock":
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
+        elif tier == "bwrap":
+            os.setsid()
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
         os.chdir(scratch)
         if scratch != SCRATCH:
@@ -163,6 +170,18 @@ def _become_guest(
     os.write(fds["closed"], repr(time.monotonic()).encode())
     os.close(fds["closed"])
     guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
+
+
+def _become_plain(user: int) -> None:
+    """The guest's own user, where the keeper is root in a container: it cannot reach the keeper.
+    Where the container has no other user, it has no capabilities, at least.
+    """
+    if os.getuid() != 0:
+        return
+    try:
+        _become(user)
+    except OSError:
+        kernel.drop_capabilities()
 
 
 def _go_first(proc: int) -> None:
@@ -193,7 +212,11 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
         (resource.RLIMIT_MSGQUEUE, 0, 0),
         (resource.RLIMIT_SIGPENDING, SIGNALS, SIGNALS),
     ):
-        resource.setrlimit(which, (soft, soft if hard is None else hard))
+        try:
+            resource.setrlimit(which, (soft, soft if hard is None else hard))
+        except ValueError:
+            if which != resource.RLIMIT_MSGQUEUE:  # gVisor's cannot be set; the filter refuses them
+                raise
 
 
 def environment() -> None:
@@ -218,6 +241,11 @@ def _wakes() -> int:
     _signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     _signal.signal(_signal.SIGCHLD, lambda *_: None)
     return reading
+
+
+def _memory(limit: int, cpu: usage.Grouped | usage.Scanned, tier: str) -> memory.Watched:
+    only = usage.FIRST_PIDS if tier == "bwrap" else -1  # among the host's, any may be its
+    return memory.Watched(limit, cpu.members, usage.newest, only)
 
 
 def _usage(fds: dict[str, int], tier: str) -> usage.Grouped | usage.Scanned:

@@ -8,6 +8,7 @@ token that an outcome must carry lies unread in the pipe while the test runs.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import types
@@ -51,21 +52,47 @@ def run(program: dict[str, Any], channel: int) -> None:
     except Exception as error:  # ours may be too new for the interpreter
         frames.send(channel, {"absent": f"{type(error).__name__}: {error}"[:TEXT]})
         return
-    for name, text in ((SOLUTION, program.get("source", "")), (TESTS, program["tests"])):
-        with open(name, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-    with open(SETTINGS, "w") as file:
-        file.write("[pytest]\n")
     stand_in = None
-    if "source" not in program:
-        os.unlink(SOLUTION)
+    if "source" in program:
+        _write(SOLUTION, program["source"])
+    else:
         stand_in = placeholder.Module("solution")
         sys.modules["solution"] = stand_in
+    _write(SETTINGS, "[pytest]\n")
+    _write(TESTS, "")  # what a program would look into first
+    sys.meta_path.insert(0, _Tests(program.pop("tests")))
     if _lent:  # what is installed for the interpreter need not fit to it
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.argv = ["pytest", TESTS]
     session = _Session(channel, stand_in)
     pytest.main([*OPTIONS.split(), "-c", SETTINGS, "--rootdir", ".", TESTS], plugins=[session])
+
+
+def _write(name: str, text: str) -> None:
+    with open(name, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+class _Tests:
+    """Imports the module of tests, whose source is in no file, and forgets it."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != os.path.splitext(TESTS)[0]:
+            return None
+        place = os.path.abspath(TESTS)
+        return importlib.util.spec_from_file_location(name, place, loader=self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> None:
+        """The usual kind of module."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        sys.meta_path.remove(self)
+        code = compile(self._source, module.__file__ or TESTS, "exec", dont_inherit=True)
+        self._source = ""
+        exec(code, module.__dict__)
 
 
 class _Session:

@@ -52,7 +52,7 @@ class Scanned:
         self.blind = False
 
     def seconds(self) -> float:
-        last_pid = self._newest() if self._alone else 0
+        last_pid = newest() if self._alone else 0
         times = os.times()
         reaped = times.children_user + times.children_system
         of_children, self._reaped = reaped - self._reaped, reaped
@@ -100,8 +100,8 @@ class Scanned:
         except OSError:
             return 0.0
 
-    @staticmethod
-    def _newest() -> int:
-        """The number that this process namespace gave last, to a process or a thread."""
-        with open("/proc/loadavg", "rb") as file:
-            return int(file.read().split()[4])
+
+def newest() -> int:
+    """The number that our process namespace gave last, to a process or a thread."""
+    with open("/proc/loadavg", "rb") as file:
+        return int(file.read().split()[4])

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import frames, usage
+from . import frames, memory, usage
 from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
+FIRST_LOOK_S = 0.02  # from a call's begin to the first: most have ended, and no time is so short
 LOOK_SHARE = 20  # times what a look took: the keeper of a large jail does not only look
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
 SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
@@ -50,19 +51,20 @@ class Watch:
         cpu: usage.Grouped | usage.Scanned,
         signal_all: Callable[[int], None],
         refusals: Refusals,
+        together: memory.Watched | None,
     ) -> None:
         self._child, self._channel, self._wake = child, channel, wake
         self._limits, self._cpu, self._signal_all = limits, cpu, signal_all
-        self._refusals = refusals
+        self._refusals, self._memory = refusals, together
         self._ready, self._set_up = ready, False
         self._begun = self._lap = time.monotonic()
         self._parallel = max(1, min(os.cpu_count() or 1, limits["processes"]))
         self._total = self._lap_cpu = 0.0
         self._lap_ran = self._lap_queued = 0.0
-        self._lap_stolen = stolen()
+        self._lap_stolen: float | None = None  # until the first look
         self._paused = self._stopped = False
         self._laps = 0
-        self._next_look = 0.0  # when the clocks are read again
+        self._next_look = self._lap + FIRST_LOOK_S  # when the clocks are read again
         self._stood_s = 0.0  # of this lap, in which the wall clock stood
         self._stands: tuple[float, float, float] | None = None  # since when it does
         self._poller = select.poll()
@@ -77,14 +79,21 @@ class Watch:
             if ended is not None:
                 return ended
             now = time.monotonic()
+            if self._memory is not None and now >= self._memory.due and not self._stopped:
+                if self._memory.over():
+                    return {**self._ended(""), "memory": True}
+                now = time.monotonic()
             if now >= self._next_look:
                 left, which = self._left()
                 if left <= 0:
-                    return self._out_of_time(which)
+                    return self._ended(which)
                 after = time.monotonic()
                 self._next_look = after + max(left, LOOK_S, LOOK_SHARE * (after - now))
                 now = after
-            for fd, _ in self._poller.poll(1000 * max(self._next_look - now, 0)):
+            next_look = self._next_look
+            if self._memory is not None and not self._stopped:
+                next_look = min(next_look, self._memory.due)
+            for fd, _ in self._poller.poll(1000 * max(next_look - now, 0)):
                 if fd == self._wake:
                     os.read(self._wake, 4096)
                 elif fd == self._refusals.fd:
@@ -124,10 +133,10 @@ class Watch:
             self._lap_cpu = self._total
         self._lap = time.monotonic()
         self._lap_ran, self._lap_queued = self._of_interpreter()
-        self._lap_stolen = stolen()
+        self._lap_stolen = None
         self._stood_s, self._stands = 0.0, None
         self._turned(frame.get("turn", True))
-        self._next_look = 0.0
+        self._next_look = self._lap + FIRST_LOOK_S
         if self._stopped and not self._paused:
             self._stopped = False
             self._signal_all(signal.SIGCONT)
@@ -135,6 +144,8 @@ class Watch:
     def _turned(self, ours: bool) -> None:
         """What was waited for a core while the wall clock stood is not taken from it either."""
         now = (time.monotonic(), self._of_interpreter()[1], stolen())
+        if self._lap_stolen is None:
+            self._lap_stolen = now[2]
         if not ours:
             self._stands = self._stands or now
         elif self._stands is not None:
@@ -154,6 +165,8 @@ class Watch:
         if self._paused:
             self._signal_all(signal.SIGSTOP)
             return (STOPPED_S if used < STOPPED_CPU_S else -1.0), "cpu"
+        if self._lap_stolen is None:
+            self._lap_stolen = stolen()
         ready = self.set_up()
         elapsed = time.monotonic() - self._lap
         if elapsed > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
@@ -169,7 +182,7 @@ class Watch:
         """Seconds of this lap in which the interpreter waited for a core, and no other process or
         thread of its jail can have had it: they have run for as long at most as they have used.
         """
-        lost = stolen() - self._lap_stolen
+        lost = stolen() - (self._lap_stolen or 0.0)
         if self._cpu.blind:
             return lost
         ran, queued = self._of_interpreter()
@@ -197,7 +210,7 @@ class Watch:
             if pid == self._child:
                 return self._report(_exit_code(status), used, "")
 
-    def _out_of_time(self, which: str) -> dict[str, Any]:
+    def _ended(self, which: str) -> dict[str, Any]:
         self._signal_all(signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
         return self._report(_exit_code(status), used, which)

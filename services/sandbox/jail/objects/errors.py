@@ -44,12 +44,40 @@ def _attribute(self: Any, name: str) -> Any:
     return place.ask("get", name)
 
 
+# What a class of exceptions may define that is asked of its instance, and how.
+SPECIAL = {
+    "__len__": "len",
+    "__iter__": "iter",
+    "__getitem__": "item",
+    "__contains__": "in",
+    "__bool__": "bool",
+    "__repr__": "repr",
+    "__hash__": "hash",
+    "__eq__": "equal",
+}
+
+
+def _asked(operation: str) -> Any:
+    def method(self: Any, *arguments: Any) -> Any:
+        return vars(self)["_place"].ask(operation, *arguments)
+
+    return method
+
+
+def _equal(self: Any, other: Any) -> Any:
+    """By its own word, but never with data."""
+    if not isinstance(other, BaseException):
+        return False
+    equal, foolish = vars(self)["_place"].ask("equal", other)
+    return equal is True and foolish is False
+
+
 def is_own(kind: type[Any]) -> bool:
     """Whether an exception class is no built-in one."""
     return getattr(builtins, kind.__name__, None) is not kind
 
 
-def mirrored(place: Any, name: str, bases: list[Any]) -> Any:
+def mirrored(place: Any, name: str, bases: list[Any], special: list[str]) -> Any:
     """A class that stands for one of the other side."""
     kinds = [kind for kind in bases if isinstance(kind, type) and issubclass(kind, BaseException)]
     members = {
@@ -58,6 +86,9 @@ def mirrored(place: Any, name: str, bases: list[Any]) -> Any:
         "__str__": _shown,
         "__module__": "solution",
     }
+    members.update({n: _asked(SPECIAL[n]) for n in special if n in SPECIAL})
+    if "__eq__" in special:
+        members.update({"__eq__": _equal, "__hash__": _asked("hash")})
     for chosen in (kinds, kinds[:1], [Exception]):
         try:
             return Mirror(name, tuple(chosen) or (Exception,), members)
@@ -97,7 +128,8 @@ def made(kind: Any, args: Any, text: str, attributes: Any, cause: Any, place: An
         try:
             error = kind(*args)
         except TypeError:  # it takes something else
-            error = Failed(str(text))
+            error = kind.__new__(kind)
+            error.args = tuple(args)
         for name, value in attributes.items():
             if not str(name).startswith("_"):
                 setattr(error, str(name), value)

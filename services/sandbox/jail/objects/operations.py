@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import copy
+import functools
 import importlib
 import operator
+import os
 import sys
 import types
 from typing import Any, Callable
@@ -129,8 +131,8 @@ def _restored(target: Any, module: str, name: str) -> None:
         delattr(found, name)
 
 
-def _called(target: Any, module: str, name: str, args: Any) -> None:
-    getattr(importlib.import_module(module), name)(*args)
+def _called(target: Any, module: str, name: str, args: Any, kwargs: Any) -> Any:
+    return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -234,10 +236,19 @@ def handable(value: Any) -> bool:
 STRANGE = {"antigravity", "this", "turtle", "turtledemo", "tkinter", "idlelib", "test", "__main__"}
 
 
+@functools.lru_cache(None)
+def library() -> frozenset[str]:
+    """Names of the modules of the standard library."""
+    known = getattr(sys, "stdlib_module_names", None)  # from Python 3.10 on
+    if known is None:
+        files = os.listdir(os.path.dirname(os.__file__))
+        known = [*sys.builtin_module_names, *(name.partition(".")[0] for name in files)]
+    return frozenset(known) - STRANGE
+
+
 def named_module(name: str) -> Any:
     """A module of the standard library by its name; None if it is none."""
-    first = name.split(".")[0]
-    if first not in getattr(sys, "stdlib_module_names", ()) or first in STRANGE:
+    if name.split(".")[0] not in library():
         return None
     try:
         return importlib.import_module(name)

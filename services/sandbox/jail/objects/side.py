@@ -17,9 +17,10 @@ from time import monotonic  # tests may put another in its place
 from typing import Any, Callable
 
 from .. import frames
-from . import coroutines, errors, operations, values
+from . import coroutines, errors, files, operations, values
 from .remote import Place, Remote, both, place_of
 
+ROOT = "/tmp"  # the scratch directory, where the jails of both sides have their own
 LIVE = 16  # containers of the solution whose changes by the tests are looked for
 PRINTED = 1 << 20  # characters of what one operation prints that are told
 _BUILT_IN: tuple[Any, ...] = (
@@ -52,6 +53,7 @@ class Side:
         self.patience_s = 0.0  # of waiting for the other side, until that is told
         self._told = False
         self.wants_warnings = False  # the tests look for warnings: the solution's come over
+        self.files: files.Files | None = None  # with it, files come over
         self._live: list[tuple[int, Any, list[Any]]] = []  # containers got as attributes
         self.closed = False
         self._environment: dict[Any, Any] | None = None
@@ -70,14 +72,15 @@ class Side:
             parts = [message.packed(part, depth + 1) for part in self._safe(errors.parts(value))]
             return ["error", self.keep(value), parts]
         if isinstance(value, type):
-            if issubclass(value, BaseException) and errors.is_own(value):
-                bases = [message.packed(base, depth + 1) for base in value.__bases__]
-                return ["error class", self.keep(value), value.__name__, bases]
             module = str(value.__module__)
             if module in sys.modules and (
                 operations.named_class(module, value.__qualname__) is value
             ):
                 return ["named", value.__module__, value.__qualname__]
+            if issubclass(value, BaseException) and errors.is_own(value):
+                bases = [message.packed(base, depth + 1) for base in value.__bases__]
+                special = [name for name in errors.SPECIAL if name in vars(value)]
+                return ["error class", self.keep(value), value.__name__, bases, special]
         if kind is types.ModuleType and operations.named_module(value.__name__) is value:
             return ["module", value.__name__]
         data = values.bare(value)
@@ -126,7 +129,7 @@ class Side:
             bases = [message.unpacked(base, depth + 1) for base in rest[2]]
             if number not in self._remotes:
                 place = Place(self, number, "type")
-                self._remotes[number] = errors.mirrored(place, str(rest[1])[:80], bases)
+                self._remotes[number] = errors.mirrored(place, str(rest[1])[:80], bases, rest[3])
             return self._remotes[number]
         if kind == "named":
             found = operations.named_class(str(rest[0]), str(rest[1]))
@@ -185,6 +188,8 @@ class Side:
                 if "do" not in frame:
                     if frame["asked"] != asked:
                         raise ValueError("an answer to something else")
+                    if self.files is not None and self.trusted:
+                        self.files.change(frame.get("files", {}))
                     error, value = self._heard(frame, message)
                     warned = self.message().unpacked(frame.get("warned", ["value", None]))
                     break
@@ -241,6 +246,8 @@ class Side:
             context["output"] = True
         if self.wants_warnings:
             context["warnings"] = True
+        if self.files is not None:
+            context["files"] = self.files.changes()
         now = dict(os.environ)
         if self._environment is None:
             self._environment = now
@@ -301,11 +308,15 @@ class Side:
                 if not self.trusted:
                     os.environ.pop(name, None)
                     os.environ.update({name: value} if value is not None else {})
+            if "files" in frame and not self.trusted:
+                self.files = self.files or files.Files(ROOT)
+                self.files.change(frame["files"])
             operation = frame["do"]
             target = self._kept[frame["to"]]
             arguments = [message.unpacked(argument) for argument in frame["with"]]
             if self.trusted and not operations.may(operation, target, arguments):
-                raise PermissionError(f"a solution may not {operation} what belongs to its tests")
+                kind = AttributeError if operation in ("get", "set", "del") else TypeError
+                raise kind(f"a solution may not {operation} what belongs to its tests")
             message.remember()
             if frame.get("warnings") and not self.trusted:
                 with warnings.catch_warnings(record=True) as warned:
@@ -326,6 +337,8 @@ class Side:
                 recorded.stop()
         if recorded is not None:
             answer["printed"] = recorded.taken()
+        if "files" in frame and self.files is not None and not self.trusted:
+            answer["files"] = self.files.changes()
         if warned:
             answer["warned"] = self.message().packed([w.message for w in warned])
         answer["asked"] = frame.get("asked")

@@ -10,7 +10,7 @@ import os
 import sys
 import types
 from collections import namedtuple
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 from ..objects.remote import Remote, place_of
 from ..objects.side import Side
@@ -94,7 +94,15 @@ class MonkeyPatch:
         self.side.refuse("monkeypatch.syspath_prepend")
 
     def chdir(self, path: Any) -> None:
-        self.side.refuse("monkeypatch.chdir")
+        before = os.getcwd()
+        self._go(str(path))
+        self._undo.append(lambda: self._go(before))
+
+    def _go(self, path: str) -> None:
+        if self.side.files is None:
+            self.side.refuse("monkeypatch.chdir")
+        os.chdir(path)
+        self.side.ask("call_named", 0, "os", "chdir", [path], {})
 
     def undo(self) -> None:
         while self._undo:
@@ -166,17 +174,67 @@ def watch_mock(side: Side) -> None:
     mock._is_async_obj = is_async  # type: ignore[attr-defined]
 
 
-def watch_random(side: Side) -> None:
-    """`random.seed` in a test is for the solution."""
-    import random
+_INSPECT = "signature isabstract iscoroutinefunction isgeneratorfunction isasyncgenfunction"
+# Functions of the standard library that look into objects: those of the solution's where they are.
+LOOK = {
+    "dataclasses": "asdict astuple fields is_dataclass replace",
+    "inspect": f"{_INSPECT} getsource getdoc getmembers getfullargspec",
+    "asyncio": "iscoroutinefunction",
+    "typing": "get_type_hints",
+    "pickle": "dumps loads",
+    "sys": "getsizeof",
+}
 
-    own = random.seed
 
+def watch_looks(side: Side, source: str) -> None:
+    """What looks into an object asks the solution about its own; `random.seed` is for both."""
+    for module, names in LOOK.items():
+        if module in source:
+            found = __import__(module)
+            for name in names.split():
+                setattr(found, name, _looking(side, module, name, getattr(found, name)))
+    if "random" in source and "seed" in source:
+        import random
+
+        random.seed = _seeding(side, random.seed)
+
+
+def _looking(side: Side, module: str, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def look(*args: Any, **kwargs: Any) -> Any:
+        if name == "loads" or any(place_of(value) is not None for value in args):
+            return side.ask("call_named", 0, module, name, list(args), kwargs)
+        return own(*args, **kwargs)
+
+    return look
+
+
+def _seeding(side: Side, own: Callable[..., Any]) -> Callable[..., Any]:
     def seed(*args: Any) -> None:
         own(*args)
-        side.ask("call_named", 0, "random", "seed", list(args))
+        side.ask("call_named", 0, "random", "seed", list(args), {})
 
-    random.seed = seed  # type: ignore[assignment]
+    return seed
+
+
+class Folders:
+    """`tmp_path_factory`: directories in the scratch directory, which both sides have."""
+
+    def __init__(self, root: str) -> None:
+        self._root = os.path.join(root, "pytest")
+
+    def mktemp(self, basename: str, numbered: bool = True) -> Any:
+        import pathlib
+
+        os.makedirs(self._root, exist_ok=True)
+        number = len(os.listdir(self._root))
+        path = pathlib.Path(self._root, f"{basename}{number}" if numbered else basename)
+        path.mkdir()
+        return path
+
+    def getbasetemp(self) -> Any:
+        import pathlib
+
+        return pathlib.Path(self._root)
 
 
 class Captured:

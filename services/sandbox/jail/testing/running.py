@@ -11,13 +11,22 @@ import types
 from typing import Any, Callable
 
 from .. import frames
-from ..objects.side import Side, Unsupported
+from ..objects.files import Files
+from ..objects.side import ROOT, Side, Unsupported
 from . import namespace, patching
 from .collecting import Item, collected
 from .fixtures import Filling, Registry, Store
 from .marks import Mark
 from .shim import ExpectedFailure, Skipped, shim
 
+FILES = (
+    "tmp_path",
+    "tempfile",
+    "open(",
+    "Path(",
+    "chdir",
+    "makedirs",
+)  # words of tests that use some
 TEXT = 300  # characters of what a failed test says
 GENERATOR, COROUTINE, ASYNC_GENERATOR = 0x20, 0x80, 0x200  # flags of code, see `inspect`
 
@@ -41,7 +50,7 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
         report(turn=False)
     tests = Tests(side)
     try:
-        items = tests.collected(program["source"]) if ready else []
+        items = tests.collected(program["source"], program.get("files") is True) if ready else []
     except BaseException as error:
         if side.refused:
             report(unsupported=side.refused)
@@ -89,15 +98,17 @@ class Tests:
         """The whole module is skipped."""
         self._skipped = True
 
-    def collected(self, source: str) -> list[Item]:
+    def collected(self, source: str, files: bool) -> list[Item]:
+        """With `files`, the scratch directories of both sides have one path."""
         side = self._side
         sys.modules["solution"] = namespace.Solution(side)
         sys.modules["pytest"] = shim(side)
+        if files and any(word in source for word in FILES):
+            side.files = Files(ROOT)
         side.wants_warnings = "warn" in source or "deprecated" in source
         if "mock" in source:
             patching.watch_mock(side)
-        if "random" in source and "seed" in source:
-            patching.watch_random(side)
+        patching.watch_looks(side, source)
         if "unittest" in source:
             from unittest import case
 
@@ -107,6 +118,8 @@ class Tests:
             "capsys": captured,
             "capfd": captured,
             "monkeypatch": self._monkeypatch,
+            "tmp_path": lambda _: self._folders().mktemp("test"),
+            "tmp_path_factory": lambda _: self._folders(),
         }
         self._registry = Registry(module, builtin)
         self._module = module
@@ -117,6 +130,11 @@ class Tests:
         patch = patching.MonkeyPatch.of(self._side)()
         store.at_end("function", patch.undo)
         return patch
+
+    def _folders(self) -> patching.Folders:
+        if self._side.files is None:
+            self._side.refuse("tmp_path, as the jails of this host have no /tmp of their own")
+        return patching.Folders(ROOT)
 
     def outcome(self, number: int) -> dict[str, Any]:
         """Whether a test has passed, and what it says if not."""

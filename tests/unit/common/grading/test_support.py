@@ -74,7 +74,15 @@ def test_usual_tests_are_supported() -> None:
             "import threading (threads that use the solution)",
         ),
         ("async def test_f(): pass", "async def test_f without pytest.mark.asyncio"),
-        ("import inspect\ndef test_f(): inspect.getsource(f)", "inspect.getsource"),
+        ("import inspect\ndef test_f(): inspect.stack()", "inspect.stack"),
+        (
+            "import asyncio\ndef test_f(): asyncio.run(asyncio.wait_for(f(), 1))",
+            "asyncio.wait_for",
+        ),
+        (
+            "from solution import A\nclass B: pass\nclass C(A, B): pass\ndef test_f(): pass",
+            "class C(A, B) of the solution's and of the tests'",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_named(source: str, named: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,14 @@ def test_more_rows_than_there_is_time_for_are_said(
     said = capsys.readouterr().err
     assert said.startswith("tests: the first ")
     assert said.endswith("; those behind them are looked at when they are graded\n")
+
+
+def test_our_pytest_is_lent_only_to_an_interpreter_that_runs_it(code: Path, tmp_path: Path) -> None:
+    write(code, LOGGED)
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    bare.chmod(0o755)
+    graded.graded(read(code, *CODE, f"sandbox.python={bare}"))
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -c "raise SystemExit(3)"\n')
+    said = refusal(graded.graded, code, *CODE, f"sandbox.python={bare}")
+    assert "fixture caplog; there is no pytest for the runner pytest" in said

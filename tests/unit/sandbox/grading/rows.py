@@ -162,6 +162,9 @@ def apply(f, xs):
 def key_sort(xs, key):
     return sorted(xs, key=key)
 
+def whole(it):
+    return list(it)
+
 def take(it, n):
     return [next(it) for _ in range(n)]
 
@@ -216,6 +219,8 @@ def test_callbacks():
     assert key_sort(['bb', 'a'], key=len) == ['a', 'bb']
     assert key_sort([1, 3, 2], key=lambda x: -x) == [3, 2, 1]
     assert take(iter([1, 2, 3]), 2) == [1, 2]
+    assert whole((x for x in [1, 2])) == [1, 2]
+    assert whole(map(str, [1])) == ['1']
 
     def g():
         yield 1
@@ -263,7 +268,22 @@ class AppError(Exception):
 class Sub(AppError, ValueError):
     pass
 
+class Many(Exception):
+
+    def __init__(self, *found):
+        super().__init__('many')
+        self.found = found
+
+    def __len__(self):
+        return len(self.found)
+
+    def __eq__(self, other):
+        return isinstance(other, Many) and self.found == other.found
+    __hash__ = Exception.__hash__
+
 def boom(k):
+    if k == 'many':
+        raise Many(1, 2)
     if k == 'value':
         raise ValueError('bad value 3')
     if k == 'key':
@@ -347,6 +367,15 @@ def test_make():
     assert isinstance(e, AppError)
     with pytest.raises(AppError):
         raise e
+
+def test_special():
+    from solution import Many
+    with pytest.raises(Many) as e:
+        boom('many')
+    assert len(e.value) == 2
+    assert e.value == Many(1, 2)
+    assert e.value != Many(1)
+    assert e.value != 3
 
 def test_legacy():
     pytest.raises(ValueError, boom, 'value')
@@ -1222,5 +1251,330 @@ def test_a():
     assert f(asyncio.Queue()) == 1
 """,
         "unsupported",
+    ),
+    Row(
+        "files",
+        """
+import os, pathlib
+
+def save(path, text):
+    with open(path, 'w') as f:
+        f.write(text)
+
+def load(path):
+    return pathlib.Path(path).read_text()
+
+def count(folder):
+    return sorted(os.listdir(folder))
+
+def remove(path):
+    os.remove(path)
+
+def here():
+    save('x.txt', 'here')
+    return os.getcwd()
+""",
+        """
+import os, tempfile, pytest
+from solution import *
+
+def test_save(tmp_path):
+    p = tmp_path / 'a.txt'
+    save(p, 'abc')
+    assert p.read_text() == 'abc'
+    save(str(p), 'abd')
+    assert p.read_text() == 'abd'
+    p.write_text('abe')
+    assert load(p) == 'abe'
+    assert count(tmp_path) == ['a.txt']
+    remove(p)
+    assert not p.exists()
+
+def test_other(tmp_path):
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / 'sub').mkdir()
+    (tmp_path / 'sub' / 'b').write_bytes(b'1')
+    assert count(tmp_path / 'sub') == ['b']
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / 'none')
+
+def test_tempfile():
+    with tempfile.TemporaryDirectory() as d:
+        save(os.path.join(d, 'q'), '1')
+        with open(os.path.join(d, 'q')) as f:
+            assert f.read() == '1'
+    with tempfile.NamedTemporaryFile('w', suffix='.csv') as f:
+        f.write('1,2')
+        f.flush()
+        assert load(f.name) == '1,2'
+
+def test_chdir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert here() == str(tmp_path)
+    assert open('x.txt').read() == 'here'
+
+def test_back():
+    assert os.getcwd() == '/tmp'
+""",
+        "all",
+    ),
+    Row(
+        "looks",
+        """
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, Generic, TypeVar
+from enum import Enum, auto, Flag, IntFlag
+from abc import ABC, abstractmethod
+import random, json
+
+@dataclass(order=True, frozen=True)
+class P:
+    x: int
+    y: int = 0
+
+class N(NamedTuple):
+    a: int
+    b: str = 'z'
+
+class Sh(ABC):
+
+    @abstractmethod
+    def area(self) -> float:
+        ...
+
+def f(a: int, b: str='x', *args, c=3, **kw) -> bool:
+    'doc text'
+
+async def g():
+    pass
+
+def roll():
+    return random.randint(0, 10 ** 9)
+
+class Perm(Flag):
+    R = auto()
+    W = auto()
+ITEMS = {'a': 1}
+
+def get(k):
+    return ITEMS[k]
+
+class Enc(json.JSONEncoder):
+
+    def default(self, o):
+        return sorted(o) if isinstance(o, set) else super().default(o)
+
+class Temp:
+
+    def __init__(self):
+        self._c = 0
+
+    @property
+    def c(self):
+        return self._c
+
+    @c.setter
+    def c(self, v):
+        if v < -273:
+            raise ValueError('low')
+        self._c = v
+
+class Matrix:
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __matmul__(self, o):
+        columns = list(zip(*o.rows))
+        return Matrix([[sum((a * b for a, b in zip(r, c))) for c in columns] for r in self.rows])
+
+    def __eq__(self, o):
+        return isinstance(o, Matrix) and self.rows == o.rows
+
+    def __getitem__(self, ij):
+        return self.rows[ij[0]][ij[1]]
+
+    def __setitem__(self, ij, v):
+        self.rows[ij[0]][ij[1]] = v
+
+class Chain:
+
+    def __init__(self):
+        self.v = []
+
+    def add(self, x):
+        self.v.append(x)
+        return self
+
+    def build(self):
+        return self.v
+
+class Single:
+    _i = None
+
+    def __new__(cls):
+        if cls._i is None:
+            cls._i = super().__new__(cls)
+        return cls._i
+
+class Bus:
+
+    def __init__(self):
+        self.h = {}
+
+    def on(self, n, f):
+        self.h.setdefault(n, []).append(f)
+
+    def emit(self, n, *a):
+        return [f(*a) for f in self.h.get(n, [])]
+
+class Ctx:
+
+    def __enter__(self):
+        self.open = True
+        return self
+
+    def __exit__(self, t, e, tb):
+        self.open = False
+        self.err = t
+        return t is KeyError
+""",
+        """
+import dataclasses, inspect, pytest, random, json, copy, pickle
+import typing, itertools, functools, operator
+from dataclasses import asdict, is_dataclass, FrozenInstanceError
+from solution import *
+import solution
+
+def test_dataclass():
+    assert asdict(P(1, 2)) == {'x': 1, 'y': 2}
+    assert is_dataclass(P)
+    assert [q.name for q in dataclasses.fields(P)] == ['x', 'y']
+    assert P(1) < P(2)
+    assert sorted([P(2), P(1)]) == [P(1), P(2)]
+    assert max(P(1), P(3)) == P(3)
+    assert hash(P(1)) == hash(P(1))
+    assert dataclasses.replace(P(1), y=5) == P(1, 5)
+    with pytest.raises(FrozenInstanceError):
+        P(1).x = 3
+    with pytest.raises(AttributeError):
+        P(1).x = 3
+    with pytest.raises(TypeError):
+        P()
+
+def test_inspect():
+    s = inspect.signature(f)
+    assert list(s.parameters) == ['a', 'b', 'args', 'c', 'kw']
+    assert s.parameters['b'].default == 'x'
+    assert s.return_annotation is bool
+    assert inspect.isabstract(Sh)
+    assert inspect.iscoroutinefunction(g)
+    assert inspect.isfunction(f)
+    assert inspect.isclass(P)
+    assert f.__doc__ == 'doc text'
+    assert f.__annotations__['a'] is int
+    assert typing.get_type_hints(f)['b'] is str
+    assert P.__name__ == 'P'
+    assert issubclass(P, object)
+    assert isinstance(f, type(test_dataclass))
+
+def test_seed():
+    random.seed(4)
+    a = roll()
+    random.seed(4)
+    assert roll() == a == random.Random(4).randint(0, 10 ** 9)
+
+def test_copy():
+    assert pickle.loads(pickle.dumps(P(1))) == P(1)
+    assert copy.copy(P(1)) == P(1)
+    assert pickle.loads(pickle.dumps([1])) == [1]
+
+def test_flag():
+    rw = Perm.R | Perm.W
+    assert Perm.R in rw
+    assert rw & Perm.W == Perm.W
+    assert rw & ~Perm.R == Perm.W
+    assert len(list(Perm)) == 2
+
+def test_items():
+    solution.ITEMS['b'] = 2
+    assert get('b') == 2
+    ITEMS['c'] = 3
+    assert get('c') == 3
+
+def test_json():
+    assert json.dumps({'a': {2, 1}}, cls=Enc) == '{"a": [1, 2]}'
+
+def test_property():
+    t = Temp()
+    t.c = 5
+    assert t.c == 5
+    with pytest.raises(ValueError, match='low'):
+        t.c = -300
+
+def test_matrix():
+    m = Matrix([[1, 2], [3, 4]]) @ Matrix([[1, 0], [0, 1]])
+    assert m == Matrix([[1, 2], [3, 4]])
+    assert m[0, 1] == 2
+    m[0, 1] = 7
+    assert m.rows == [[1, 7], [3, 4]]
+
+def test_chain():
+    c = Chain()
+    assert c.add(1) is c
+    assert c.add(2).build() == [1, 2]
+
+def test_single():
+    assert Single() is Single()
+    assert id(Single()) == id(Single())
+
+def test_bus():
+    got = []
+    b = Bus()
+    b.on('x', got.append)
+    b.on('x', lambda v: v * 2)
+    assert b.emit('x', 4) == [None, 8]
+    assert got == [4]
+
+def test_ctx():
+    with Ctx() as c:
+        assert c.open
+    assert not c.open
+    with Ctx() as c:
+        raise KeyError('x')
+    assert c.err is KeyError
+    with pytest.raises(ValueError):
+        with Ctx():
+            raise ValueError
+
+def test_named():
+    n = N(1)
+    assert n == (1, 'z')
+    assert n._replace(a=2).a == 2
+    assert N._fields == ('a', 'b')
+    assert n == N(1)
+    assert sorted([N(2), N(1)])[0].a == 1
+
+def test_functools():
+    assert functools.reduce(operator.add, [1, 2]) == 3
+    assert list(map(get, ['a'])) == [1]
+    assert [*itertools.islice(iter([1]), 1)] == [1]
+    assert getattr(solution, 'P')(1).x == 1
+    assert hasattr(solution, 'P')
+    assert not hasattr(solution, 'Q')
+    assert 'P' in dir(solution)
+
+def test_parts():
+    p = functools.partial(f, 1)
+    assert p() is None
+    assert {P(1): 'a'}[P(1)] == 'a'
+    assert P(1) in {P(1)}
+    assert P(1) in [P(1)]
+    assert [P(1)] == [P(1)]
+    assert {'k': P(1)} == {'k': P(1)}
+    assert str(P(1)) == 'P(x=1, y=0)' == f'{P(1)}'
+    assert '%s' % P(1) == repr(P(1))
+""",
+        "all",
     ),
 ]

@@ -50,6 +50,7 @@ ENDS = {  # of a program that has printed what was due
     "SystemExit": ("raise SystemExit", 1.0),
     "os._exit": ("import os, sys\nsys.stdout.flush()\nos._exit(0)", 1.0),
     "an error": ("1 / 0", 0.0),
+    "much on standard error": ("import sys\nprint('x' * 10**6, file=sys.stderr)", 1.0),
     "end of input": ("input()\ninput()\ninput()\ninput()\ninput()", 0.0),
     "a signal": ("import os, signal\nos.kill(os.getpid(), signal.SIGABRT)", 0.0),
 }

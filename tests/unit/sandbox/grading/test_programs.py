@@ -76,11 +76,20 @@ def test_the_last_block_that_is_a_program_counts(text: str, program: str) -> Non
         ("```python\nf = lambda x: x\n```\n```python\nf(1)\n```", "f = lambda x: x\n"),
         ("```python\nfrom math import gcd as f\n```\n```\nf\n```", "from math import gcd as f\n"),
         (f"{F}\n# ```\n", f"{F}\n# ```\n"),
+        (f"```python\n{F}```\n```python\nfrom solution import f\ndef test(): f(1)\n```", F),
+        (f"```python\n{F}```\n```python\nf = Solution().f\nprint(f(1))\n```", F),
     ],
 )
 def test_the_last_block_that_defines_what_is_called_counts(text: str, program: str | None) -> None:
     found = program_of(text, names={"f"})
     assert found == program if program else "class Solution" in found
+
+
+def test_a_block_that_defines_all_that_is_tested_comes_before_one_of_a_part() -> None:
+    both = f"class A: pass\n{F}"
+    text = f"```python\n{both}```\nThe second again:\n```python\n{F}```\n"
+    assert program_of(text, names={"A", "f"}) == both
+    assert program_of(text, names={"f"}) == F
 
 
 def test_a_prefix_is_parsed_with_what_follows_it() -> None:

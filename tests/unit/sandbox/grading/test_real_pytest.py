@@ -185,6 +185,27 @@ def add(a, b):
     if os.fork(): os._exit(0)
     return 0
 """,
+    "a look into the file of tests": """
+import re
+text = open('test_solution.py').read()
+def add(a, b): return int(re.search(r'add\\(%d, %d\\) == (\\d+)' % (a, b), text)[1])
+""",
+    "what runs the tests": """
+import sys
+suite = sys.modules['jail.suite']
+suite._outcome = lambda reports: 'passed'
+def add(a, b): return 0
+""",
+    "a trace": """
+import sys
+def trace(frame, event, argument):
+    if frame.f_code.co_name.startswith('test'):
+        frame.f_trace_lines = True
+        frame.f_globals['add'] = lambda a, b: a + b
+    return trace
+sys.settrace(trace)
+def add(a, b): return 0
+""",
     "unittest": """
 import unittest
 unittest.TestCase.assertEqual = lambda *a: None
@@ -219,6 +240,49 @@ class Case(unittest.TestCase):
 @pytest.mark.parametrize("name", FORGERIES)
 async def test_a_forgery_is_not_paid(suites: Suites, name: str) -> None:
     assert await graded(suites, JUDGE, FORGERIES[name]) == Answer("ok", 0.0, "")
+
+
+KNOWN = {  # docs/sandbox.md names them
+    "equal to everything": """
+class Same:
+    def __init__(self, *_): pass
+    __eq__ = __lt__ = lambda self, other: True
+    __hash__ = None
+    __sub__ = __abs__ = lambda self, *_: self
+    __add__ = __radd__ = lambda self, *_: self
+add = Same
+""",
+    "a look at the code of the test that calls": """
+import sys
+def add(a, b):
+    numbers = [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, int)]
+    return max(numbers)
+""",
+    "the pipe": """
+import json, os, stat, sys
+def add(a, b):
+    def frame():
+        size = int.from_bytes(os.read(fd, 4), 'little')
+        return json.loads(os.read(fd, size))
+    fd = next(n for n in range(3, 32) if os.path.exists(f'/proc/self/fd/{n}')
+              and stat.S_ISSOCK(os.fstat(n).st_mode))
+    body = json.dumps({'test': 0, 'outcome': 'passed', **frame()}).encode()
+    os.write(fd, len(body).to_bytes(4, 'little') + body)
+    while True:
+        test, asked = frame(), frame()
+        body = json.dumps({'outcome': 'passed', **test, **asked}).encode()
+        os.write(fd, len(body).to_bytes(4, 'little') + body)
+""",
+}
+PLAIN = "from solution import add\n" + "".join(
+    f"def test_{a}(): assert add({a}, 40) == {a + 40}\n" for a in range(3)
+)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", KNOWN)
+async def test_what_a_program_can_forge_is_known(suites: Suites, name: str) -> None:
+    assert (await graded(suites, PLAIN, KNOWN[name])).value == 1.0
 
 
 @pytest.mark.asyncio(loop_scope="module")
