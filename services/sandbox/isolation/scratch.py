@@ -1,4 +1,4 @@
-"""Scratch directories on disk, for jails that have none in memory: made, and cleared away."""
+"""Directories on disk in which jails work, where no mount namespace gives them one in memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import os
 import secrets
 import tempfile
 
+from services.sandbox.isolation.users import PLAIN_ID
+
+PREFIX = "meshrl-jail-"
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def made(user: int) -> str:
-    """A new directory that belongs to `user`; to ourselves if that is 0."""
-    scratch = tempfile.mkdtemp(prefix="meshrl-jail-")
-    if user:
-        os.chown(scratch, user, user)
-    return scratch
+def make(user: int) -> str:
+    """A new one; as root, of that user, or with 0 of the one that jails share."""
+    place = tempfile.mkdtemp(prefix=PREFIX)
+    if os.getuid() == 0:
+        os.chown(place, user or PLAIN_ID, user or PLAIN_ID)
+    return place
 
 
-def cleared(scratch: str) -> bool:
+def remove(place: str) -> bool:
     """Removes it with all that a program has left there, however deep, closed or named; False if
     somebody still writes there, or it is not ours.
 
@@ -28,9 +31,9 @@ def cleared(scratch: str) -> bool:
     mark, number = secrets.token_hex(8), 0
     pending = [""]
     try:
-        top = os.open(scratch, DIRECTORY)
+        top = os.open(place, DIRECTORY)
     except OSError:
-        return not os.path.lexists(scratch)
+        return not os.path.lexists(place)
     try:
         os.chmod(f"/proc/self/fd/{top}", 0o700)
         while pending:
@@ -46,7 +49,7 @@ def cleared(scratch: str) -> bool:
                 os.close(folder)
             if name:
                 os.rmdir(name, dir_fd=top)
-        os.rmdir(scratch)
+        os.rmdir(place)
     except OSError:
         return False
     finally:
@@ -56,9 +59,9 @@ def cleared(scratch: str) -> bool:
 
 def _entries(folder: int) -> list[bytes]:
     """The names in a directory, which is opened for it."""
-    place = f"/proc/self/fd/{folder}"
-    os.chmod(place, 0o700)
-    return os.listdir(os.fsencode(place))
+    opened = f"/proc/self/fd/{folder}"
+    os.chmod(opened, 0o700)
+    return os.listdir(os.fsencode(opened))
 
 
 def _moved_up(folder: int, entry: bytes, top: int, name: str) -> bool:

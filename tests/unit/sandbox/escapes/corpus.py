@@ -31,9 +31,9 @@ EVERYWHERE = ("cgroup", "bwrap", "landlock")
 WITHOUT_GROUPS = ("bwrap", "landlock")
 _OPEN: dict[tuple[str, ...], dict[str, str]] = {
     EVERYWHERE: {
-        "tests forging": "ends the iteration of the tests (python)"
-        "|ends it by a class of its own (python)|lies by methods (python)"
-        "|is every error (python)|swallows what a callback asserts (python)",
+        "tests forging": "lies by methods (python)|swallows what a callback asserts (python)"
+        "|a made object that is equal to all (python)"
+        "|learns the number from what it is compared with (python)",
     },
     WITHOUT_GROUPS: {
         "memory": "shared maps that children keep|children that hold some each",

@@ -1,39 +1,58 @@
-"""Scratch directories are cleared away whatever a program has left there."""
+"""Nothing that a jail leaves in its directory on disk keeps that from being removed."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from services.sandbox.isolation import scratch
 
-DEEP = 2500  # directories in each other: more than a path or Python's recursion has room for
+ROOT = Path(__file__).parents[4]
+LEFT = """
+import os, sys
+from services.sandbox.isolation import scratch
+place, outside = scratch.make(0), scratch.make(0)
+os.chdir(place)
+os.makedirs("closed/within/more")
+open("closed/within/more/file", "w").close()
+os.symlink(outside, "link")
+os.symlink("nowhere", "closed/link")
+os.mkfifo("closed/pipe")
+os.chmod("closed/within", 0)
+os.chmod("closed", 0)
+for _ in range(3000):
+    os.mkdir("deep" * 10)
+    os.chdir("deep" * 10)
+os.chdir("/")
+os.chmod(outside, 0o755)
+os.chmod(place, 0)
+scratch.remove(place)
+assert not os.path.lexists(place)
+assert os.stat(outside).st_mode & 0o777 == 0o755
+scratch.remove(outside)
+"""
 
 
-def test_nothing_is_left_of_what_is_deep_closed_linked_or_oddly_named(tmp_path: Path) -> None:
-    (outside := tmp_path / "outside").mkdir()
-    (outside / "kept").write_text("x")
-    place = Path(scratch.made(0))
-    (place / "link").symlink_to(outside)
-    (place / "closed" / "within").mkdir(parents=True)
-    (place / "closed" / "within" / "link").symlink_to(outside)
-    for name in (b"\xff\xfe", b"line\nbreak", b"-rf"):
-        (place / os.fsdecode(name)).write_text("")
-    fd = os.open(place, os.O_RDONLY)
-    for _ in range(DEEP):
-        os.mkdir("d", dir_fd=fd)
-        below = os.open("d", os.O_RDONLY, dir_fd=fd)
-        os.close(fd)
-        fd = below
-    os.close(fd)
-    (place / "closed" / "within").chmod(0)
-    (place / "closed").chmod(0)
-    place.chmod(0)
-    assert scratch.cleared(str(place))
-    assert not place.exists() and (outside / "kept").read_text() == "x"
+def test_a_plain_user_removes_closed_and_deep_directories_and_follows_no_link() -> None:
+    become = ["-m", "tests.unit.sandbox.plain_user", sys.executable] if os.getuid() == 0 else []
+    done = subprocess.run(
+        [sys.executable, *become, "-c", LEFT],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_what_is_gone_counts_as_cleared_and_what_is_no_directory_does_not(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path)
-    assert scratch.cleared(str(tmp_path / "gone"))
-    assert not scratch.cleared(str(tmp_path / "link"))
+@pytest.mark.needs("root")
+def test_root_gives_it_to_the_user_of_the_jail() -> None:
+    place = scratch.make(1_900_000_007)
+    assert os.stat(place).st_uid == os.stat(place).st_gid == 1_900_000_007
+    scratch.remove(place)
+    assert not os.path.lexists(place)
