@@ -26,6 +26,7 @@ from . import allowed, frames, guest, kernel, landlock, memory, refusals, seccom
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
 OUT_OF_TIME_GRACE_S = 1  # after SIGXCPU, which a program may handle, comes SIGKILL
+SIGNALS = 1024  # queued signals and timers: kernel memory that no other limit counts
 OWN_PROCESSES = 1  # the keeper itself counts among its user's
 OWN = ("keeper", "usage")  # descriptors that no guest gets
 SETUP_FAILED = 70
@@ -216,6 +217,7 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
+        (resource.RLIMIT_SIGPENDING, SIGNALS, SIGNALS),
     ):
         try:
             resource.setrlimit(which, (soft, soft if hard is None else hard))
