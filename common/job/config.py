@@ -167,10 +167,11 @@ class RewardConfig(Table):
 class SandboxConfig(Table):
     """`[sandbox]`: the limits of code that the model wrote."""
 
-    tier: Literal["cgroup", "bwrap", "landlock"] = "bwrap"  # isolation that the model's code needs
+    tier: Literal["runner", "cgroup", "bwrap", "landlock"] = "bwrap"  # the least isolation
     processes: Count = 1  # sandbox processes of the mesh
     python: File = ""  # interpreter of the model's code; empty: ours, with the standard library
     root: File = ""  # directory or OCI bundle that is its file system; empty: the host's /usr
+    runner: list[str] = field(default_factory=list)  # starts a container for each call
     imports: list[str] = field(default_factory=list)  # modules that it finds imported already
     wall_s: Annotated[float, Ge(0.1)] = 10.0  # for one call, less what it waited for a core
     cpu_s: Annotated[float, Ge(0.1)] = 10.0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-ORDER = ("none", "landlock", "bwrap", "cgroup")
+ORDER = ("none", "landlock", "bwrap", "cgroup", "runner")
 MEANING = {
     "none": "none",
     "landlock": "Landlock + seccomp",
     "bwrap": "bwrap + seccomp + rlimits",
     "cgroup": "bwrap + seccomp + cgroup",
+    "runner": "a container for each call",
 }
 
 

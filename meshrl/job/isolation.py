@@ -28,7 +28,7 @@ def found(sandbox: SandboxConfig | None = None) -> Isolation:
     """
     command = [sys.executable, "-m", "services.sandbox.isolation.tiers"]
     if sandbox is not None:
-        names = ("python", "root", "imports")
+        names = ("python", "root", "runner", "imports")
         command.append(json.dumps({name: getattr(sandbox, name) for name in names}))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True)
@@ -43,9 +43,10 @@ def require(config: JobConfig) -> None:
         return
     isolation, demanded = found(config.sandbox), config.sandbox.tier
     if not suffices(isolation.tier, demanded):
+        runner = f" by sandbox.runner {config.sandbox.runner[0]}" if config.sandbox.runner else ""
         raise Refused(
             f"{', '.join(sorted(set(config.jailed)))} run code that the model wrote, which takes "
-            f"{MEANING[demanded]} (sandbox.tier); this host has {isolation.meaning}",
+            f"{MEANING[demanded]} (sandbox.tier); this host has {isolation.meaning}{runner}",
             fix=isolation.fix,
         )
     if isolation.problem:

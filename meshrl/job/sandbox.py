@@ -12,6 +12,7 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.job import builtin, images
 from common.job.config import JobConfig, RewardPartConfig, SandboxConfig
+from common.job.runners import Runner
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
 TOLERANCES = frozenset({"rel_tol", "abs_tol"})
@@ -23,10 +24,30 @@ def check(config: JobConfig, fail: Fail) -> None:
     _tools(config, fail)
     _rewards(config, fail)
     sandbox = config.sandbox
+    if sandbox.runner:
+        _runner(sandbox, fail)
+    elif sandbox.tier == "runner":
+        wrong = "sandbox.tier: a container for each call takes a sandbox.runner"
+        raise fail("sandbox.tier", wrong, 'Set sandbox.runner = ["runsc"]')
     if sandbox.root:
         _image(sandbox, fail)
+    elif sandbox.runner and not Runner(tuple(sandbox.runner)).bundled:
+        return  # the interpreter's path is the container's
     elif sandbox.python and not os.access(sandbox.python, os.X_OK):
         raise fail("sandbox.python", f"there is no interpreter at {sandbox.python}", "")
+
+
+def _runner(sandbox: SandboxConfig, fail: Fail) -> None:
+    """Its program is there, and what the job shows it can be shown."""
+    runner = Runner(tuple(sandbox.runner))
+    try:
+        runner.check()
+    except ConfigError as error:
+        raise fail("sandbox.runner", f"sandbox.runner: {error.message}", error.fix) from error
+    if sandbox.root and not runner.bundled:
+        wrong = f"sandbox.root: containers of {runner.name} bring a file system of their own"
+        fix = "Leave sandbox.root out, or name a runtime of OCI bundles with {bundle} and {id}"
+        raise fail("sandbox.root", wrong, fix)
 
 
 def _image(sandbox: SandboxConfig, fail: Fail) -> None:
@@ -137,10 +158,14 @@ def _built_in(part: RewardPartConfig, table: str, fail: Fail) -> None:
 
 def absolute(sandbox: SandboxConfig, base: Path) -> SandboxConfig:
     """With absolute paths. The interpreter's stays as it is: links lead out of a virtual
-    environment; in an image it is a path inside.
+    environment; in an image or a container it is a path inside.
     """
     root = sandbox.root and os.path.abspath(base / Path(sandbox.root).expanduser())
     python = sandbox.python
-    if python and not root:
+    runner = list(sandbox.runner)
+    elsewhere = root or (runner and not Runner(tuple(runner)).bundled)
+    if python and not elsewhere:
         python = os.path.abspath(base / python)
-    return replace(sandbox, root=root, python=python)
+    if runner and "/" in runner[0]:
+        runner[0] = os.path.abspath(base / Path(runner[0]).expanduser())
+    return replace(sandbox, root=root, python=python, runner=runner)

@@ -55,8 +55,8 @@ def verifiers(job: JobFile) -> None:
 def sandbox(job: JobFile) -> None:
     """The interpreter of the model's code runs, and has what the job imports there."""
     config = job.config.sandbox
-    if config.root or not config.python:  # an image's interpreter is run where it is contained
-        return
+    if config.root or config.runner or not config.python:
+        return  # of an image or a container: it is run where it is contained
     names = config.imports
     ran = _run(Path(config.python), f"import {', '.join(['sys', *names])}", IMPORT_S)
     if isinstance(ran, str):

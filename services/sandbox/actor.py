@@ -63,7 +63,7 @@ class SandboxActor(Actor):
         self._launchers: dict[Interpreter, JailLauncher] = {}
         self._loading = asyncio.Lock()
         self._outcomes: Counter[str] = Counter()
-        self._found: tiers.Found | None = None
+        self._found: dict[Interpreter | None, tiers.Found] = {}  # of a runner; None: of this host
         self._homes: cgroups.Homes | None = None
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -104,7 +104,8 @@ class SandboxActor(Actor):
                     await job.stop()
                 await self._make_room()
             workers = sum(pool.size for pool in self._jobs[m.job].pools)
-            tier = self._found.meaning if self._found and self._jobs[m.job].jailed else ""
+            jailed = self._jobs[m.job].jailed
+            tier = jailed.isolation if jailed is not None else ""
             return Loaded(job=m.job, workers=workers, tier=tier)
 
     async def _loaded(self, m: LoadJob) -> LoadedJob:
@@ -138,31 +139,44 @@ class SandboxActor(Actor):
             return None
         demanded = m.jail.tier
         log = self._logs / "jails.log" if self._logs else None
-        if self._found is None:
-            self._found = await tiers.find(self._host, self._clock, log)
-            self._homes = cgroups.find() if self._found.tier == "cgroup" else None
-            if self._homes is not None:
-                cgroups.sweep(self._homes)
-        if not isolation.suffices(self._found.tier, demanded):
+        interpreter = interpreter_of(m.jail)
+        found = await self._find(interpreter, log)
+        if not isolation.suffices(found.tier, demanded):
             raise Refused(
                 f"{', '.join(uses)} of job {m.job} run code that the model wrote, which takes "
-                f"{isolation.MEANING[demanded]}; this host has {self._found.meaning}",
+                f"{isolation.MEANING[demanded]}; this host has {found.meaning}",
                 where=self._name,
-                fix=self._found.fix,
+                fix=found.fix,
             )
-        if m.jail.root and self._found.tier == "landlock":
+        if m.jail.root and found.tier == "landlock":
             raise Refused(
                 f"sandbox.root of job {m.job} takes bubblewrap: Landlock shows the host's files",
                 where=self._name,
-                fix=self._found.fix,
+                fix=found.fix,
             )
-        tier = "landlock" if self._found.tier == "landlock" else "bwrap"
-        interpreter = interpreter_of(m.jail)
+        tier = found.tier if found.tier in ("landlock", "runner") else "bwrap"
         launcher = self._launcher(interpreter, tier, log)
         await launcher.start()
         # One with pytest begins when the first row asks for it.
         suites = self._launcher(with_pytest(interpreter), tier, log)
-        return Jailed(launcher, suites, self._clock, self._slots, m)
+        return Jailed(launcher, suites, self._clock, self._slots, m, found.meaning)
+
+    async def _find(self, interpreter: Interpreter, log: Path | None) -> tiers.Found:
+        """The tier of this host, or of a job's runner on it; each is tried once."""
+        runner = interpreter if interpreter.runner else None
+        if runner not in self._found:
+            if not self._found:
+                self._homes = cgroups.find()
+                if self._homes is not None:
+                    cgroups.sweep(self._homes)
+            if runner is None:
+                self._found[None] = await tiers.find(self._host, self._clock, log)
+            else:
+                found = await tiers.of_runner(runner, self._host, self._clock, log)
+                if found.tier == "none":  # what is missing may be installed, and the job come again
+                    return found
+                self._found[runner] = found
+        return self._found[runner]
 
     def _launcher(self, interpreter: Interpreter, tier: str, log: Path | None) -> JailLauncher:
         """The one of this interpreter, for all jobs."""
@@ -172,7 +186,7 @@ class SandboxActor(Actor):
                 self._clock,
                 tier,
                 interpreter,
-                self._homes,
+                self._homes if tier != "landlock" else None,
                 log,
                 self._waits,
                 self._ends,

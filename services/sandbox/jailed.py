@@ -30,8 +30,10 @@ class Jailed:
         clock: Clock,
         slots: JailSlots,
         loaded: LoadJob,
+        isolation: str,
     ) -> None:
-        """`suites` makes jails with pytest."""
+        """`suites` makes jails with pytest; `isolation` says in words what contains them."""
+        self.isolation = isolation
         self._suites = real_pytest.Suites(suites)
         jail = loaded.jail
         self._launcher, self._slots, self._job = launcher, slots, loaded.job

@@ -92,6 +92,7 @@ def jail_settings(config: JobConfig) -> JailSettings:
         tier=sandbox.tier,
         python=sandbox.python,
         root=sandbox.root,
+        runner=sandbox.runner,
         imports=sandbox.imports,
         wall_s=sandbox.wall_s,
         cpu_s=sandbox.cpu_s,

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 THINKING_END = re.compile(r"(?<![\"'])(?<![^`]`)</think>(?![\"'])")  # not in a program's text
 THINKING = "<think>"
 FENCE = "```"
-OPENING = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})(.*)")
+MARKS = r"(?:\s*<[^<>`]{1,40}>)*"  # as </answer> or what ends a turn, on the line of a fence
+OPENING = re.compile(MARKS + r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})(.*)")
 BEHIND_TEXT = re.compile(r"(\s*)\S.*?(?<!`)(`{3,})((?:python|py)\w*)\s*", re.IGNORECASE)
 TAG = re.compile(r"[{.\s]*([\w+#.-]*)")
 STATEMENT = re.compile(r"\s*(?:(?:import|from|def|class|print)\b|\w+\s*=)")
@@ -170,7 +171,7 @@ def _block(
 
 def _ends(lines: list[str], start: int, fence: str) -> Iterator[int]:
     """Where lines are that may close a block; in a program's texts such lines are none."""
-    closing = re.compile(rf"[ \t]*{re.escape(fence[0])}{{{len(fence)},}}\s*")
+    closing = re.compile(rf"[ \t]*{re.escape(fence[0])}{{{len(fence)},}}{MARKS}\s*")
     for at in range(start, len(lines)):
         if closing.fullmatch(lines[at]):
             yield at

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.api.sandbox import JailSettings
 from common.job import images
+from common.job.runners import Runner
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Interpreter:
     places: tuple[str, ...]  # where it and its packages lie
     warm: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()  # that lie elsewhere, in one directory, to warm if it lacks them
+    runner: tuple[str, ...] = ()  # what starts a container for each call, in place of bubblewrap
     root: str = ""  # the file system that it lies in, where that is not the host's
 
     @classmethod
@@ -31,19 +33,30 @@ class Interpreter:
 
 
 def interpreter_of(jail: JailSettings) -> Interpreter:
-    """Ours, or the one that the job names: with what is installed for it."""
+    """Ours, or the one that the job names: with what is installed for it; ConfigError if its image
+    or its runner is not to be used.
+    """
+    runner = tuple(jail.runner)
+    if runner:
+        Runner(runner).check()
+    if runner and not Runner(runner).bundled:
+        python = jail.python or "python3"
+        return Interpreter(python, False, (), tuple(jail.imports), runner=runner)
+    return replace(_here(jail), warm=tuple(jail.imports), runner=runner)
+
+
+def _here(jail: JailSettings) -> Interpreter:
+    """One whose files lie on this host."""
     if jail.root:
         root = images.tree(jail.root)
-        python = images.python_of(root, jail.python)
-        return Interpreter(python, False, (), tuple(jail.imports), root=str(root))
+        return Interpreter(images.python_of(root, jail.python), False, (), root=str(root))
     if not jail.python:
-        own = Interpreter.own()
-        return Interpreter(own.python, own.isolated, own.places, tuple(jail.imports))
+        return Interpreter.own()
     named = Path(jail.python)
     base = _base_of(named)
     places = {str(place) for place in (named.parent.parent, base) if place is not None}
     shown = tuple(sorted(place for place in places if not place.startswith("/usr")))
-    return Interpreter(str(named), False, shown, tuple(jail.imports))
+    return Interpreter(str(named), False, shown)
 
 
 def _base_of(python: Path) -> Path | None:

@@ -7,10 +7,8 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -19,29 +17,33 @@ import psutil
 
 from common.clock import Clock
 from common.errors import MeshError, PeerLost
+from common.job.runners import Runner
 from common.process import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import KILLED, Ends
-from services.sandbox.isolation import users
+from services.sandbox.isolation import scratch, users
 from services.sandbox.isolation.cgroups import Cgroup, Homes
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.outer import PLAIN_ID, Outer
+from services.sandbox.isolation.outer import Outer
 from services.sandbox.isolation.pipes import Output, Pipe
+from services.sandbox.isolation.runners import leftovers
+from services.sandbox.isolation.runners.spawner import Spawner
 from services.sandbox.isolation.zygotes import Zygote, ZygoteSilent
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
 AT_ONCE = 1 << 14  # characters of a program that a socket's buffer surely holds
 TRIES = 3  # attempts to start a jail, should its zygote have ended
-GROUPS_MOST = 64  # that are kept; with fewer, another one is made at once
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
 GUEST_NICE = 10  # of guests that no control group weighs: behind their keepers and this process
 _NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
+RUNNER_BYTES = 256 << 20  # of a runner's own processes and the kernel in them; runsc has 60 MiB
+RUNNER_PROCESSES, RUNNER_THREADS = 256, 4  # threads of its own, and for one of the guest
 
 
 class JailLauncher:
@@ -66,6 +68,7 @@ class JailLauncher:
         self._groups: deque[Cgroup] = deque()
         self._users = deque(users.given())  # of which no jail is, longest unused first
         self._made: list[Cgroup] = []
+        self._folders: list[Path] = []  # of a runner's containers
         self.started = 0  # jails
 
     @property
@@ -95,20 +98,9 @@ class JailLauncher:
     async def _start(self) -> None:
         self._drop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        interpreter = self._interpreter
-        outer = Outer(
-            self.tier,
-            theirs.fileno(),
-            interpreter.python,
-            interpreter.isolated,
-            interpreter.places,
-            interpreter.warm,
-            interpreter.packages,
-            interpreter.root,
-        )
         try:
             child = self._host.spawn(
-                [sys.executable, "-m", "services.sandbox.isolation.outer", outer.argument()],
+                [sys.executable, "-m", *self._command(theirs.fileno())],
                 name="zygote",
                 log=self._log,
                 own_session=True,
@@ -137,6 +129,35 @@ class JailLauncher:
                 fix="its output is in the sandbox's log; `meshrl doctor` names what this host has",
             )
         self._zygote = zygote
+
+    def _command(self, control: int) -> list[str]:
+        """The module that becomes, or leads to, what is asked for jails, and its argument."""
+        given = self._interpreter
+        if given.runner:
+            self._folders.append(leftovers.folder())
+            spawner = Spawner(
+                control,
+                str(self._folders[-1]),
+                given.runner,
+                given.python,
+                given.isolated,
+                given.places,
+                given.warm,
+                given.packages,
+                given.root,
+            )
+            return ["services.sandbox.isolation.runners.spawner", spawner.argument()]
+        outer = Outer(
+            self.tier,
+            control,
+            given.python,
+            given.isolated,
+            given.places,
+            given.warm,
+            given.packages,
+            given.root,
+        )
+        return ["services.sandbox.isolation.outer", outer.argument()]
 
     def _drop(self) -> None:
         if self._zygote is not None:
@@ -227,7 +248,7 @@ class JailLauncher:
         zygote = self._zygote
         assert zygote is not None
         group = await self._group(limits)
-        scratch, slot = "", self._users.popleft() if self._users else -1
+        place, slot = "", self._users.popleft() if self._users else -1
         output = Output(limits.output_bytes)
         pipes = [Pipe()]
         fds: dict[str, int] = {}
@@ -250,18 +271,18 @@ class JailLauncher:
             request["nice"] = 0 if self._homes and self._homes.cpu else GUEST_NICE
             request["counted"] = group is not None
             request["user"] = users.block(zygote.child.pid) + slot if slot >= 0 else 0
-            if self.tier != "bwrap":
-                scratch = _scratch(request["user"])
-                request |= {"scratch": scratch, "readable": self._readable()}
-                if not request["user"]:
-                    request["limits"]["processes"] += _processes_of_user()
+            if self.tier == "landlock":
+                place = scratch.make(request["user"])
+                request |= {"scratch": place, "readable": self._readable()}
+            if not request["user"] and (self.tier == "landlock" or self._shares_users):
+                request["limits"]["processes"] += _processes_of_user()
             packet = json.dumps(request).encode()
             answer = zygote.send(packet, list(fds.values()))
         except BaseException as error:
             for pipe in pipes:
                 pipe.close()
             output.close()
-            self._given_back(group, scratch, slot)
+            self._given_back(group, place, slot)
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 self._ended(zygote)
             raise
@@ -274,7 +295,7 @@ class JailLauncher:
         other = pipes[1] if cells else None
 
         def ended() -> None:
-            self._given_back(group, scratch, slot)
+            self._given_back(group, place, slot)
             zygote.left()
 
         return Jail(self.clock, limits, pipes[0], other, output, group, ended), zygote, answer
@@ -292,15 +313,30 @@ class JailLauncher:
             return None
         group = self._empty_group()
         for _ in range(LEAVING_LOOKS):
-            if group is not None or len(self._made) < GROUPS_MOST:
-                break
+            if group is not None or not self._groups or self._interpreter.runner:
+                break  # a container takes longer to be taken down than another group to be made
             await self.clock.sleep(LEAVING_S)
             group = self._empty_group()
         if group is None:
             group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(_NUMBERS)}")
             self._made.append(group)
-        group.limit(limits.memory_bytes + OVERHEAD_BYTES, limits.processes)
+        more = self._overhead(limits)
+        group.limit(limits.memory_bytes + more[0], limits.processes + more[1])
         return group
+
+    def _overhead(self, limits: JailLimits) -> tuple[int, int]:
+        """Bytes and processes of a group beside the guest's."""
+        if not self._interpreter.runner:
+            return OVERHEAD_BYTES, 0
+        # A kernel's files are its memory, and it has threads for each of its processes.
+        more = RUNNER_PROCESSES + RUNNER_THREADS * limits.processes
+        return RUNNER_BYTES + limits.scratch_bytes, more
+
+    @property
+    def _shares_users(self) -> bool:
+        """Whether a container's kernel counts processes of its user elsewhere, too."""
+        runner = self._interpreter.runner
+        return bool(runner) and not Runner(runner).runsc
 
     def _empty_group(self) -> Cgroup | None:
         for _ in range(len(self._groups)):
@@ -312,19 +348,22 @@ class JailLauncher:
             self._groups.append(group)
         return None
 
-    def _given_back(self, group: Cgroup | None, scratch: str, slot: int) -> None:
+    def _given_back(self, group: Cgroup | None, place: str, slot: int) -> None:
         if slot >= 0:
             self._users.append(slot)
         if group is not None:
             self._groups.append(group)
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+        if place:
+            scratch.remove(place)
 
     async def stop(self) -> None:
         zygote = self._zygote
         self._drop()
         if zygote is not None:
             await zygote.child.wait(DRAIN_S)
+        for folder in self._folders:
+            await leftovers.settled(self.clock, folder)
+        self._folders = []
         for group in self._made:
             for _ in range(100):
                 if group.empty():
@@ -332,14 +371,6 @@ class JailLauncher:
                 await self.clock.sleep(0.02)
             group.remove()
         self._made, self._groups = [], deque()
-
-
-def _scratch(user: int) -> str:
-    """A directory on disk, where no mount namespace gives one in memory."""
-    scratch = tempfile.mkdtemp(prefix="meshrl-jail-")
-    if os.getuid() == 0:
-        os.chown(scratch, user or PLAIN_ID, user or PLAIN_ID)
-    return scratch
 
 
 def _readable(content: bytes) -> int:
@@ -354,7 +385,7 @@ def _readable(content: bytes) -> int:
 
 def _processes_of_user() -> int:
     """Threads that the limit of a jail's user counts already, where it is not the jail's own."""
-    user = PLAIN_ID if os.getuid() == 0 else os.getuid()
+    user = users.PLAIN_ID if os.getuid() == 0 else os.getuid()
     count = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -12,13 +12,14 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.api.sandbox import JailSettings
 from common.clock import Clock, SystemClock
 from common.errors import MeshError
 from common.job.isolation import MEANING
+from common.job.runners import Runner
 from common.process.host import Host, SystemHost
 from services.sandbox.isolation import cgroups
 from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
@@ -37,10 +38,11 @@ DEBIAN = Path("/proc/sys/kernel/unprivileged_userns_clone")
 class Found:
     tier: str
     fix: str  # how to reach a better one; empty: it is the best
+    runner: str = ""  # the program that starts its containers, in the tier that is named so
 
     @property
     def meaning(self) -> str:
-        return MEANING[self.tier]
+        return MEANING[self.tier] + (f" ({self.runner})" if self.runner else "")
 
 
 async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
@@ -60,6 +62,15 @@ async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
     if landlock.abi() >= landlock.TIER and not await tried("landlock", host, clock, log):
         return Found("landlock", no_bwrap(problem))
     return Found("none", no_bwrap(problem))
+
+
+async def of_runner(interpreter: Interpreter, host: Host, clock: Clock, log: Path | None) -> Found:
+    """Whether the containers of a job's runner run programs here, found by running one."""
+    runner = Runner(interpreter.runner)
+    problem = await tried("runner", host, clock, log, interpreter)
+    if not problem:
+        return Found("runner", "", runner.name)
+    return Found("none", f"sandbox.runner: {problem}")
 
 
 async def tried(
@@ -96,7 +107,7 @@ async def unfit(
     """Why the interpreter that a job names does not run in the tier of this host; empty: it does,
     and has what the job imports.
     """
-    if found.tier == "none" or interpreter == Interpreter.own():
+    if found.tier in ("none", "runner") or interpreter == Interpreter.own():
         return ""
     if interpreter.root and found.tier == "landlock":
         return "Landlock shows no other file system than the host's: an image takes bubblewrap"
@@ -155,17 +166,25 @@ def _contained() -> bool:
 
 
 async def _main() -> None:
-    """With a job's settings as JSON it is also said why its interpreter does not run, if so."""
+    """With a job's settings as JSON it is also said why its interpreter does not run, if so; its
+    runner is tried in place of this host's tiers.
+    """
     host, clock, problem = SystemHost(), SystemClock(), ""
-    found = await find(host, clock, Path(os.devnull))
-    if sys.argv[1:]:
-        with tempfile.NamedTemporaryFile(prefix="meshrl-probe-") as log:
-            try:
-                interpreter = interpreter_of(JailSettings(**json.loads(sys.argv[1])))
-                problem = await unfit(found, interpreter, host, clock, Path(log.name))
-            except MeshError as error:
-                problem = error.message
-    print(json.dumps({**asdict(found), "meaning": found.meaning, "problem": problem}))
+    asked = JailSettings(**json.loads(sys.argv[1])) if sys.argv[1:] else JailSettings()
+    with tempfile.NamedTemporaryFile(prefix="meshrl-probe-") as log:
+        place = Path(log.name)
+        try:
+            interpreter = interpreter_of(asked)
+            if interpreter.runner:
+                found = await of_runner(interpreter, host, clock, place)
+            else:
+                found = await find(host, clock, Path(os.devnull))
+                problem = await unfit(found, interpreter, host, clock, place)
+        except MeshError as error:
+            found = Found("none", error.fix or error.message)
+            problem = error.message
+    said = {"tier": found.tier, "fix": found.fix, "meaning": found.meaning, "problem": problem}
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
             _namespaces(request["limits"], request["user"], proc)
             kernel.drop_capabilities()
         else:
-            if request["user"]:
+            if request["user"] and tier == "landlock":
                 _become(request["user"])
                 kernel.drop_capabilities()
             os.setsid()
@@ -51,11 +51,15 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         # It holds for us, too: what we call from here on must be among what goes through.
-        refused = refusals.Refusals(seccomp.install(policy, listen=True))
+        held = tier != "runner"  # else the guest alone, which becomes another user before
+        refused = refusals.Refusals(seccomp.install(policy, listen=True) if held else -1)
         program = frames.receive(channel)
         ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
         if child == 0:
+            if not held:
+                _become_plain(request["user"])
+                seccomp.install(policy)
             _become_guest({**fds, "closed": closed}, request, program, tier, proc)
         os.close(proc)
         os.close(closed)
@@ -151,10 +155,10 @@ def _become_guest(
             os.dup2(fds[name], place)
             os.close(fds[name])
         scratch = request.get("scratch", SCRATCH)
-        if tier == "bwrap":
-            os.setsid()
-        else:
+        if tier == "landlock":
             landlock.restrict(request["readable"], [scratch, "/dev/null"])
+        elif tier == "bwrap":
+            os.setsid()
         limit(request["limits"], laps="cells" in fds or "peer" in fds)
         os.chdir(scratch)
         if scratch != SCRATCH:
@@ -165,6 +169,18 @@ def _become_guest(
     os.write(fds["closed"], repr(time.monotonic()).encode())
     os.close(fds["closed"])
     guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
+
+
+def _become_plain(user: int) -> None:
+    """The guest's own user, where the keeper is root in a container: it cannot reach the keeper.
+    Where the container has no other user, it has no capabilities, at least.
+    """
+    if os.getuid() != 0:
+        return
+    try:
+        _become(user)
+    except OSError:
+        kernel.drop_capabilities()
 
 
 def _go_first(proc: int) -> None:
@@ -194,7 +210,11 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        resource.setrlimit(which, (soft, soft if hard is None else hard))
+        try:
+            resource.setrlimit(which, (soft, soft if hard is None else hard))
+        except ValueError:
+            if which != resource.RLIMIT_MSGQUEUE:  # gVisor's cannot be set; the filter refuses them
+                raise
 
 
 def environment() -> None:

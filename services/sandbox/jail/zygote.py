@@ -39,7 +39,7 @@ def serve(control: socket.socket, tier: str) -> None:
     users = kernel.mapped_users()
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if tier == "bwrap" else -1
     while True:
-        packet, fds = _received(control)
+        packet, fds = received(control)
         if not packet:
             return
         request = json.loads(packet)
@@ -60,7 +60,7 @@ def serve(control: socket.socket, tier: str) -> None:
         control.send(DONE)
 
 
-def _received(control: socket.socket) -> tuple[bytes, list[int]]:
+def received(control: socket.socket) -> tuple[bytes, list[int]]:
     """A packet and its descriptors; socket.recv_fds, which Python 3.8 does not have."""
     fds = array.array("i")
     room = socket.CMSG_SPACE(DESCRIPTORS * fds.itemsize)
@@ -83,12 +83,12 @@ def refuse(fd: int, error: OSError) -> None:
         return
 
 
-def warm(packages: Any, tier: str, searched_last: str = "") -> None:
+def warm(packages: Any, tier: str, searched_last: str = "", usual: str = WARM) -> None:
     """`searched_last` is a directory for what is not found elsewhere; jails do not search it."""
     _import_random()
     if searched_last:
         sys.path.append(searched_last)
-    for name in [*WARM.split(), *packages]:
+    for name in [*usual.split(), *packages]:
         try:
             __import__(name)
         except ImportError as error:

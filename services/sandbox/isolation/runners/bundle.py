@@ -1,0 +1,115 @@
+"""The OCI bundle of a jail: a root of our own making, read-only, with an interpreter and nothing of
+this host that bubblewrap would not show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.sandbox.isolation.outer import INSIDE, LINKS, OPTIONAL, OURS, PACKAGES, SYSTEM
+
+JAIL = str(Path(__file__).parents[2] / "jail")
+# The keeper is root inside, which is not root here, and needs no more: the guest gets a user of its
+# own, and is ended from there.
+CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
+READ_ONLY = ("bind", "ro", "nosuid", "nodev")
+OPEN_FILES = 1024  # of the relay and the keeper; the guest has a limit of its own
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What lies in the root: files and directories by their place inside, and links."""
+
+    binds: dict[str, str]  # inside -> on this host
+    links: dict[str, str]  # inside -> what it says
+
+
+def of_host(places: tuple[str, ...], packages: tuple[str, ...]) -> Shown:
+    """The host's programs and libraries, and where an interpreter and its packages lie."""
+    binds = {place: place for place in (*SYSTEM, *OPTIONAL) if os.path.exists(place)}
+    links = {}
+    for link in LINKS:
+        if os.path.islink(link):
+            links[link] = os.readlink(link)
+        elif os.path.isdir(link):
+            binds[link] = link
+    return Shown({**binds, **dict(zip(places, places, strict=True)), **_ours(packages)}, links)
+
+
+def of_image(root: str, packages: tuple[str, ...]) -> Shown:
+    """What lies at the top of an image; its links there lead nowhere but inside."""
+    binds, links = {}, {}
+    for name in sorted(set(os.listdir(root)) - set(OURS)):
+        place = os.path.join(root, name)
+        if os.path.islink(place):
+            links[f"/{name}"] = os.readlink(place)
+        else:
+            binds[f"/{name}"] = place
+    return Shown({**binds, **_ours(packages)}, links)
+
+
+def _ours(packages: tuple[str, ...]) -> dict[str, str]:
+    named = {f"{PACKAGES}/{os.path.basename(package)}": package for package in packages}
+    return {**named, f"{INSIDE}/jail": JAIL}
+
+
+def lay_out(root: Path, shown: Shown) -> None:
+    """Makes the root: the places on which the rest is bound, and the links."""
+    for inside, place in shown.binds.items():
+        target = root / inside.lstrip("/")
+        if os.path.isdir(place):
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch()
+    for name in ("proc", "dev", "tmp", "etc"):
+        (root / name).mkdir(exist_ok=True)
+    for inside, text in shown.links.items():
+        (root / inside.lstrip("/")).symlink_to(text)
+    for made in (root, *(each for each in root.rglob("*") if not each.is_symlink())):
+        made.chmod(0o755)
+
+
+def configuration(
+    root: Path, shown: Shown, arguments: list[str], limits: dict[str, Any]
+) -> dict[str, Any]:
+    """`config.json` of the OCI runtime specification, 1.0."""
+    scratch = ["nosuid", "nodev", "mode=1777", f"size={limits['scratch_bytes']}"]
+    mounts: list[dict[str, Any]] = [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]},
+        {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": scratch},
+    ]
+    for inside, place in shown.binds.items():
+        options = list(READ_ONLY)
+        mounts.append({"destination": inside, "type": "bind", "source": place, "options": options})
+    kinds = ("effective", "permitted", "bounding")
+    return {
+        "ociVersion": "1.0.2",
+        "hostname": "jail",
+        "root": {"path": str(root), "readonly": True},
+        "process": {
+            "terminal": False,
+            "user": {"uid": 0, "gid": 0},
+            "cwd": "/",
+            "args": arguments,
+            "env": ["PATH=/usr/local/bin:/usr/bin:/bin", "LANG=C.UTF-8"],
+            "noNewPrivileges": True,
+            "capabilities": {kind: list(CAPABILITIES) for kind in kinds},
+            "rlimits": [{"type": "RLIMIT_NOFILE", "soft": OPEN_FILES, "hard": OPEN_FILES}],
+        },
+        "mounts": mounts,
+        "linux": {
+            "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
+            "maskedPaths": ["/proc/kcore", "/proc/keys", "/sys/firmware"],
+            "readonlyPaths": ["/proc/sys", "/proc/sysrq-trigger"],
+        },
+    }
+
+
+def write(place: Path, document: dict[str, Any]) -> None:
+    (place / "config.json").write_text(json.dumps(document))

@@ -1,0 +1,133 @@
+"""The first process in a runner's container: it carries the channels of a jail over its standard
+input and output, and starts the jail's keeper.
+
+What is outside speaks to it as `mux` says, after one frame that says what this jail is. The keeper
+and the guest have sockets and pipes as in any jail. As the first process it ends the container, and
+so whatever is left in it, when the keeper has ended or the outside has closed the channel.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from typing import Any, NoReturn
+
+from . import frames, keeper, mux, zygote
+
+DRAIN_S = 5.0  # for what was printed before the end to go out
+LEFT_S = 1.0  # the same where processes may be left that hold the pipes: we are not the first
+OUTPUTS = (mux.STDOUT, mux.STDERR)
+
+
+def main() -> NoReturn:
+    incoming, outgoing = _own_pipes()
+    request = frames.receive(incoming)
+    zygote.warm(request["warm"], "runner", request["searched_last"], usual="")
+    _scratch(request)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is left to us
+    ends, fds = _channels(request["channels"])
+    if os.fork() == 0:
+        for fd in (incoming, outgoing, *ends.values()):
+            os.close(fd)
+        proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        keeper.keep(fds, request, "runner", proc)
+    for fd in fds.values():
+        os.close(fd)
+    _carry(mux.Mux(incoming, outgoing), ends)
+    _end(request)
+
+
+def _own_pipes() -> tuple[int, int]:
+    """Our standard input and output, out of the way of everybody else's."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
+    return incoming, outgoing
+
+
+def _scratch(request: dict[str, Any]) -> None:
+    """The guest's directory, which is the guest's own."""
+    place = request["scratch"]
+    if not os.path.isdir(place):
+        os.mkdir(place, 0o700)
+        if os.getuid() == 0:
+            try:
+                os.chown(place, request["user"], request["user"])
+            except OSError:  # the container has no other user
+                return
+
+
+def _channels(names: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Our ends, and the jail's: pipes for the standard streams, sockets for the rest."""
+    ours, theirs = {}, {}
+    for name in names:
+        if name == "stdin":
+            theirs[name], ours[name] = os.pipe()
+        elif name in ("stdout", "stderr"):
+            ours[name], theirs[name] = os.pipe()
+        else:
+            one, other = socket.socketpair()
+            ours[name], theirs[name] = one.detach(), other.detach()
+    return ours, theirs
+
+
+def _carry(link: mux.Mux, ends: dict[str, int]) -> None:
+    """Until the keeper has ended, or the outside wants no more. What the guest has printed goes
+    before the keeper's report, which is the last word.
+    """
+    keepers = ends.pop("keeper")
+    link.attach(mux.KEEPER, writing=os.dup(keepers))
+    link.attach(mux.CONTROL, took=lambda _: None)
+    for name, fd in ends.items():
+        number = mux.NAMED[name]
+        reading = -1 if name == "stdin" else fd
+        writing = -1 if name in ("stdout", "stderr") else fd
+        link.attach(number, reading, writing)
+    link.send(mux.CONTROL, frames.pack({"python": list(sys.version_info[:3])}))
+    report = _report(link, keepers)
+    alone = os.getpid() == 1
+    if alone:
+        _kill_all()
+    end = time.monotonic() + (DRAIN_S if alone else LEFT_S)
+    while not link.over and any(map(link.reads, OUTPUTS)) and time.monotonic() < end:
+        link.step(end - time.monotonic())
+    link.send(mux.KEEPER, report)
+    link.flush(DRAIN_S)
+
+
+def _report(link: mux.Mux, keepers: int) -> bytes:
+    """What the keeper says last; empty when the outside has closed the channel before."""
+    report = bytearray()
+    while not link.over:
+        if keepers not in link.step(3600.0, [keepers]):
+            continue
+        try:
+            part = os.read(keepers, 1 << 16)
+        except BlockingIOError:
+            continue
+        except OSError:
+            part = b""
+        if not part:
+            break
+        report += part
+    return bytes(report)
+
+
+def _kill_all() -> None:
+    """Everybody else in the container."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except OSError:  # there is nobody
+        return
+
+
+def _end(request: dict[str, Any]) -> NoReturn:
+    if request["scratch"] != keeper.SCRATCH:
+        shutil.rmtree(request["scratch"], ignore_errors=True)
+    os._exit(0)

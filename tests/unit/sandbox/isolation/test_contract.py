@@ -1,0 +1,191 @@
+"""What every jail does, whatever contains it: the tiers of bubblewrap and Landlock, gVisor's runsc,
+an OCI runtime by its template, and a container of any other command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.api.sandbox import JailSettings
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from services.sandbox.grading.code import Grading
+from services.sandbox.isolation import cgroups
+from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails import Ran
+from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.runners import leftovers
+from services.sandbox.isolation.slots import JailSlots
+from services.sandbox.sessions import Sessions
+
+STANDIN = str(Path(__file__).with_name("standin"))
+LIMITS = JailLimits(wall_s=6.0, cpu_s=3.0, memory_bytes=128 * MIB, output_bytes=4096)
+QUICK = JailLimits(wall_s=1.0, cpu_s=0.5, memory_bytes=128 * MIB, output_bytes=4096)
+
+
+@dataclass(frozen=True)
+class Kind:
+    tier: str
+    runner: tuple[str, ...] = ()
+
+    def interpreter(self) -> Interpreter:
+        readable = self.tier == "landlock" or self.runner == (STANDIN,)  # by every user
+        python = "/usr/bin/python3" if readable else ""
+        return interpreter_of(JailSettings(runner=list(self.runner), python=python))
+
+
+KINDS = [
+    pytest.param(Kind("bwrap"), id="bwrap", marks=pytest.mark.needs("bwrap")),
+    pytest.param(Kind("landlock"), id="landlock", marks=pytest.mark.needs("landlock", "python3")),
+    pytest.param(
+        Kind("runner", (STANDIN,)), id="standin", marks=pytest.mark.needs("bwrap", "python3")
+    ),
+    pytest.param(Kind("runner", ("runsc",)), id="runsc", marks=pytest.mark.needs("runsc")),
+]
+
+
+@pytest.fixture(params=KINDS)
+async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JailLauncher]:
+    kind: Kind = request.param
+    log = tmp_path / "jails.log"
+    homes = cgroups.find() if kind.tier != "landlock" else None
+    made = JailLauncher(SystemHost(), SystemClock(), kind.tier, kind.interpreter(), homes, log)
+    await made.start()
+    yield made
+    await made.stop()
+    assert not containers()
+
+
+def containers() -> list[int]:
+    """Processes that a runner of ours has left."""
+    return marked(f"{leftovers.PREFIX}{os.getpid()}-")
+
+
+def marked(place: str) -> list[int]:
+    """Processes of containers whose names begin so."""
+    mark = f"{leftovers.MARK}={place}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and mark in Path(f"/proc/{name}/environ").read_bytes():
+                found.append(int(name))
+    return found
+
+
+async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> Ran:
+    return await launcher.run({"mode": "program", "source": source}, limits, b"hello")
+
+
+async def test_programs_end_by_type(launcher: JailLauncher) -> None:
+    read = "import sys\nprint(sys.stdin.read().upper())\nprint('oh', file=sys.stderr)\nsys.exit(3)"
+    cases = [
+        (read, LIMITS, "ok", 3),
+        ("import time\ntime.sleep(60)", QUICK, "timeout", -9),
+        ("while True: pass", QUICK, "timeout", -9),
+        ("print('x' * 10_000)", QUICK, "output_limit", None),
+        ("bytearray(1 << 30)", LIMITS, "out_of_memory", 72),
+        ("open('/usr/x', 'w')", LIMITS, "refused", 77),
+        ("import socket\nsocket.socket()", LIMITS, "refused", 77),
+        ("import os\nos.kill(os.getpid(), 11)", LIMITS, "crashed", -11),
+    ]
+    found = await asyncio.gather(*(ran(launcher, source, limits) for source, limits, _, _ in cases))
+    for (source, _, status, code), each in zip(cases, found, strict=True):
+        assert each.status == status, (source, each)
+        assert code is None or each.exit == code, (source, each)
+    assert (found[0].stdout, found[0].stderr) == (b"HELLO\n", b"oh\n")
+    assert len(found[3].stdout) <= 4096
+
+
+async def test_what_was_printed_before_the_end_comes_back_whole(launcher: JailLauncher) -> None:
+    limits = JailLimits(wall_s=30.0, cpu_s=10.0, output_bytes=4 * MIB)
+    found = await ran(launcher, "for i in range(3000): print(str(i % 10) * 999)", limits)
+    assert found.status == "ok" and len(found.stdout) == 3_000_000
+    assert found.stdout.endswith(b"9\n")
+
+
+async def test_a_session_keeps_its_state_and_ends_with_its_interpreter(
+    launcher: JailLauncher,
+) -> None:
+    sessions = Sessions(launcher, SystemClock(), LIMITS, 4, 600.0)
+    try:
+        assert (await sessions.run("a", "x = 41")).status == "ok"
+        assert (await sessions.run("a", "x + 1")).stdout == b"42\n"
+        printed = await sessions.run("a", "print('y' * 3000, 'end')")
+        assert printed.stdout.endswith(b"y end\n")
+        lost = await sessions.run("a", "import os\nprint('last')\nos._exit(5)")
+        assert lost.status == "crashed" and lost.stdout == b"last\n"
+    finally:
+        sessions.close()
+
+
+async def test_answers_are_graded_by_calls_and_by_tests_in_a_jail_of_their_own(
+    launcher: JailLauncher,
+) -> None:
+    calls = {"function": "f", "cases": [{"args": [2], "output": 4}, {"args": [3], "output": 9}]}
+    tests = """
+from solution import f, Box
+
+def test_a():
+    assert f(3) == 9
+
+def test_b():
+    box = Box([1, 2])
+    assert len(box.items) == 2 and f(2) == 4
+"""
+    source = "class Box:\n    def __init__(self, items): self.items = items\ndef f(x): return x * x"
+    wrong = source.replace("x * x", "x + x")
+    slots = JailSlots(SystemClock(), 4)
+
+    async def score(answer: str, tests: object) -> float:
+        grading = Grading(launcher, slots, "job", LIMITS, {"tests": "tests"})
+        turns = [{"role": "model", "text": answer}]
+        graded = await grading.reward({"tests": tests}, turns)
+        assert graded.status == "ok", graded
+        return float(graded.value)
+
+    scores = await asyncio.gather(
+        score(source, calls), score(source, tests), score(wrong, calls), score(wrong, tests)
+    )
+    assert scores == [1.0, 1.0, 0.5, 0.5]
+
+
+async def test_a_call_that_is_given_up_leaves_nothing(launcher: JailLauncher) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for turns in range(8):  # at each await of its beginning
+        call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
+        for _ in range(turns * turns):
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    call = asyncio.create_task(ran(launcher, "import time\ntime.sleep(60)"))
+    await asyncio.sleep(0.5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await launcher.stop()
+    assert not containers()
+    own = f"{leftovers.PREFIX}{os.getpid()}-"
+    assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(own)]
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_what_a_cell_printed_is_there_when_it_has_ended(launcher: JailLauncher) -> None:
+    """However much it is, and though it comes by another way than the cell's answer."""
+    limits = JailLimits(wall_s=30.0, cpu_s=10.0, output_bytes=4 * MIB)
+    sessions = Sessions(launcher, SystemClock(), limits, 1, 600.0)
+    try:
+        for size in (10, 40_000, 1_500_000, 10):
+            found = await sessions.run("a", f"print('z' * {size})")
+            assert found.status == "ok" and len(found.stdout) == size + 1
+    finally:
+        sessions.close()

@@ -1,0 +1,144 @@
+"""What runners add to the contract of a jail: limits from outside, ends, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails import JailFailed
+from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.isolation.runners import leftovers
+from tests.unit.sandbox.isolation.test_contract import STANDIN, Kind, containers, marked, ran
+
+
+@pytest.fixture
+async def standin(tmp_path: Path) -> AsyncIterator[JailLauncher]:
+    kind = Kind("runner", (STANDIN,))
+    log = tmp_path / "jails.log"
+    made = JailLauncher(SystemHost(), SystemClock(), "runner", kind.interpreter(), None, log)
+    yield made
+    await made.stop()
+
+
+@pytest.mark.needs("bwrap", "python3")
+async def test_memory_and_time_are_bounded_from_outside_too(
+    standin: JailLauncher, tmp_path: Path
+) -> None:
+    """Each process is within what the keeper bounds; all of them together are not."""
+    many = """
+import os
+reading, writing = os.pipe()
+for _ in range(5):
+    if os.fork() == 0:
+        block = bytearray(b"x" * (90 << 20))
+        os.write(writing, b"x")
+        os.read(os.pipe()[0], 1)
+os.read(os.pipe()[0], 1)
+"""
+    spinning = (
+        "import os\nfor _ in range(4):\n    if os.fork() == 0:\n        while True: pass\nos.wait()"
+    )
+    limits = JailLimits(wall_s=60.0, cpu_s=30.0, memory_bytes=128 * MIB, scratch_bytes=MIB)
+    found = await ran(standin, many, limits)
+    assert found.status == "out_of_memory"
+    found = await ran(standin, spinning, JailLimits(wall_s=60.0, cpu_s=0.2))
+    assert (found.status, found.error) == ("timeout", "over 0.2 s of CPU time")
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("echo no kernel here >&2; exit 3", "ended at its start with status 3: no kernel here"),
+        ("echo welcome to this container; cat", "what it says is no jail's: b'welcome"),
+        ("exec /nowhere/python", "ended at its start with status 127"),
+    ],
+)
+async def test_a_runner_that_starts_no_jail_says_why(
+    tmp_path: Path, script: str, says: str
+) -> None:
+    program = tmp_path / "runner"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    interpreter = Kind("runner", (str(program),)).interpreter()
+    log = tmp_path / "jails.log"
+    launcher = JailLauncher(SystemHost(), SystemClock(), "runner", interpreter, None, log)
+    try:
+        with pytest.raises(JailFailed) as caught:
+            await ran(launcher, "print(1)")
+    finally:
+        await launcher.stop()
+    assert says in str(caught.value) and not containers()
+
+
+SANDBOX = r"""
+import asyncio, sys
+from pathlib import Path
+from tests.unit.sandbox.isolation.test_contract import LIMITS, Kind
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from services.sandbox.isolation.jail_launcher import JailLauncher
+
+async def main():
+    interpreter = Kind("runner", (sys.argv[1],)).interpreter()
+    launcher = JailLauncher(SystemHost(), SystemClock(), "runner", interpreter, None, None)
+    source = "print('up', flush=True)\nimport time\ntime.sleep(600)"
+    jail = await launcher.open({"mode": "program", "source": source}, LIMITS)
+    while not jail.stdout:
+        await asyncio.sleep(0.01)
+    print("up", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "runner",
+    [
+        pytest.param(STANDIN, id="standin", marks=pytest.mark.needs("bwrap", "python3")),
+        pytest.param("runsc", id="runsc", marks=pytest.mark.needs("runsc")),
+    ],
+)
+@pytest.mark.parametrize("killed", ["the sandbox", "all of ours"])
+async def test_a_killed_sandbox_leaves_no_container(runner: str, killed: str) -> None:
+    """Bridges end theirs; where they are killed with it, the next start of a runner does."""
+    sandbox = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SANDBOX, runner, stdout=asyncio.subprocess.PIPE
+    )
+    assert sandbox.stdout is not None
+    async with asyncio.timeout(60):
+        assert await sandbox.stdout.readline() == b"up\n"
+    mark = f"{leftovers.PREFIX}{sandbox.pid}-"
+    places = [p for p in os.listdir(tempfile.gettempdir()) if p.startswith(mark)]
+    assert places
+    if killed == "all of ours":
+        for pid in bridges(sandbox.pid):
+            os.kill(pid, signal.SIGKILL)
+    sandbox.kill()
+    await sandbox.wait()
+    async with asyncio.timeout(60):
+        while marked(places[0]) or (killed == "the sandbox" and contents(places[0]) - {"root"}):
+            await asyncio.sleep(0.02)
+    leftovers.sweep()
+    assert not [p for p in os.listdir(tempfile.gettempdir()) if p.startswith(mark)]
+
+
+def bridges(sandbox: int) -> list[int]:
+    """The processes of ours below a sandbox, from the spawner down."""
+    found = psutil.Process(sandbox).children(recursive=True)
+    return [each.pid for each in found if any("spawner" in word for word in each.cmdline())]
+
+
+def contents(place: str) -> set[str]:
+    return set(os.listdir(os.path.join(tempfile.gettempdir(), place)))
