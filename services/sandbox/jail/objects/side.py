@@ -51,7 +51,7 @@ class Side:
         self._streams = sys.stdout, sys.stderr  # others get what the solution prints
         self.turn: Callable[[bool], None] | None = None  # told when the other side takes long
         self.patience_s = 0.0  # of waiting for the other side, until that is told
-        self._told = False
+        self._told = self._answering = False
         self.wants_warnings = False  # the tests look for warnings: the solution's come over
         self.files: Any = None  # with it, files come over
         self._live: list[tuple[int, Any, list[Any]]] = []  # containers got as attributes
@@ -98,6 +98,8 @@ class Side:
         if base and self.trusted:  # a list of a class of the tests is data to the solution
             return message.packed(operations.content(value), depth + 1)
         if self.trusted and not operations.handable(value):
+            if self._answering:  # the solution has asked for it: a wrong one spares itself no zero
+                raise TypeError(f"a solution cannot have a {kind.__qualname__} of its tests")
             self.refuse(
                 f"an object of {kind.__module__}.{kind.__qualname__} handed to the solution"
             )
@@ -335,6 +337,7 @@ class Side:
             else:
                 found = operations.OPERATIONS[operation](target, *arguments)
             answer["changed"] = message.changed()
+            self._answering = True
             answer["value"] = message.packed(found)
             if operation in ("get", "item") and type(found) in values.MUTABLE:
                 answer["live"] = self.keep(found)
@@ -343,6 +346,7 @@ class Side:
         except BaseException as error:
             answer = {"changed": message.changed(), "raised": self.message().packed(error)}
         finally:
+            self._answering = False
             if recorded is not None:
                 recorded.stop()
         if recorded is not None:

@@ -157,6 +157,10 @@ def f(*given):
             except Exception:
                 pass
         try:
+            thing.lock
+        except TypeError:
+            pass
+        try:
             thing.called_once = thing.assert_called_once_with = lambda *a: None
         except Exception:
             pass
@@ -170,6 +174,7 @@ from solution import f
 SECRET = 5
 class Own:
     _secret = {"SECRET": 5}
+    lock = __import__("threading").Lock()
     def method(self): pass
 def numbers():
     yield 1
