@@ -7,6 +7,7 @@ at all is BadTests, and what no runner could judge by is Unsupported: neither is
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from common.grading.support import Unsupported
 DEPTH = 200  # nesting of one value; the same as in `jail/plain.py`
 DIGITS = 100_000  # of a whole number in JSON text; reading more would hold up all other calls
 CHUNK = 4_000  # digits that `int` reads at once, below where it refuses a text
+SCALARS = {bool, int, float, str, type(None)}
 LINKED = ("ListNode", "TreeNode")  # types of arguments that a corpus builds from lists
 SOLUTION = "solution"  # the module that tests in Python import
 FUNCTION_KEYS = ("function", "fn_name")
@@ -97,11 +99,23 @@ def names(tests: Tests) -> frozenset[str]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # told when they are to run
         return frozenset()
     found: set[str] = set()
+    used: set[str] = set()
+    made: set[str] = set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == SOLUTION:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found |= {node.attr} if node.value.id == SOLUTION else set()
+        elif isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.alias):
+            made.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+    if "*" in found:  # whatever they use and have from nowhere else
+        found = (found - {"*"}) | (used - made)
     return frozenset(found)
 
 
@@ -182,6 +196,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth > DEPTH:
         raise Unsupported(f"a value nested deeper than {DEPTH}")
     if isinstance(value, list | tuple):
+        if set(map(type, value)) <= SCALARS:
+            return list(value)
         return [_plain(item, depth + 1) for item in value]
     if isinstance(value, dict):
         if not all(isinstance(key, str) and key[:1] != "\0" for key in value):

@@ -7,6 +7,7 @@ asked for, and another one goes on behind it. What a program can forge is in doc
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
@@ -33,10 +34,11 @@ PASSED = "passed"
 
 @dataclass(frozen=True)
 class Suites:
-    """Jails with pytest, and the tests of suites that were looked at before."""
+    """Jails with pytest, and what it has said of modules of tests, without a solution."""
 
     launcher: JailLauncher
-    known: OrderedDict[str, list[str]] = field(default_factory=OrderedDict)
+    known: OrderedDict[str, dict[str, Any]] = field(default_factory=OrderedDict)
+    looking: dict[str, asyncio.Lock] = field(default_factory=dict)
 
 
 async def passed(attempt: Attempt, suite: Suites, source: str, tests: str) -> list[bool]:
@@ -82,30 +84,39 @@ async def _jail(attempt: Attempt, suite: Suites, program: dict[str, Any]) -> Jai
 
 
 async def _known(attempt: Attempt, suite: Suites, tests: str) -> list[str]:
-    """The names of the tests without their parameters, one for each set of them."""
-    if tests in suite.known:
-        suite.known.move_to_end(tests)
-        return suite.known[tests]
-    written = suites.read(tests)
+    """The names of the tests without their parameters, one for each set of them. Answers to one row
+    come together: the first one looks.
+    """
+    try:
+        async with suite.looking.setdefault(tests, asyncio.Lock()):
+            if tests not in suite.known:
+                suite.known[tests] = await _looked(attempt, suite, tests)
+    finally:
+        suite.looking.pop(tests, None)
+    suite.known.move_to_end(tests)
+    said = suite.known[tests]
+    while len(suite.known) > shapes.KNOWN:
+        suite.known.popitem(last=False)
+    return _judged(said, suites.read(tests))
+
+
+async def _looked(attempt: Attempt, suite: Suites, tests: str) -> dict[str, Any]:
+    """What pytest says of tests without a solution. BadTests if it comes to no end."""
     for _ in range(RETRIES):
         jail = await _jail(attempt, suite, {"tests": tests})
         try:
             said = await _word(attempt, jail)
-            if said is not None or await ended(jail):
+            if said is not None:
+                return said
+            if await ended(jail):
                 break
         finally:
             jail.close()
-    names = _judged(said, written)
-    suite.known[tests] = names
-    while len(suite.known) > shapes.KNOWN:
-        suite.known.popitem(last=False)
-    return names
+    raise BadTests(f"pytest does not collect them within {attempt.limits.cpu_s:g} s of CPU time")
 
 
-def _judged(said: dict[str, Any] | None, written: suites.Suite) -> list[str]:
-    """What a look at tests without a solution has come to."""
-    if said is None:  # it ran out of its limits
-        return written.tests
+def _judged(said: dict[str, Any], written: suites.Suite) -> list[str]:
+    """The tests that there are, by a look at them without a solution."""
     if "absent" in said:
         fix = "install it there, or pip install 'meshrl[pytest]'"
         raise Unsupported(f"jails have no pytest ({said['absent']}): {fix}")

@@ -7,10 +7,8 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -24,12 +22,12 @@ from common.process import limits as host_limits
 from common.process.host import Host
 from common.runtime.waits import WaitTable
 from services.sandbox.ends import KILLED, Ends
-from services.sandbox.isolation import users
+from services.sandbox.isolation import scratch, users
 from services.sandbox.isolation.cgroups import Cgroup, Homes
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jails import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.limits import JailLimits
-from services.sandbox.isolation.outer import PLAIN_ID, Outer
+from services.sandbox.isolation.outer import Outer
 from services.sandbox.isolation.pipes import Output, Pipe
 from services.sandbox.isolation.runners import leftovers
 from services.sandbox.isolation.runners.spawner import Spawner
@@ -70,6 +68,7 @@ class JailLauncher:
         self._groups: deque[Cgroup] = deque()
         self._users = deque(users.given())  # of which no jail is, longest unused first
         self._made: list[Cgroup] = []
+        self._littered: list[str] = []  # scratch directories that are still to be cleared away
         self._folders: list[Path] = []  # of a runner's containers
         self.started = 0  # jails
 
@@ -250,7 +249,7 @@ class JailLauncher:
         zygote = self._zygote
         assert zygote is not None
         group = await self._group(limits)
-        scratch, slot = "", self._users.popleft() if self._users else -1
+        place, slot = "", self._users.popleft() if self._users else -1
         output = Output(limits.output_bytes)
         pipes = [Pipe()]
         fds: dict[str, int] = {}
@@ -274,8 +273,8 @@ class JailLauncher:
             request["counted"] = group is not None
             request["user"] = users.block(zygote.child.pid) + slot if slot >= 0 else 0
             if self.tier == "landlock":
-                scratch = _scratch(request["user"])
-                request |= {"scratch": scratch, "readable": self._readable()}
+                place = scratch.make(request["user"])
+                request |= {"scratch": place, "readable": self._readable()}
             if not request["user"] and (self.tier == "landlock" or self._shares_users):
                 request["limits"]["processes"] += _processes_of_user()
             packet = json.dumps(request).encode()
@@ -284,7 +283,7 @@ class JailLauncher:
             for pipe in pipes:
                 pipe.close()
             output.close()
-            self._given_back(group, scratch, slot)
+            self._given_back(group, place, slot)
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 self._ended(zygote)
             raise
@@ -297,7 +296,7 @@ class JailLauncher:
         other = pipes[1] if cells else None
 
         def ended() -> None:
-            self._given_back(group, scratch, slot)
+            self._given_back(group, place, slot)
             zygote.left()
 
         return Jail(self.clock, limits, pipes[0], other, output, group, ended), zygote, answer
@@ -350,19 +349,25 @@ class JailLauncher:
             self._groups.append(group)
         return None
 
-    def _given_back(self, group: Cgroup | None, scratch: str, slot: int) -> None:
+    def _given_back(self, group: Cgroup | None, place: str, slot: int) -> None:
         if slot >= 0:
             self._users.append(slot)
         if group is not None:
             self._groups.append(group)
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
+        if place:
+            self._littered.append(place)
+            self._clear()
+
+    def _clear(self) -> None:
+        """Directories of jails that have ended; what still runs there keeps one for a moment."""
+        self._littered = [place for place in self._littered if not scratch.remove(place)]
 
     async def stop(self) -> None:
         zygote = self._zygote
         self._drop()
         if zygote is not None:
             await zygote.child.wait(DRAIN_S)
+        self._clear()
         for folder in self._folders:
             await leftovers.settled(self.clock, folder)
         self._folders = []
@@ -373,14 +378,6 @@ class JailLauncher:
                 await self.clock.sleep(0.02)
             group.remove()
         self._made, self._groups = [], deque()
-
-
-def _scratch(user: int) -> str:
-    """A directory on disk, where no mount namespace gives one in memory."""
-    scratch = tempfile.mkdtemp(prefix="meshrl-jail-")
-    if os.getuid() == 0:
-        os.chown(scratch, user or PLAIN_ID, user or PLAIN_ID)
-    return scratch
 
 
 def _readable(content: bytes) -> int:
@@ -395,7 +392,7 @@ def _readable(content: bytes) -> int:
 
 def _processes_of_user() -> int:
     """Threads that the limit of a jail's user counts already, where it is not the jail's own."""
-    user = PLAIN_ID if os.getuid() == 0 else os.getuid()
+    user = users.PLAIN_ID if os.getuid() == 0 else os.getuid()
     count = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

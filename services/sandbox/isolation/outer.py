@@ -18,7 +18,6 @@ from pathlib import Path
 from services.sandbox.isolation import users
 from services.sandbox.jail import kernel
 
-PLAIN_ID = 64_200  # user and group that own nothing, outside the ranges of distributions
 GATHERED = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
 INSIDE = "/run/meshrl"  # where this package's jail folder lies in a jail
 PACKAGES = f"{INSIDE}/packages"  # and packages that its interpreter lacks
@@ -54,9 +53,9 @@ class Outer:
         return json.dumps(asdict(self))
 
 
-def command(outer: Outer, gathered: dict[str, str], users: int) -> list[str]:
-    """What to execute; `gathered` says where else a place can be reached, `users` is a user
-    namespace to enter, or -1.
+def command(outer: Outer, gathered: dict[str, str], own_users: int) -> list[str]:
+    """What to execute; `gathered` says where else a place can be reached, `own_users` is a
+    user namespace to enter, or -1.
     """
     flags = ["-I", "-S"] if outer.isolated else ["-I"]
     package = INSIDE if outer.tier == "bwrap" else str(Path(__file__).parents[1])
@@ -65,7 +64,7 @@ def command(outer: Outer, gathered: dict[str, str], users: int) -> list[str]:
     if outer.tier != "bwrap":
         return zygote
     argv = ["bwrap", *UNSHARED, "--die-with-parent", "--new-session"]
-    argv += ["--unshare-user"] if users < 0 else ["--userns", str(users)]
+    argv += ["--unshare-user"] if own_users < 0 else ["--userns", str(own_users)]
     # What the loader looks up late, each fork would look up for itself, in pages of its own.
     argv += ["--clearenv", "--setenv", "LD_BIND_NOW", "1", "--hostname", "jail"]
     argv += shown(gathered.get(outer.root, outer.root)) if outer.root else host()
@@ -164,10 +163,10 @@ def main() -> None:
         if outer.tier == "bwrap":
             image = [outer.root] if outer.root else []
             gathered = gather([*outer.places, *outer.packages, jail, *image])
-            own_users = users.namespace(PLAIN_ID)
-            users.become(PLAIN_ID)
+            own_users = users.namespace(users.PLAIN_ID)
+            users.become(users.PLAIN_ID)
         else:
-            users.become_able_to_change(PLAIN_ID)
+            users.become_able_to_change(users.PLAIN_ID)
     os.chdir("/")
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     most = MOST_PROCESSES if hard == resource.RLIM_INFINITY else min(MOST_PROCESSES, hard)

@@ -10,6 +10,7 @@ import os
 
 from services.sandbox.jail import kernel
 
+PLAIN_ID = 64_200  # user and group that own nothing, outside the ranges of distributions
 # Above what distributions, systemd and container engines give out (systemd.io/UIDS-GIDS), below
 # 2^31. An outer jail takes the block of its process number.
 FIRST, OF_ONE, BLOCKS = 1_900_000_000, 4096, 60_000

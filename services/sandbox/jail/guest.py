@@ -68,7 +68,7 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
     except frames.Closed:
         _end(0)
     except SystemExit as request:
-        _end(0 if program.get("graded") else _exit_code(request))  # no judge of a corpus minds
+        _end(_exit_code(request))
     except BaseException as error:
         show(error)
         _end(_status(error))
@@ -95,6 +95,7 @@ def make_streams() -> None:
         setattr(sys, f"__{name}__", text)
     os.close(reading)
     os.close(writing)
+    judged.ready()
 
 
 def seed_random() -> None:

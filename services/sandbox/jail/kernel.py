@@ -23,7 +23,13 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAP_VERSION_3 = 0x20080522
 
 libc = ctypes.CDLL(None, use_errno=True)
+# Looked up here, before any fork, which would do it again.
 libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+libc.mount.argtypes = [*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p]
+libc.unshare.argtypes = [ctypes.c_int]
+libc.setns.argtypes = [ctypes.c_int, ctypes.c_int]
+libc.capset.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+libc.syscall.restype = ctypes.c_long
 
 
 def called(name: str, *arguments: object) -> int:
@@ -36,22 +42,16 @@ def called(name: str, *arguments: object) -> int:
 
 
 def unshare(flags: int) -> None:
-    called("unshare", ctypes.c_int(flags))
+    called("unshare", flags)
 
 
 def setns(fd: int, kind: int) -> None:
-    called("setns", ctypes.c_int(fd), ctypes.c_int(kind))
+    called("setns", fd, kind)
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    called(
-        "mount",
-        source.encode(),
-        target.encode(),
-        kind.encode() or None,
-        ctypes.c_ulong(flags),
-        options.encode() or None,
-    )
+    words = source.encode(), target.encode(), kind.encode() or None
+    called("mount", *words, flags, options.encode() or None)
 
 
 def prctl(option: int, value: int, third: int = 0) -> None:

@@ -19,6 +19,8 @@ PATH_BENEATH = 1
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
 FILE_ONLY = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15
+# Of what may be done where files may be written: no devices, no sockets, no requests to drivers.
+NEVER = 1 << 6 | 1 << 9 | 1 << 11 | 1 << 15
 # Bits of file access, of TCP, and of scopes (abstract sockets, signals) by the ABI that knows them.
 FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 TCP_SINCE, TCP = 4, 3
@@ -51,7 +53,7 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
     attributes = struct.pack("QQQ", *fields)[:size]
     ruleset = _call(CREATE_RULESET, attributes, size, 0)
     try:
-        for paths, access in ((readable, READ), (writable, everything)):
+        for paths, access in ((readable, READ), (writable, everything & ~NEVER)):
             for path in paths:
                 _allow(ruleset, path, access)
         _call(RESTRICT_SELF, ruleset, 0)

@@ -124,6 +124,7 @@ class Watch:
             self._turned(frame["turn"])
             return
         self._laps += 1
+        self._refusals.lap()
         resumes, self._paused = self._paused, bool(frame.get("pause", False))
         if self._paused and frame.get("stop", False):
             self._signal_all(signal.SIGSTOP)

@@ -4,8 +4,6 @@ scratch directory is told with the next question or answer.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 from typing import Any, Iterator
 
@@ -21,22 +19,22 @@ class Files:
 
     def __init__(self, root: str) -> None:
         self._root = os.path.realpath(root)
-        self._known: dict[str, bytes] = {}
+        self._known: dict[str, int] = {}  # a hash of each file's content: it only tells of changes
 
     def changes(self) -> dict[str, str | None]:
-        """Content of what is new or other than it was, as base64; a name that ends with a slash is
-        a directory, None what is gone.
+        """Content of what is new or other than it was, in hexadecimal; a name that ends with a
+        slash is a directory, None what is gone.
         """
         found: dict[str, str | None] = {}
         size = 0
-        now: dict[str, bytes] = {}
+        now: dict[str, int] = {}
         for name, content in self._walk():
-            digest = hashlib.sha256(content).digest()
+            digest = hash(content)
             if self._known.get(name) != digest:
                 size += len(content)
                 if size > ALL_BYTES:
                     break
-                found[name] = base64.b64encode(content).decode()
+                found[name] = content.hex()
             now[name] = digest
         else:
             found.update(dict.fromkeys(set(self._known) - set(now)))
@@ -68,13 +66,13 @@ class Files:
                 self._remove(path.rstrip("/"), name)
             elif name.endswith("/"):
                 os.makedirs(path, exist_ok=True)
-                self._known[name] = hashlib.sha256(b"").digest()
+                self._known[name] = hash(b"")
             else:
-                data = base64.b64decode(content)
+                data = bytes.fromhex(content)
                 os.makedirs(parent, exist_ok=True)
                 with _FILE(path, "wb", opener=_plainly) as file:
                     file.write(data)
-                self._known[name] = hashlib.sha256(data).digest()
+                self._known[name] = hash(data)
 
     def _remove(self, path: str, name: str) -> None:
         self._known.pop(name, None)

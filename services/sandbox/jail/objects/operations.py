@@ -233,6 +233,21 @@ def handable(value: Any) -> bool:
     )
 
 
+# What the solution may name so that the tests have their own of it. Not all of the library: it has
+# classes whose instances equal everything, as that of `unittest.mock.ANY`.
+_SHARED = (
+    "builtins abc array bisect cmath collections collections.abc copy dataclasses datetime decimal "
+    "enum fractions functools heapq inspect io itertools json logging math numbers operator os "
+    "os.path posixpath pathlib random re statistics string struct sys time types typing uuid"
+)
+SHARED = frozenset(_SHARED.split())
+
+
+def is_shared(module: str, found: Any) -> bool:
+    """Whether a module, or a class of it, is the same thing to both sides."""
+    return module in SHARED or (isinstance(found, type) and issubclass(found, BaseException))
+
+
 STRANGE = {"antigravity", "this", "turtle", "turtledemo", "tkinter", "idlelib", "test", "__main__"}
 
 

@@ -19,6 +19,7 @@ from typing import Any, Callable
 from . import values
 from .errors import Mirror
 
+MAKES = ("", "capital", "class")  # see `Place.makes`
 TESTS = "tests"  # name of the module that holds them
 ORDER = ("lt", "le", "gt", "ge")
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
@@ -39,6 +40,7 @@ class Place:
     identity = False  # it equals itself only
     makes = ""  # calling it makes instances under test: "class", or "capital" for a name like GCD
     made = ""  # how its maker was named
+    named = False  # the tests have imported it
     direct = False  # that was the test, by name
     seen = False  # it has seen data in arithmetic
 
@@ -48,10 +50,14 @@ class Place:
     def ask(self, operation: str, *arguments: Any) -> Any:
         return self.side.ask(operation, self.number, *arguments)
 
-    def reached(self, name: str) -> None:
-        """By a name of the solution. If by several, by the one that says least."""
+    def reached(self, name: str, imported: bool = False) -> None:
+        """By a name of the solution: of several that tests import, by the one that says least."""
         makes = naming(name)
-        self.makes = makes if self.makes in ("", "class") and makes else self.makes
+        if imported and self.named:
+            self.makes = min(self.makes, makes, key=MAKES.index)
+        elif imported or not self.makes:
+            self.makes = makes
+        self.named = self.named or imported
 
     def refuse(self, what: str) -> None:
         self.side.refuse(what)
@@ -347,12 +353,56 @@ _MEMBERS = {
     "__str__": _asked("__str__", "str"),
     "__format__": lambda self, spec: vars(self)["_place"].ask("operator", "__format__", spec),
 }
-_CLASSES = {base: _Both(base.__name__, (base,), dict(_MEMBERS)) for base in values.BASES}
+_CLASSES: dict[Any, Any] = {}
+_CHANGED = frozenset(
+    [f"__{name}__" for name in (*ARITHMETIC, *ORDER, *(f"r{name}" for name in ARITHMETIC))]
+    + [f"__{name}__" for name in ("neg", "pos", "abs", "invert", "len", "iter", "bool", "call")]
+)
+_ASKED = {"__len__": "len", "__iter__": "iter", "__bool__": "bool"}
 
 
-def both(data: Any, place: Place) -> Any:
-    """Data whose other attributes are those of an object of the other side."""
-    base = next(base for base in values.BASES if type(data) is base)
-    made = _CLASSES[base](data)
+def overridden(kind: Any, base: Any) -> list[str]:
+    """Operators and public methods of data that a class which derives from it defines anew."""
+    names = [name for name in dir(base) if not name.startswith("_")]
+    return [
+        name
+        for name in (*names, *_CHANGED)
+        if getattr(kind, name, None) is not getattr(base, name, None)
+    ]
+
+
+def _redefined(name: str, base: Any) -> Callable[..., Any]:
+    """An operator or method of the solution's in place of that of data. With data on the other side
+    of it, of numbers and sets that of data decides: it may be the difference to what is expected.
+    """
+    exact = base in (int, float, complex, frozenset)
+
+    def method(self: Any, *others: Any, **named: Any) -> Any:
+        place = vars(self)["_place"]
+        if not name.startswith("__"):
+            return place.ask("get", name)(*others, **named)
+        if name == "__call__":
+            return place.ask("call", list(others), named)
+        ordered = name.strip("_") in ORDER
+        if others and place_of(others[0]) is None and (exact or ordered):
+            plain = getattr(base, name, None)
+            return NotImplemented if plain is None else plain(self, *others)
+        return place.ask(*([_ASKED[name]] if name in _ASKED else ["operator", name]), *others)
+
+    return method
+
+
+def both(data: Any, place: Place, own: tuple[str, ...]) -> Any:
+    """Data whose other attributes are those of an object of the other side, and `own` of those that
+    data has.
+    """
+    base = type(data)
+    if base not in values.BASES:
+        raise ValueError("an object that is data and is none")
+    if (base, own) not in _CLASSES:
+        names = [name for name in own if name in _CHANGED or not name.startswith("_")]
+        members = {**_MEMBERS, **{name: _redefined(name, base) for name in names}}
+        _CLASSES[base, own] = _Both(base.__name__, (base,), members)
+    made = _CLASSES[base, own](data)
     vars(made)["_place"] = place
     return made

@@ -17,7 +17,7 @@ from time import monotonic  # tests may put another in its place
 from typing import Any, Callable
 
 from .. import frames
-from . import coroutines, errors, files, operations, values
+from . import coroutines, errors, operations, remote, values
 from .remote import Place, Remote, both, place_of
 
 ROOT = "/tmp"  # the scratch directory, where the jails of both sides have their own
@@ -51,9 +51,9 @@ class Side:
         self._streams = sys.stdout, sys.stderr  # others get what the solution prints
         self.turn: Callable[[bool], None] | None = None  # told when the other side takes long
         self.patience_s = 0.0  # of waiting for the other side, until that is told
-        self._told = False
+        self._told = self._answering = False
         self.wants_warnings = False  # the tests look for warnings: the solution's come over
-        self.files: files.Files | None = None  # with it, files come over
+        self.files: Any = None  # with it, files come over
         self._live: list[tuple[int, Any, list[Any]]] = []  # containers got as attributes
         self.closed = False
         self._environment: dict[Any, Any] | None = None
@@ -73,23 +73,33 @@ class Side:
             return ["error", self.keep(value), parts]
         if isinstance(value, type):
             module = str(value.__module__)
-            if module in sys.modules and (
-                operations.named_class(module, value.__qualname__) is value
+            if (
+                module in sys.modules
+                and (self.trusted or operations.is_shared(module, value))
+                and operations.named_class(module, value.__qualname__) is value
             ):
-                return ["named", value.__module__, value.__qualname__]
+                return ["named", module, value.__qualname__]
             if issubclass(value, BaseException) and errors.is_own(value):
                 bases = [message.packed(base, depth + 1) for base in value.__bases__]
                 special = [name for name in errors.SPECIAL if name in vars(value)]
                 return ["error class", self.keep(value), value.__name__, bases, special]
-        if kind is types.ModuleType and operations.named_module(value.__name__) is value:
+        if (
+            kind is types.ModuleType
+            and (self.trusted or operations.is_shared(value.__name__, value))
+            and operations.named_module(value.__name__) is value
+        ):
             return ["module", value.__name__]
         data = values.bare(value)
         if data is not None:
-            return ["both", message.packed(data, depth + 1), self.keep(value), kind.__name__]
+            plain = message.packed(data, depth + 1)
+            own = remote.overridden(kind, type(data))
+            return ["both", plain, self.keep(value), kind.__name__, own]
         base = next((b.__name__ for b in values.LIVE if isinstance(value, b)), "")
         if base and self.trusted:  # a list of a class of the tests is data to the solution
             return message.packed(operations.content(value), depth + 1)
         if self.trusted and not operations.handable(value):
+            if self._answering:  # the solution has asked for it: a wrong one spares itself no zero
+                raise TypeError(f"a solution cannot have a {kind.__qualname__} of its tests")
             self.refuse(
                 f"an object of {kind.__module__}.{kind.__qualname__} handed to the solution"
             )
@@ -114,7 +124,9 @@ class Side:
             data = message.unpacked(rest[0], depth + 1)
             number = int(rest[1])
             if number not in self._remotes:
-                self._remotes[number] = both(data, Place(self, number, str(rest[2])[:80]))
+                self._remotes[number] = both(
+                    data, Place(self, number, str(rest[2])[:80]), tuple(map(str, rest[3]))
+                )
             return self._remotes[number]
         if kind == "error":
             number = int(rest[0])
@@ -137,7 +149,7 @@ class Side:
             found = operations.named_module(str(rest[0]))
         else:
             raise ValueError(f"a value of kind {kind!r:.40}")
-        if found is None:
+        if found is None or (self.trusted and not operations.is_shared(str(rest[0]), found)):
             raise ValueError(f"no {kind} {rest[0]!r:.40}")
         return found
 
@@ -309,7 +321,7 @@ class Side:
                     os.environ.pop(name, None)
                     os.environ.update({name: value} if value is not None else {})
             if "files" in frame and not self.trusted:
-                self.files = self.files or files.Files(ROOT)
+                self.files = self.files or shared_files()
                 self.files.change(frame["files"])
             operation = frame["do"]
             target = self._kept[frame["to"]]
@@ -325,6 +337,7 @@ class Side:
             else:
                 found = operations.OPERATIONS[operation](target, *arguments)
             answer["changed"] = message.changed()
+            self._answering = True
             answer["value"] = message.packed(found)
             if operation in ("get", "item") and type(found) in values.MUTABLE:
                 answer["live"] = self.keep(found)
@@ -333,6 +346,7 @@ class Side:
         except BaseException as error:
             answer = {"changed": message.changed(), "raised": self.message().packed(error)}
         finally:
+            self._answering = False
             if recorded is not None:
                 recorded.stop()
         if recorded is not None:
@@ -343,6 +357,13 @@ class Side:
             answer["warned"] = self.message().packed([w.message for w in warned])
         answer["asked"] = frame.get("asked")
         self._send(answer)
+
+
+def shared_files() -> Any:
+    """The scratch directory; few tests use it, so few jails pay for the import."""
+    from . import files
+
+    return files.Files(ROOT)
 
 
 def _simple(value: Any) -> bool:

@@ -36,7 +36,7 @@ class Solution(types.ModuleType):
         value = side.ask("get", 0, name)
         place = place_of(value)
         if place is not None:
-            place.reached(name)
+            place.reached(name, imported=True)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -11,13 +11,12 @@ import types
 from typing import Any, Callable
 
 from .. import frames
-from ..objects.files import Files
-from ..objects.side import ROOT, Side, Unsupported
+from ..objects.side import ROOT, Side, Unsupported, shared_files
 from . import namespace, patching
 from .collecting import Item, collected
 from .fixtures import Filling, Registry, Store
 from .marks import Mark
-from .shim import ExpectedFailure, Skipped, shim
+from .shim import Skipped, shim
 
 FILES = (
     "tmp_path",
@@ -104,7 +103,7 @@ class Tests:
         sys.modules["solution"] = namespace.Solution(side)
         sys.modules["pytest"] = shim(side)
         if files and any(word in source for word in FILES):
-            side.files = Files(ROOT)
+            side.files = shared_files()
         side.wants_warnings = "warn" in source or "deprecated" in source
         if "mock" in source:
             patching.watch_mock(side)
@@ -137,37 +136,21 @@ class Tests:
         return patching.Folders(ROOT)
 
     def outcome(self, number: int) -> dict[str, Any]:
-        """Whether a test has passed, and what it says if not."""
+        """Whether a test has passed, and what it says if not. One that is skipped, or expected to
+        fail, says nothing of the solution, however it ends.
+        """
         if self._skipped:
             return {"passed": False, "error": "skipped"}
         item = self._items[number]
         try:
-            expected = _expected_failure(item)
-            if _skipped(item):
-                return {"passed": False, "error": "skipped"}
-            if expected is not None and expected.kwargs.get("run", True) is False:
-                return {"passed": True, "error": ""}
-        except Exception as error:
-            return _failed(error)
-        found: BaseException | None = None
-        try:
+            for mark in item.marks:
+                if mark.name == "skip" or (
+                    mark.name in ("skipif", "xfail") and _conditional(mark, item)
+                ):
+                    return {"passed": False, "error": mark.name}
             self._whole(item)
-        except (frames.Closed, Unsupported) as error:
-            return _failed(error)
         except BaseException as error:
-            found = error
-        if isinstance(found, ExpectedFailure):
-            return {"passed": True, "error": ""}
-        if isinstance(found, Skipped) or type(found).__name__ == "SkipTest":
-            return {"passed": False, "error": "skipped"}
-        if expected is None:
-            return _failed(found) if found is not None else {"passed": True, "error": ""}
-        kinds = expected.kwargs.get("raises")
-        if found is None:
-            strict = expected.kwargs.get("strict", False)
-            return {"passed": not strict, "error": "passed, though strict" if strict else ""}
-        if kinds is not None and not isinstance(found, kinds):
-            return _failed(found)
+            return _failed(error)
         return {"passed": True, "error": ""}
 
     def _whole(self, item: Item) -> None:
@@ -293,20 +276,6 @@ def _conditional(mark: Mark, item: Item) -> bool:
         return True
     scope = {"sys": sys, "os": __import__("os"), **vars(item.module)}
     return any(eval(c, scope) if isinstance(c, str) else c for c in conditions)
-
-
-def _skipped(item: Item) -> bool:
-    for mark in item.marks:
-        if mark.name == "skip" or (mark.name == "skipif" and _conditional(mark, item)):
-            return True
-    return False
-
-
-def _expected_failure(item: Item) -> Mark | None:
-    for mark in item.marks:
-        if mark.name == "xfail" and _conditional(mark, item):
-            return mark
-    return None
 
 
 def _failed(error: BaseException | None) -> dict[str, Any]:

@@ -494,7 +494,7 @@ def test_x():
 def test_skipped():
     pass
 """,
-        "1111111111111110",
+        "1111111111111100",
     ),
     Row(
         "marks",
@@ -532,7 +532,7 @@ def test_e():
 def test_f():
     assert f() == 1
 """,
-        "1001001",
+        "1000001",
     ),
     Row(
         "yields",
@@ -1417,6 +1417,29 @@ class Single:
             cls._i = super().__new__(cls)
         return cls._i
 
+class Vec(NamedTuple):
+    x: float
+    y: float
+
+    def __add__(self, o):
+        return Vec(self.x + o.x, self.y + o.y)
+
+    def __mul__(self, k):
+        return Vec(self.x * k, self.y * k)
+
+    def __abs__(self):
+        return (self.x ** 2 + self.y ** 2) ** 0.5
+
+    def __lt__(self, o):
+        return abs(self) < abs(o)
+
+    def count(self):
+        return 7
+
+class Mode(IntFlag):
+    A = 1
+    B = 2
+
 class Bus:
 
     def __init__(self):
@@ -1554,6 +1577,17 @@ def test_named():
     assert N._fields == ('a', 'b')
     assert n == N(1)
     assert sorted([N(2), N(1)])[0].a == 1
+
+def test_vec():
+    assert Vec(1, 2) + Vec(1, 1) == Vec(2, 3) == (2, 3)
+    assert Vec(1, 2) * 3 == Vec(3, 6)
+    assert abs(Vec(3, 4)) == 5
+    assert Vec(3, 4) < Vec(4, 4)
+    assert Vec(1, 2).count() == 7
+    assert (Vec(1, 2) + Vec(1, 1)).x == 2
+    assert Mode.A | Mode.B == 3
+    assert (Mode.A | Mode.B) & Mode.A == Mode.A
+    assert Mode.B in Mode.A | Mode.B
 
 def test_functools():
     assert functools.reduce(operator.add, [1, 2]) == 3

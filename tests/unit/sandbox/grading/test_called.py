@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.grading.cases import DEPTH, DIGITS, BadTests, CalledTests, PrintedTests, read
+from common.grading.cases import DEPTH, DIGITS, BadTests, CalledTests, PrintedTests, names, read
 from common.grading.support import Unsupported
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from tests.unit.sandbox.grading.test_printed import Judge
@@ -134,6 +134,15 @@ def test_tests_in_python_are_told_from_json() -> None:
     for source in ("def test_f(): pass", "[1, 2][0]\ndef test(): pass", "{x for x in ()}"):
         assert read(source) == source
     assert read("[]") == PrintedTests([])
+
+
+def test_what_a_program_must_define_is_what_its_tests_ask_for() -> None:
+    assert names(read({"function": "A.f", "cases": []})) == {"A"}
+    assert names(read([])) == set()
+    assert names("import solution as s\nfrom solution import f, A as B\n") == {"f", "A"}
+    assert names("import solution\ndef test(): solution.g()") == {"g"}
+    assert names("from solution import *\nimport math\ndef test(x):\n    y = f(x)\n") == {"f"}
+    assert names("def test(") == set()
 
 
 @pytest.mark.needs("bwrap")

@@ -71,8 +71,17 @@ class TestUnit(unittest.TestCase):
 """
 
 
-async def test_an_object_that_is_equal_to_all_equals_nothing(launcher: JailLauncher) -> None:
-    assert set(await passed(launcher, EQUAL, DATA)) == {"0"}
+BORROWED = """
+import unittest.mock
+f = Point = type(unittest.mock.ANY)
+"""
+
+
+@pytest.mark.parametrize("solution", [EQUAL, BORROWED], ids=["own", "borrowed"])
+async def test_an_object_that_is_equal_to_all_equals_nothing(
+    launcher: JailLauncher, solution: str
+) -> None:
+    assert set(await passed(launcher, solution, DATA)) == {"0"}
 
 
 ALIASED = """
@@ -84,7 +93,8 @@ class Text(str):
     __hash__ = str.__hash__
 class Number(int):
     def __eq__(self, other): return True
-    def __sub__(self, other): return 0
+    def __sub__(self, other): return Number(0)
+    __rsub__ = __xor__ = __sub__
     __hash__ = int.__hash__
 def f(): return Many([3])
 def g(): return Text("no")
@@ -147,6 +157,10 @@ def f(*given):
             except Exception:
                 pass
         try:
+            thing.lock
+        except TypeError:
+            pass
+        try:
             thing.called_once = thing.assert_called_once_with = lambda *a: None
         except Exception:
             pass
@@ -160,6 +174,7 @@ from solution import f
 SECRET = 5
 class Own:
     _secret = {"SECRET": 5}
+    lock = __import__("threading").Lock()
     def method(self): pass
 def numbers():
     yield 1

@@ -1,4 +1,4 @@
-"""Programs that read and print are judged as the corpora's own judges would."""
+"""Programs that read and print are judged as an online judge would."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ ENDS = {  # of a program that has printed what was due
     "exit in a function": ("def main():\n    print(end='')\n    exit(0)\nmain()", 1.0),
     "quit": ("quit()", 1.0),
     "sys.exit": ("import sys\nsys.exit()", 1.0),
-    "sys.exit of a status": ("import sys\nsys.exit(1)", 1.0),
-    "sys.exit of a text": ("import sys\nsys.exit('done')", 1.0),
+    "sys.exit of a status": ("import sys\nsys.exit(1)", 0.0),
+    "sys.exit of a text": ("import sys\nsys.exit('done')", 0.0),
+    "sys.exit of 0": ("import sys\nsys.exit(0)", 1.0),
+    "exit of what main returns": ("import sys\ndef main(): pass\nsys.exit(main())", 1.0),
     "SystemExit": ("raise SystemExit", 1.0),
     "os._exit": ("import os, sys\nsys.stdout.flush()\nos._exit(0)", 1.0),
     "an error": ("1 / 0", 0.0),

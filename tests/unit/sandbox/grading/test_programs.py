@@ -54,6 +54,8 @@ FENCED = 'TEXT = """\n```python\nx\n```\n"""\nprint(TEXT, input())\n'
         (f"<think>```python\n{READS}```", ""),
         ("```python\nprint(input(), '</think>')\n```", "print(input(), '</think>')\n"),
         (f"```python\r\n{READS}```\r\n".replace("\n", "\r\n"), READS),
+        (f"```\nprint(0)\n```\n<answer>```\n{READS}```</answer><|end|>", READS),
+        (f"```\nprint(0)\n```\n<answer>\n```python\n{READS}```\n</answer>", READS),
         ("```python x = 1```", "x = 1"),
         ("```python\nprint(1)```", "print(1)"),
         ("```x = 1\nprint(x)\n```", "x = 1\nprint(x)\n"),
@@ -160,8 +162,9 @@ def test_any_text_has_a_program_or_none(text: str) -> None:
         "</think>" * 30_000,
         "```\n" + "x = 1\n" * 100_000 + "```\n" + "```\nprint()\n```\n" * 1000,
         "\n".join("`" * k for k in range(600, 3, -1)),
+        "<a>" * 70_000 + "\n" + "```" + " " * 100_000 + "<a> " * 20_000,
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_hostile_text_is_soon_read(text: str) -> None:
     begun = time.process_time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -306,8 +307,9 @@ async def test_tests_that_cannot_be_run_are_no_score(suites: Suites) -> None:
         ("x = 1 / 0\ndef test_f(): pass", "bad_value", "ZeroDivisionError"),
         ("def test_f(:", "bad_value", "line 1"),
         ("def test_f(): yield", "bad_value", "yield"),
+        ("while True: pass\ndef test_f(): pass", "bad_value", "does not collect them"),
     ):
-        answer = await graded(suites, tests, ADD)
+        answer = await graded(suites, tests, ADD, case_s=1.0)
         assert answer.status == status and text in answer.error, answer
 
 
@@ -322,3 +324,21 @@ async def test_which_runner(suites: Suites) -> None:
     before = suites.launcher.started
     assert (await graded(suites, JUDGE, ADD, runner="auto")).value == 1.0
     assert suites.launcher.started == before + 2  # solution and tests, a jail each
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_shows_only_when_tests_run_goes_over_to_pytest(suites: Suites) -> None:
+    tests = "from solution import Money\ndef test_money(): assert Money(5) == 5\n"
+    money = "class Money:\n    def __init__(self, n): self.n = n\n"
+    money += "    def __eq__(self, other): return self.n == other\n"
+    assert (await graded(suites, tests, money, runner="auto")).value == 1.0
+    refused = await graded(suites, tests, money, runner="isolated")
+    assert refused.status == "unsupported" and "equality of a Money" in refused.error
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_answers_to_one_row_look_at_its_tests_once(suites: Suites) -> None:
+    tests, before = JUDGE + "# another row\n", suites.launcher.started
+    answers = await asyncio.gather(*(graded(suites, tests, ADD) for _ in range(3)))
+    assert [answer.value for answer in answers] == [1.0] * 3
+    assert suites.launcher.started == before + 1 + 3

@@ -1,0 +1,58 @@
+"""Nothing that a jail leaves in its directory on disk keeps that from being removed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.sandbox.isolation import scratch
+
+ROOT = Path(__file__).parents[4]
+LEFT = """
+import os, sys
+from services.sandbox.isolation import scratch
+place, outside = scratch.make(0), scratch.make(0)
+os.chdir(place)
+os.makedirs("closed/within/more")
+open("closed/within/more/file", "w").close()
+os.symlink(outside, "link")
+os.symlink("nowhere", "closed/link")
+os.mkfifo("closed/pipe")
+os.chmod("closed/within", 0)
+os.chmod("closed", 0)
+for _ in range(3000):
+    os.mkdir("deep" * 10)
+    os.chdir("deep" * 10)
+os.chdir("/")
+os.chmod(outside, 0o755)
+os.chmod(place, 0)
+scratch.remove(place)
+assert not os.path.lexists(place)
+assert os.stat(outside).st_mode & 0o777 == 0o755
+scratch.remove(outside)
+"""
+
+
+def test_a_plain_user_removes_closed_and_deep_directories_and_follows_no_link() -> None:
+    become = ["-m", "tests.unit.sandbox.plain_user", sys.executable] if os.getuid() == 0 else []
+    done = subprocess.run(
+        [sys.executable, *become, "-c", LEFT],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.needs("root")
+def test_root_gives_it_to_the_user_of_the_jail() -> None:
+    place = scratch.make(1_900_000_007)
+    assert os.stat(place).st_uid == os.stat(place).st_gid == 1_900_000_007
+    scratch.remove(place)
+    assert not os.path.lexists(place)

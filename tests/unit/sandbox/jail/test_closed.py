@@ -1,0 +1,130 @@
+"""What lets jails reach each other, their keeper or the depths of the kernel: each is asked for by
+a program, and must come back with its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.jails import Ran
+from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.jail import calls
+
+ROOT = Path(__file__).parents[4]
+LIMITS = JailLimits(wall_s=10.0, cpu_s=5.0, memory_bytes=256 * MIB, open_files=128)
+PROGRAM = """
+import ctypes, fcntl, json, os, signal, socket, struct, time
+NUMBERS = json.loads({numbers!r})
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *arguments):
+    typed = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    if libc.syscall(ctypes.c_long(NUMBERS[name]), *typed) < 0:
+        raise OSError(ctypes.get_errno(), name)
+shared = os.open("/usr/bin/env", os.O_RDONLY)
+lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, 0)
+one, other = socket.socketpair()
+room = ctypes.create_string_buffer(4096)
+tries = {{
+    "aio": lambda: call("io_setup", 8, ctypes.byref(ctypes.c_ulong())),
+    "a descriptor of a process": lambda: call("pidfd_open", os.getpid(), 0),
+    "out of band": lambda: one.send(b"x", socket.MSG_OOB),
+    "out of band, received": lambda: other.recv(1, socket.MSG_OOB),
+    "a queued signal": lambda: call("rt_sigqueueinfo", os.getpid(), 0, room),
+    "the locks of others": lambda: fcntl.fcntl(shared, fcntl.F_GETLK, lock),
+    "the open file locks of others": lambda: fcntl.fcntl(shared, 36, lock),
+    "flock": lambda: fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB),
+    "lease": lambda: fcntl.fcntl(shared, fcntl.F_SETLEASE, fcntl.F_RDLCK),
+    "directory notification": lambda: fcntl.fcntl(os.open("/usr", 0), fcntl.F_NOTIFY, 1),
+    "inotify": lambda: call("inotify_init1", 0),
+    "fanotify": lambda: call("fanotify_init", 0x200, 0),
+    "real time": lambda: os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1)),
+    "a class of the keeper": lambda: os.sched_setscheduler({keeper}, 5, os.sched_param(0)),
+    "cores of the keeper": lambda: os.sched_setaffinity({keeper}, [0]),
+    "priority of the keeper": lambda: os.setpriority(os.PRIO_PROCESS, {keeper}, 19),
+    "priority of the user": lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    "limits of the keeper": lambda: call("prlimit64", {keeper}, 0, 0, room),
+    "comparison": lambda: call("kcmp", os.getpid(), {keeper}, 1, 0, 0),
+    "a handle": lambda: call("name_to_handle_at", -100, b"/usr", room, room, 0),
+    "pages to a pipe": lambda: call("vmsplice", os.pipe()[1], room, 1, 0),
+    "datagrams": lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM),
+    "a name by credentials": lambda: one.setsockopt(1, 16, 1),
+    "a socket": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM),
+    "page cache": lambda: call("mincore", 0, 0, room),
+    "user faults": lambda: call("userfaultfd", 1),
+    "a filter": lambda: call("seccomp", 1, 8, room),
+    "priority of input": lambda: call("ioprio_set", 1, 0, 0),
+    "a trigger": lambda: os.open("/proc/pressure/cpu", os.O_RDWR),
+    "a device": lambda: os.mknod("device", 0o600 | 0o20000, os.makedev(1, 3)),
+    "devices": lambda: len(os.listdir("/dev")) < 12 or print("devices"),
+}}
+done = []
+for name, attempt in tries.items():
+    try:
+        attempt()
+    except OSError:
+        continue
+    done.append(name)
+print(json.dumps(done))
+"""
+TOLD = {
+    *("io_setup", "sendto", "recvfrom", "rt_sigqueueinfo", "flock", "fcntl", "inotify_init1"),
+    *("fanotify_init", "sched_setscheduler", "sched_setaffinity", "setpriority", "prlimit64"),
+    *("kcmp", "name_to_handle_at", "socketpair", "setsockopt", "socket", "userfaultfd", "seccomp"),
+    "ioprio_set",
+}
+
+
+async def tried(tier: str) -> Ran:
+    launcher = JailLauncher(SystemHost(), SystemClock(), tier, Interpreter.own(), None)
+    keeper = "1" if tier == "bwrap" else "os.getppid()"
+    source = PROGRAM.format(numbers=json.dumps(calls.numbers()), keeper=keeper)
+    try:
+        return await launcher.run({"mode": "program", "source": source}, LIMITS)
+    finally:
+        await launcher.stop()
+
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in calls.ARCHITECTURES, reason="no list for this machine"
+)
+
+
+@pytest.mark.needs("bwrap")
+async def test_in_namespaces_all_of_it_is_refused_and_named() -> None:
+    ran = await tried("bwrap")
+    assert (ran.status, json.loads(ran.stdout)) == ("ok", ["devices"]), ran
+    assert set(ran.refused) == TOLD
+
+
+@pytest.mark.needs("landlock", "root")
+def test_without_namespaces_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.sandbox.plain_user", sys.executable, "-c", MAIN],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    status, opened, refused = json.loads(done.stdout)
+    assert (status, opened, set(refused)) == ("ok", [], TOLD)
+
+
+MAIN = """
+import asyncio, json
+from tests.unit.sandbox.jail import test_closed
+ran = asyncio.run(test_closed.tried("landlock"))
+print(json.dumps([ran.status, json.loads(ran.stdout or b'["none"]'), ran.refused]))
+"""
