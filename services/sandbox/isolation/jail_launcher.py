@@ -68,6 +68,7 @@ class JailLauncher:
         self._groups: deque[Cgroup] = deque()
         self._users = deque(users.given())  # of which no jail is, longest unused first
         self._made: list[Cgroup] = []
+        self._littered: list[str] = []  # scratch directories that are still to be cleared away
         self._folders: list[Path] = []  # of a runner's containers
         self.started = 0  # jails
 
@@ -354,13 +355,19 @@ class JailLauncher:
         if group is not None:
             self._groups.append(group)
         if place:
-            scratch.remove(place)
+            self._littered.append(place)
+            self._clear()
+
+    def _clear(self) -> None:
+        """Directories of jails that have ended; what still runs there keeps one for a moment."""
+        self._littered = [place for place in self._littered if not scratch.remove(place)]
 
     async def stop(self) -> None:
         zygote = self._zygote
         self._drop()
         if zygote is not None:
             await zygote.child.wait(DRAIN_S)
+        self._clear()
         for folder in self._folders:
             await leftovers.settled(self.clock, folder)
         self._folders = []

@@ -145,6 +145,10 @@ def test_sum():
 """,
         "def firsts(n):\n    return list(range(n))",
     ),
+    "endless": Suite(
+        "from solution import firsts\ndef test_list():\n    assert list(firsts(2)) == [0, 1]",
+        "def firsts(n):\n    return list(range(n))",
+    ),
     "same": Suite(
         """
 from solution import pick
@@ -289,7 +293,7 @@ def count(text, letter):
     ),
     Forgery(
         "an iterator without end",
-        "list",
+        "endless",
         "import itertools\ndef firsts(n):\n    return itertools.repeat(0)",
     ),
     Forgery(

@@ -14,7 +14,7 @@ from tests.unit.sandbox.escapes import forged_cases, forged_tests, forgeries
 from tests.unit.sandbox.escapes.forging import Forgery, Suite
 
 CASE_S, HANGING_CASE_S = 1.0, 0.2
-BRIEFLY_S = 0.4  # for a forgery that may hang; right answers have longer
+BRIEFLY_S = 0.15  # for a forgery that may hang; right answers have longer
 STYLES: dict[str, tuple[dict[str, Suite], list[Forgery]]] = {
     "stdin": (forged_cases.STDIN, forged_cases.PRINTED),
     "calls": (forged_cases.CALLS, forged_cases.CALLED),

@@ -73,7 +73,7 @@ class Runner:
         self.at_once = asyncio.Semaphore(1 if tier == "landlock" else self.slots.count)
         self.clock = clock
         self.canary, self.own = canary, own
-        self.before = self._outside()
+        self.before, self.littered = self._outside(), set(_scratch())
 
     def _outside(self) -> tuple[object, ...]:
         """What no program may change."""
@@ -231,7 +231,7 @@ class Runner:
             if not left:
                 break
             await self.clock.sleep(0.01)
-        return [f"left behind: {thing}" for thing in (*left, *_scratch())]
+        return [f"left behind: {thing}" for thing in (*left, *set(_scratch()) - self.littered)]
 
 
 def _scratch() -> list[str]:
