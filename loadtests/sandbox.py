@@ -2,7 +2,8 @@
 
 All three run the same program and read its output. Ours is asked through a real sandbox process
 over ZeroMQ; the two peers are started by asyncio, as many at a time as the concurrency says. Rounds
-alternate; rates are medians over rounds, latencies of all calls. `python -m loadtests.sandbox`
+alternate; rates are medians over rounds, latencies of all calls. What jails that spin do to their
+limits and neighbours is `loadtests.sandbox_cpu`, and part of it. `python -m loadtests.sandbox`
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable
 
 from common.clock import SystemClock
 from common.process.host import SystemHost
+from loadtests import sandbox_cpu
 from loadtests.measuring.sandboxed import Place, sandboxed
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
@@ -158,6 +160,7 @@ async def main(seconds: float) -> dict[str, float]:
         for concurrency in CONCURRENCY:
             found |= await measure(place, concurrency, seconds)
             print(json.dumps(found), file=sys.stderr, flush=True)
+        found |= await sandbox_cpu.measured(place, seconds)
         calls = sum(int(found[f"fresh_calls_{c}"]) for c in CONCURRENCY)
         while calls < LEAK_CALLS:
             _, took = await sustained(lambda: jailed(place), 64, 5.0)

@@ -18,6 +18,7 @@ from common.grading.support import Unsupported
 DEPTH = 200  # nesting of one value; the same as in `jail/plain.py`
 DIGITS = 100_000  # of a whole number in JSON text; reading more would hold up all other calls
 CHUNK = 4_000  # digits that `int` reads at once, below where it refuses a text
+SCALARS = {bool, int, float, str, type(None)}
 LINKED = ("ListNode", "TreeNode")  # types of arguments that a corpus builds from lists
 SOLUTION = "solution"  # the module that tests in Python import
 FUNCTION_KEYS = ("function", "fn_name")
@@ -195,6 +196,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if depth > DEPTH:
         raise Unsupported(f"a value nested deeper than {DEPTH}")
     if isinstance(value, list | tuple):
+        if set(map(type, value)) <= SCALARS:
+            return list(value)
         return [_plain(item, depth + 1) for item in value]
     if isinstance(value, dict):
         if not all(isinstance(key, str) and key[:1] != "\0" for key in value):

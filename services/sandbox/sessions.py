@@ -14,7 +14,7 @@ from common.api.sandbox import CRASHED, EVICTED, OK, OUT_OF_MEMORY, REFUSED
 from common.clock import Clock
 from common.errors import BadMessage, DeadlineExceeded, PeerLost
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail, Ran
+from services.sandbox.isolation.jails import GRACE_S, SLOWEST, Jail, Ran, wanted
 from services.sandbox.isolation.limits import JailLimits
 from services.sandbox.jail import guest
 
@@ -185,7 +185,9 @@ class Sessions:
         said = answer.get("exit")  # by an interpreter that the model's code may have changed
         code = said if type(said) is int and 0 <= said < 256 else 1
         status = {guest.OUT_OF_MEMORY: OUT_OF_MEMORY, guest.REFUSED: REFUSED}.get(code, OK)
-        return Ran(status, out, err, code)
+        refused = jail.refuses()
+        error = wanted(refused) if status == REFUSED else ""
+        return Ran(status, out, err, code, error=error, refused=refused)
 
     def _make_room(self) -> None:
         """Ends the session that has been idle for longest, if all places are taken."""

@@ -51,6 +51,9 @@ def program_of(
     fences, and text that is Python with its fences, is the program itself.
     """
     text = _spoken(text.replace("\r\n", "\n"))
+    only = _only(text)
+    if only is not None:
+        return only
     parser = _Parser(prefix)
     blocks = list(_blocks(text, parser))
     if not blocks:
@@ -67,6 +70,23 @@ def program_of(
         return inline
     tagged = [block for block in own if block.kind == PYTHON]
     return (tagged or own)[-1].body
+
+
+def _only(text: str) -> str | None:
+    """The body of a block where it is plain to see: most answers have one, and need no parsing."""
+    if text.count(FENCE) != 2 or "~~~" in text:
+        return None
+    lines = text.split("\n")
+    begin, *ends = (at for at, line in enumerate(lines) if FENCE in line)
+    if not ends:
+        return None
+    end = ends[0]
+    opening, closing = OPENING.fullmatch(lines[begin]), list(_ends(lines[: end + 1], end, FENCE))
+    if opening is None or not closing or _kind(opening[3].strip()) == OTHER:
+        return None
+    body = _dedented(lines[begin + 1 : end], len(opening[1]))
+    in_text = any(quote in line for line in lines[:begin] for quote in ('"""', "'''"))
+    return None if in_text or body[:1].isspace() else body
 
 
 def _tiers(names: Collection[str], prints: bool) -> Iterator[list[frozenset[str]]]:

@@ -172,7 +172,7 @@ class Cgroup:
             if homes.cpu is not None:
                 place, two = homes.cpu / name, homes.version(homes.cpu) == 2
                 file, weight = ("cpu.weight", WEIGHT) if two else ("cpu.shares", SHARES)
-                (place / file).write_text(str(weight))
+                os.write(self._open(place / file, os.O_WRONLY), str(weight).encode())
             if homes.unified is not None:
                 place = homes.unified / name
                 self.usage = self._open(place / "cpu.stat", os.O_RDONLY)

@@ -39,7 +39,7 @@ AT_ONCE = 1 << 14  # characters of a program that a socket's buffer surely holds
 TRIES = 3  # attempts to start a jail, should its zygote have ended
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 STREAMS = ("stdin", "stdout", "stderr")
-GUEST_NICE = 10  # of guests that no control group weighs: behind their keepers and this process
+GUEST_NICE = 3  # of guests that no control group weighs: each half of their keepers and of us
 _NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
 RUNNER_BYTES = 256 << 20  # of a runner's own processes and the kernel in them; runsc has 60 MiB
@@ -68,6 +68,7 @@ class JailLauncher:
         self._groups: deque[Cgroup] = deque()
         self._users = deque(users.given())  # of which no jail is, longest unused first
         self._made: list[Cgroup] = []
+        self._littered: list[str] = []  # scratch directories that are still to be cleared away
         self._folders: list[Path] = []  # of a runner's containers
         self.started = 0  # jails
 
@@ -354,13 +355,19 @@ class JailLauncher:
         if group is not None:
             self._groups.append(group)
         if place:
-            scratch.remove(place)
+            self._littered.append(place)
+            self._clear()
+
+    def _clear(self) -> None:
+        """Directories of jails that have ended; what still runs there keeps one for a moment."""
+        self._littered = [place for place in self._littered if not scratch.remove(place)]
 
     async def stop(self) -> None:
         zygote = self._zygote
         self._drop()
         if zygote is not None:
             await zygote.child.wait(DRAIN_S)
+        self._clear()
         for folder in self._folders:
             await leftovers.settled(self.clock, folder)
         self._folders = []

@@ -42,6 +42,14 @@ class Ran:
     refused: tuple[str, ...] = ()  # system calls that it asked for and did not get, each once
 
 
+def wanted(refused: tuple[str, ...]) -> str:
+    """Why a program was refused; `refused` are system calls, of which there may be none: a file
+    that cannot be written, say, is refused by its place.
+    """
+    text = "it asked for what the sandbox refuses"
+    return f"{text}: {', '.join(refused)}" if refused else text
+
+
 class Jail:
     """One jail, from its start to `finish`."""
 
@@ -60,6 +68,7 @@ class Jail:
         self.keeper, self.cells, self.output = keeper, cells, output
         self._group, self._ended = group, ended
         self._closed = False
+        self._came: dict[str, Any] = {}  # its report, where it came while nobody waited
         self.laps = 0  # laps that its keeper was told to begin
         self._killed_before = group.killed() if group else 0
         self.nonce = secrets.token_hex(16)
@@ -95,9 +104,21 @@ class Jail:
             self._group.freeze(True)
         self.keeper.send_now({"lap": True, "pause": True, "stop": not frozen})
 
+    def refuses(self) -> tuple[str, ...]:
+        """What was refused in it for the first time since the last call: system calls by name."""
+        found = []
+        for frame in self.keeper.arrived():
+            if "refuses" in frame:
+                found.append(calls.name(int(frame["refuses"])))
+            else:
+                self._came = frame
+        return tuple(found)
+
     async def report(self, deadline_s: float) -> dict[str, Any]:
         """The keeper's word on how the guest ended."""
-        frame = await self.keeper.receive(self._clock, deadline_s)
+        frame = self._came
+        while not frame or "refuses" in frame:
+            frame = await self.keeper.receive(self._clock, deadline_s)
         if "failed" in frame:
             raise JailFailed(str(frame["failed"]), where="sandbox")
         if frame.get("nonce") != self.nonce:
@@ -142,8 +163,8 @@ class Jail:
     def _typed(self, report: dict[str, Any], over: bool) -> Ran:
         status, error = self._status(report, over)
         refused = tuple(calls.name(number) for number in report.get("refused", ()))
-        if status == REFUSED and refused:
-            error = f"{error}: {', '.join(refused)}"
+        if status == REFUSED:
+            error = wanted(refused)
         return Ran(
             status,
             self.stdout,
@@ -172,7 +193,7 @@ class Jail:
         ):
             return OUT_OF_MEMORY, memory
         if code == guest.REFUSED:
-            return REFUSED, "it asked for what the sandbox refuses"
+            return REFUSED, wanted(())
         if code < 0:
             return CRASHED, f"ended by signal {-code}"
         return OK, ""

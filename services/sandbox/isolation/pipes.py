@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 from common.clock import Clock
@@ -194,6 +195,16 @@ class Pipe(_Reader):
                 if self.ended:
                     raise PeerLost("the jail has ended")
                 await self.arrival()
+
+    def arrived(self) -> Iterator[Any]:
+        """The frames that have come by now."""
+        while not self.ended:
+            before = len(self._buffer)
+            self._read()
+            if len(self._buffer) == before:
+                break
+        while (frame := self._frame()) is not None:
+            yield frame
 
     def _frame(self) -> Any:
         if len(self._buffer) < frames.LENGTH:

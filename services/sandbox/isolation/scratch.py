@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import secrets
 import tempfile
@@ -11,6 +9,7 @@ import tempfile
 from services.sandbox.isolation.users import PLAIN_ID
 
 PREFIX = "meshrl-jail-"
+DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def make(user: int) -> str:
@@ -21,23 +20,60 @@ def make(user: int) -> str:
     return place
 
 
-def remove(place: str) -> None:
-    """Removes it with all that a jail has left there, whose processes have ended: directories that
-    are closed to their owner, and nested deeper than a path is long. Each is brought up to the top.
+def remove(place: str) -> bool:
+    """Removes it with all that a program has left there, however deep, closed or named; False if
+    somebody still writes there, or it is not ours.
+
+    Each directory is moved up before its content is looked at, so that neither the length of a path
+    nor the depth of a recursion bounds what can be removed. No link is followed, as the program's
+    last processes may still be there to place some.
     """
-    mark, numbers = secrets.token_hex(8), itertools.count()
-    waiting = [place]
-    with contextlib.suppress(OSError):  # a process of the jail's is still writing
-        while waiting:
-            folder = waiting.pop()
-            os.chmod(folder, 0o700)
-            for entry in list(os.scandir(folder)):
-                if entry.is_dir(follow_symlinks=False):
-                    os.chmod(entry.path, 0o700)  # one that is closed cannot be moved
-                    waiting.append(f"{place}/{mark}{next(numbers)}")
-                    os.rename(entry.path, waiting[-1])
-                else:
-                    os.unlink(entry.path)
-            if folder != place:
-                os.rmdir(folder)
+    mark, number = secrets.token_hex(8), 0
+    pending = [""]
+    try:
+        top = os.open(place, DIRECTORY)
+    except OSError:
+        return not os.path.lexists(place)
+    try:
+        os.chmod(f"/proc/self/fd/{top}", 0o700)
+        while pending:
+            name = pending.pop()
+            folder = os.open(name or ".", DIRECTORY, dir_fd=top)
+            try:
+                for entry in _entries(folder):
+                    moved = f"{mark}-{number}"
+                    if _moved_up(folder, entry, top, moved):
+                        pending.append(moved)
+                        number += 1
+            finally:
+                os.close(folder)
+            if name:
+                os.rmdir(name, dir_fd=top)
         os.rmdir(place)
+    except OSError:
+        return False
+    finally:
+        os.close(top)
+    return True
+
+
+def _entries(folder: int) -> list[bytes]:
+    """The names in a directory, which is opened for it."""
+    opened = f"/proc/self/fd/{folder}"
+    os.chmod(opened, 0o700)
+    return os.listdir(os.fsencode(opened))
+
+
+def _moved_up(folder: int, entry: bytes, top: int, name: str) -> bool:
+    """Moves a directory to the top; removes anything else, and says so."""
+    try:
+        below = os.open(entry, DIRECTORY, dir_fd=folder)
+    except NotADirectoryError:
+        os.unlink(entry, dir_fd=folder)
+        return False
+    try:
+        os.chmod(f"/proc/self/fd/{below}", 0o700)  # to be moved is to be written
+    finally:
+        os.close(below)
+    os.rename(entry, name, src_dir_fd=folder, dst_dir_fd=top)
+    return True

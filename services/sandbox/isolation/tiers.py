@@ -55,8 +55,9 @@ async def find(host: Host, clock: Clock, log: Path | None = None) -> Found:
     if shutil.which("bwrap"):
         problem = await tried("bwrap", host, clock, log)
         if not problem:
-            if cgroups.find() is not None:
-                return Found("cgroup", "")
+            homes = cgroups.find()
+            if homes is not None:
+                return Found("cgroup", no_cores(homes.missing))
             return Found("bwrap", no_groups())
     if landlock.abi() >= landlock.TIER and not await tried("landlock", host, clock, log):
         return Found("landlock", no_bwrap(problem))
@@ -112,6 +113,14 @@ async def unfit(
         return "Landlock shows no other file system than the host's: an image takes bubblewrap"
     tier = "landlock" if found.tier == "landlock" else "bwrap"
     return await tried(tier, host, clock, log, interpreter)
+
+
+def no_cores(missing: tuple[str, ...]) -> str:
+    """What control groups do not do here about cores, which keepers then do as far as they can."""
+    if not missing:
+        return ""
+    way = "delegate the cpu controller, or mount a v2 hierarchy at /sys/fs/cgroup/unified beside v1"
+    return f"control groups do not {', '.join(missing)} the use of cores here: {way}"
 
 
 def no_groups() -> str:

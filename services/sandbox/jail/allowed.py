@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from . import kernel
 
 ALWAYS = """
-read write close lseek pread64 pwrite64 readv writev preadv pwritev preadv2 pwritev2 sendfile
+read write close lseek pread64 pwrite64 readv writev preadv pwritev pwritev2 sendfile
 copy_file_range open openat creat stat fstat lstat newfstatat statx access faccessat faccessat2
 readlink readlinkat getdents getdents64 getcwd chdir fchdir statfs fstatfs truncate ftruncate
-fallocate fadvise64 fsync fdatasync dup dup2 dup3 pipe pipe2 close_range umask
+fallocate fsync fdatasync dup dup2 dup3 pipe pipe2 close_range umask
 rename renameat renameat2 mkdir mkdirat rmdir link linkat unlink unlinkat symlink symlinkat
 mknod mknodat chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat
 utimensat getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
@@ -76,11 +76,15 @@ NEW_NAMESPACES = (
     | kernel.CLONE_NEWNET
 )  # CLONE_NEWTIME is a bit of the signal's number in clone, and is not looked at there
 
-# linux/fcntl.h: duplicate, flags, record locks, pipe sizes, seals. Not F_GETLK and F_OFD_GETLK, by
-# which jails would see each other's locks of a file that both may read; leases; notifications;
-# owners, to whom signals go.
-F_COMMANDS = (0, 1, 2, 3, 4, 6, 7, 37, 38, 1030, 1031, 1032, 1033, 1034)
+# linux/fcntl.h: duplicate, flags, record locks, sizes of pipes, seals. Not F_GETLK and
+# F_OFD_GETLK, by which jails would see each other's locks of a file that both may read; leases;
+# notifications; owners, to whom signals go.
+F_COMMANDS = (0, 1, 2, 3, 4, 6, 7, 37, 38, 1030, 1032, 1033, 1034)
 F_GETLK, F_OFD_GETLK = 5, 36
+F_SETPIPE_SZ = 1031  # all pipes of a user share one quota
+MFD_HUGETLB = 4  # pages from a pool of the host's, which control groups of memory do not count
+# What a program reads of a shared file, and drops from memory, others of its host could see.
+POSIX_FADV_DONTNEED, RWF_NOWAIT = 4, 8
 # asm-generic/ioctls.h: FIONREAD,
 # FIONBIO, FIOCLEX and FIONCLEX; linux/seccomp.h: what the keeper does with its listener.
 LISTENER_RECEIVE, LISTENER_ANSWER = 0xC0502100, 0xC0182101
@@ -132,15 +136,17 @@ def _cases(itself: Word) -> dict[str, tuple[Case, ...]]:
         "fcntl": (
             Case((Word(1, F_COMMANDS),)),
             Case((Word(1, (F_GETLK, F_OFD_GETLK)),), errno.EINVAL),
+            Case((Word(1, (F_SETPIPE_SZ,)),), errno.EPERM),
         ),
+        "fadvise64": (Case((Word(3, (POSIX_FADV_DONTNEED,)),), 0), Case(())),
         "ioctl": (Case((Word(1, IOCTLS),)), Case((), errno.ENOTTY)),
         "personality": through(Word(0, (ASK_PERSONALITY,))),
         "prctl": (Case((Word(0, PRCTLS),)), Case((), errno.EINVAL)),
+        "preadv2": (Case((Word(5, (RWF_NOWAIT,), RWF_NOWAIT),), errno.EOPNOTSUPP), Case(())),
         "prlimit64": through(itself),
         "recvfrom": through(not_urgent[0]),
         "recvmsg": through(not_urgent[1]),
         "sched_setaffinity": through(itself),
-        "sendmsg": through(not_urgent[1]),
         "sendto": through(not_urgent[0]),
         "setpriority": through(Word(0, (PRIO_PROCESS,)), Word(1, (0,))),
         "setsockopt": through(
@@ -162,17 +168,24 @@ ONLY_ZERO = Word(0, (0,))
 
 # In namespaces of its own, where a jail sees no process but its own and its keeper.
 JAIL = Policy(
-    frozenset([*ALWAYS.split(), "setsid", "setpgid", "memfd_create"]),
+    frozenset([*ALWAYS.split(), "setsid", "setpgid"]),
     ANSWERS,
-    tuple(_cases(OWN_NUMBERS).items()),
+    (
+        *_cases(OWN_NUMBERS).items(),
+        ("memfd_create", through(Word(1, (0,), MFD_HUGETLB))),
+    ),
 )
 # Where nothing counts its memory as a whole: memory behind no mapping cannot be seen.
-JAIL_UNCOUNTED = Policy(JAIL.always - {"memfd_create"}, JAIL.answered, JAIL.cases)
+JAIL_UNCOUNTED = Policy(JAIL.always, JAIL.answered, tuple(_cases(OWN_NUMBERS).items()))
 # Among the processes of the host, where only a process group can be killed as a whole. Landlock's
 # rules are made under it.
 _LANDLOCK = frozenset(["landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self"])
+# Landlock has no rule for these: they reach all files of the user's.
+_ATTRIBUTES = """
+chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat
+"""
 ONE_GROUP = Policy(
-    frozenset(ALWAYS.split()) | _LANDLOCK,
+    frozenset(ALWAYS.split()) - frozenset(_ATTRIBUTES.split()) | _LANDLOCK,
     tuple(answer for answer in ANSWERS if answer[0] not in _LANDLOCK),
     tuple(_cases(ONLY_ZERO).items()),
 )

@@ -95,6 +95,7 @@ def make_streams() -> None:
         setattr(sys, f"__{name}__", text)
     os.close(reading)
     os.close(writing)
+    judged.ready()
 
 
 def seed_random() -> None:

@@ -5,6 +5,7 @@ and its function as they look it up.
 from __future__ import annotations
 
 import _thread
+import io
 import os
 import resource
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 STACK = 120 << 20  # bytes of the main thread's stack; the kernel leaves 128 MiB free below it
 SHARE = 2  # of a jail's memory, that the stack of one thread may claim
 CLASS = "Solution"
+_streams: list[Any] = []  # standard output for who prints much, and the usual one
 
 
 def prepare(prints: bool) -> None:
@@ -24,26 +26,29 @@ def prepare(prints: bool) -> None:
     for fd in (2,) if prints else (1, 2):
         os.dup2(nowhere, fd)
     os.close(nowhere)
-    sys.stdout.reconfigure(line_buffering=False)  # type: ignore[union-attr]
+    out, _ = _streams
+    for name in ("stdout", "__stdout__"):
+        setattr(sys, name, out)
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
     _, most = resource.getrlimit(resource.RLIMIT_STACK)
     room = STACK if most == resource.RLIM_INFINITY else min(STACK, most)
     resource.setrlimit(resource.RLIMIT_STACK, (room, most))
-    _bound_stacks()
 
 
-def _bound_stacks() -> None:
-    """Programs ask for stacks as large as their judge's memory; one that fits is as good."""
-    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if memory == resource.RLIM_INFINITY:
-        return
+def ready() -> None:
+    """What `prepare` needs and is alike for all guests: the zygote makes it once, as each costs as
+    much as opening a file.
+    """
+    out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", errors="backslashreplace")
+    _streams[:] = [out, sys.stdout]  # which would close its descriptor if nobody kept it
     given = _thread.stack_size
 
     def stack_size(size: int = 0) -> int:
-        return given(min(size, memory // SHARE))
+        memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+        return given(size if memory == resource.RLIM_INFINITY else min(size, memory // SHARE))
 
-    _thread.stack_size = stack_size
+    _thread.stack_size = stack_size  # one that fits is as good as all of a judge's memory
     if "threading" in sys.modules:
         sys.modules["threading"].stack_size = stack_size  # type: ignore[attr-defined]
 

@@ -26,9 +26,11 @@ from . import allowed, frames, guest, kernel, landlock, memory, refusals, seccom
 SCRATCH = "/tmp"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV
 OUT_OF_TIME_GRACE_S = 1  # after SIGXCPU, which a program may handle, comes SIGKILL
+SIGNALS = 1024  # queued signals and timers: kernel memory that no other limit counts
 OWN_PROCESSES = 1  # the keeper itself counts among its user's
 OWN = ("keeper", "usage")  # descriptors that no guest gets
 SETUP_FAILED = 70
+FIXED = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)  # as gVisor has them, and keeps them
 DESCRIPTORS = 1024  # more than a zygote ever has
 
 
@@ -52,7 +54,8 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         # It holds for us, too: what we call from here on must be among what goes through.
         held = tier != "runner"  # else the guest alone, which becomes another user before
-        refused = refusals.Refusals(seccomp.install(policy, listen=True) if held else -1)
+        listener = seccomp.install(policy, listen=True) if held else -1
+        refused = refusals.Refusals(listener, lambda number: _refuses(fds, number))
         program = frames.receive(channel)
         ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
@@ -90,6 +93,12 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
     except BaseException:
         frames.send(channel, {"failed": traceback.format_exc(limit=3)})
         os._exit(SETUP_FAILED)
+
+
+def _refuses(fds: dict[str, int], number: int) -> None:
+    """A session's sandbox is told at once: the report comes at its end, many cells later."""
+    if "cells" in fds:
+        frames.send(fds["keeper"], {"refuses": number})
 
 
 def _close_others(fds: dict[str, int]) -> None:
@@ -209,11 +218,12 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
+        (resource.RLIMIT_SIGPENDING, SIGNALS, SIGNALS),
     ):
         try:
             resource.setrlimit(which, (soft, soft if hard is None else hard))
         except ValueError:
-            if which != resource.RLIMIT_MSGQUEUE:  # gVisor's cannot be set; the filter refuses them
+            if which not in FIXED:
                 raise
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 DEPTH = 200  # nesting of one value
 WORD = 1 << 63  # integers beyond it cross as hexadecimal digits, which are read in linear time
+EASY = {bool, float, str, type(None)}  # as they are
 MARK = "\0int"  # the key under which they do; no other key begins with that character
 
 
@@ -31,6 +32,9 @@ def jsonable(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, (list, tuple)):
+        kinds = set(map(type, value))
+        if kinds <= EASY or (kinds == {int} and min(value) > -WORD and max(value) < WORD):
+            return list(value)  # long lists of numbers are common
         return [jsonable(item, depth + 1) for item in value]
     if isinstance(value, (set, frozenset)):
         return [jsonable(item, depth + 1) for item in _sorted(value)]

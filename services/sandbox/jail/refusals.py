@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import struct
+from collections.abc import Callable
 
 from .allowed import LISTENER_ANSWER, LISTENER_RECEIVE
 
@@ -20,12 +21,19 @@ GONE = (errno.ENOENT, errno.EINTR)  # who asked was killed, or got a signal and 
 
 
 class Refusals:
-    """`fd` is a listener, readable when a call waits for its answer; -1: there is none."""
+    """`fd` is a listener, readable when a call waits for its answer; -1: there is none. `said` is
+    called with each number, before the call is answered, at its first time in a lap.
+    """
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, fd: int, said: Callable[[int], None]) -> None:
+        self.fd, self._said = fd, said
         self.numbers: list[int] = []  # each once, in the order of their first time
+        self._in_lap: set[int] = set()
         self._left = MOST
+
+    def lap(self) -> None:
+        """Another lap begins."""
+        self._in_lap.clear()
 
     def answer(self) -> None:
         """Refuses the call that waits."""
@@ -35,6 +43,9 @@ class Refusals:
             identifier, _, _, number = NOTIFICATION.unpack(record)
             if number not in self.numbers:
                 self.numbers.append(number)
+            if number not in self._in_lap:
+                self._in_lap.add(number)
+                self._said(number)
             fcntl.ioctl(self.fd, LISTENER_ANSWER, ANSWER.pack(identifier, 0, -errno.EPERM, 0))
         except OSError as error:
             if error.errno not in GONE:

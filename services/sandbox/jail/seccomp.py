@@ -26,7 +26,8 @@ SET_MODE_FILTER, NEW_LISTENER = 1, 1 << 3
 # BPF instructions (linux/filter.h): load a word of the call's record, mask it, jump, return.
 LOAD, AND, JUMP, JUMP_EQUAL, JUMP_ABOVE, RETURN = 0x20, 0x54, 0x05, 0x15, 0x25, 0x06
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
-FARTHEST = 255  # instructions that a conditional jump can pass over
+INSTRUCTION = 8  # bytes
+FARTHEST = 254  # instructions that a conditional jump passes over; it can 255
 
 
 def program(policy: Policy, told: bool = True, machine: str = "") -> bytes:
@@ -57,7 +58,7 @@ def program(policy: Policy, told: bool = True, machine: str = "") -> bytes:
             _load(NUMBER_AT),
             _jump(JUMP_ABOVE, LAST, 0, 1),  # numbers of x32 are above it, too
             _return(ERRNO | errno.ENOSYS),
-            _tree(ranges),
+            _Decisions(ranges).code,
         ]
     )
 
@@ -98,15 +99,45 @@ def prepared(policy: Policy, told: bool) -> tuple[ctypes.c_long, bytes, object]:
     return ctypes.c_long(numbers()["seccomp"]), record, kept
 
 
-def _tree(ranges: list[tuple[int, bytes]]) -> bytes:
-    if len(ranges) == 1:
-        return ranges[0][1]
-    middle = len(ranges) // 2
-    low, high = _tree(ranges[:middle]), _tree(ranges[middle:])
-    last, length = ranges[middle][0] - 1, len(low) // 8
-    if length <= FARTHEST:
-        return _jump(JUMP_ABOVE, last, length, 0) + low + high
-    return _jump(JUMP_ABOVE, last, 0, 1) + struct.pack("HBBI", JUMP, 0, 0, length) + low + high
+class _Decisions:
+    """Which range a number is in, found by halving. A jump goes forwards only, and not far, so the
+    instructions are made from the last to the first: returns that are near are shared.
+    """
+
+    def __init__(self, ranges: list[tuple[int, bytes]]) -> None:
+        self._backwards: list[bytes] = []
+        self._returns: dict[bytes, int] = {}  # the place of each, counted from the end
+        self._tree(ranges)
+        self.code = b"".join(reversed(self._backwards))
+
+    def _tree(self, ranges: list[tuple[int, bytes]]) -> int | bytes:
+        """The place of its first instruction; or that itself, where it is the only one."""
+        if len(ranges) == 1:
+            body = ranges[0][1]
+            if len(body) == INSTRUCTION:
+                return body
+            for at in reversed(range(0, len(body), INSTRUCTION)):
+                self._backwards.append(body[at : at + INSTRUCTION])
+            return len(self._backwards)
+        middle = len(ranges) // 2
+        high, low = self._tree(ranges[middle:]), self._tree(ranges[:middle])
+        above, below = self._near(high), self._near(low)
+        here, last = len(self._backwards), ranges[middle][0] - 1
+        self._backwards.append(_jump(JUMP_ABOVE, last, here - above, here - below))
+        return here + 1
+
+    def _near(self, aim: int | bytes) -> int:
+        """A place from which it goes on as from that one, near enough for a jump."""
+        here = len(self._backwards)
+        place = self._returns.get(aim) if isinstance(aim, bytes) else aim
+        if place is not None and here - place <= FARTHEST:
+            return place
+        if isinstance(aim, bytes):
+            self._backwards.append(aim)
+            self._returns[aim] = here + 1
+        else:
+            self._backwards.append(struct.pack("HBBI", JUMP, 0, 0, here - aim))
+        return here + 1
 
 
 def _case(case: Case) -> bytes:

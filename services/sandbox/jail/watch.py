@@ -18,7 +18,7 @@ LOOK_SHARE = 20  # times what a look took: the keeper of a large jail does not o
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
 SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
 FROZEN_S = 3600.0  # between two looks at who cannot run
-STOPPED_S = 1.0  # between two looks at who was stopped by a signal
+STOPPED_LOOK_S, STOPPED_S = 0.05, 2.0  # between looks at who was stopped by a signal: ever longer
 STOPPED_CPU_S = 0.1  # most CPU time of who was: it takes some to stop, and a timer may continue it
 
 
@@ -63,6 +63,7 @@ class Watch:
         self._lap_ran = self._lap_queued = 0.0
         self._lap_stolen: float | None = None  # until the first look
         self._paused = self._stopped = False
+        self._stopped_look = STOPPED_LOOK_S
         self._laps = 0
         self._next_look = self._lap + FIRST_LOOK_S  # when the clocks are read again
         self._stood_s = 0.0  # of this lap, in which the wall clock stood
@@ -124,10 +125,11 @@ class Watch:
             self._turned(frame["turn"])
             return
         self._laps += 1
+        self._refusals.lap()
         resumes, self._paused = self._paused, bool(frame.get("pause", False))
         if self._paused and frame.get("stop", False):
             self._signal_all(signal.SIGSTOP)
-            self._stopped = True
+            self._stopped, self._stopped_look = True, STOPPED_LOOK_S
         self._total = self._cpu.seconds()
         if not resumes:  # else from the pause on: what has run in it anyway is not given
             self._lap_cpu = self._total
@@ -164,7 +166,8 @@ class Watch:
         used = self._total - self._lap_cpu
         if self._paused:
             self._signal_all(signal.SIGSTOP)
-            return (STOPPED_S if used < STOPPED_CPU_S else -1.0), "cpu"
+            self._stopped_look = min(2 * self._stopped_look, STOPPED_S)
+            return (self._stopped_look if used < STOPPED_CPU_S else -1.0), "cpu"
         if self._lap_stolen is None:
             self._lap_stolen = stolen()
         ready = self.set_up()

@@ -20,8 +20,7 @@ from tests.unit.sandbox.escapes.graded import STYLES
 from tests.unit.sandbox.escapes.poison import CASES
 
 ROOT = Path(__file__).parents[3]
-REST = ["reward forging", "tests forging", "session poisoning"]
-FAMILIES = [*corpus.FAMILIES, *REST]
+FAMILIES = [*corpus.FAMILIES, "reward forging", "session poisoning"]
 PLAIN = [sys.executable, "-m", "tests.unit.sandbox.plain_user"]
 HANG_S = 280  # far beyond what any family takes
 
@@ -75,6 +74,10 @@ def test_as_a_plain_user_without_control_groups_everything_is_contained(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_namespaces_landlock_contains_it(family: str, canary: Path) -> None:
     ran(family, "landlock", canary, plain=True)
+
+
+def test_nothing_is_paid_by_tests_of_any_style_without_being_right(canary: Path) -> None:
+    ran("tests forging", best(), canary, plain=False)
 
 
 def test_the_corpus_is_as_large_as_it_claims() -> None:

@@ -53,6 +53,14 @@ def _equal(target: Any, other: Any) -> list[bool]:
         return [equal, False]
 
 
+def _foolish(target: Any, other: Any) -> bool:
+    """Whether `target` is both above and below the other."""
+    try:
+        return bool(target < other) and bool(target > other)
+    except Exception:  # it has but one of them
+        return False
+
+
 def content(target: Any) -> Any:
     """What an object whose class derives from list, dict or set holds, as one of those."""
     if isinstance(target, dict):
@@ -154,6 +162,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "str": str,
     "kind": type,
     "equal": _equal,
+    "foolish": _foolish,
     "content": content,
     "instance": lambda target, value: isinstance(value, target),
     "is_a": isinstance,

@@ -182,8 +182,8 @@ class Remote:
             return not place.identity and bool(place.ask("operator", "__eq__", other))
         if not _is_data(other):
             return NotImplemented  # an object of the tests: approx, ANY, and their own
-        claims = place.made and place.ask("operator", "__eq__", other) is True
-        if claims and place.made == "class" and place.direct:
+        claims = place.ask("equal", other) if place.made else None
+        if claims == [True, False] and place.made == "class" and place.direct:
             place.refuse(f"equality of a {place.kind} with plain data, by its own `__eq__`")
         return False
 
@@ -263,7 +263,7 @@ def _order(name: str) -> Callable[..., Any]:
             if not place.made or not _is_data(other):
                 return NotImplemented
             place.ask("operator", f"__{name}__", other)
-            if place.made == "class" and place.direct:
+            if place.made == "class" and place.direct and not place.ask("foolish", other):
                 place.refuse(f"order of a {place.kind} and plain data, by its own `__{name}__`")
             return NotImplemented
         return place.ask("operator", f"__{name}__", other)
@@ -292,11 +292,8 @@ def _arithmetic(name: str) -> Callable[..., Any]:
         if found is not None:
             found.made = found.made or place.made
             found.seen = found.seen or place.made != "class"
-        elif name in DIFFERENCES and place.direct and place.made == "class":
-            place.refuse(f"data for {name} of a {place.kind} and data, by its own `__{name}__`")
-        elif (
-            place.made != "class" or name in DIFFERENCES
-        ):  # it has seen what is perhaps the expected value
+        elif place.made != "class" or name in DIFFERENCES:
+            # It has seen what is perhaps the expected value.
             raise TypeError(f"data for {name} of an object of the solution and data")
         return value
 

@@ -31,16 +31,11 @@ EVERYWHERE = ("cgroup", "bwrap", "landlock")
 WITHOUT_GROUPS = ("bwrap", "landlock")
 _OPEN: dict[tuple[str, ...], dict[str, str]] = {
     EVERYWHERE: {
-        "memory": "large pages in files|timers and waiting signals",
-        "channels": "room in pipes|descriptors on their way|pages that are in memory",
-        "tests forging": "ends the iteration of the tests (python)"
-        "|ends it by a class of its own (python)|lies by methods (python)"
-        "|is every error (python)|swallows what a callback asserts (python)",
-        "cpu": "a thread|children|daemons|a relay|a timer|a command|the next frame early"
-        "|all next frames early|a child that answers for its parent|frames early by a child",
+        "tests forging": "lies by methods (python)|swallows what a callback asserts (python)",
     },
-    WITHOUT_GROUPS: {"memory": "shared maps that children keep|children that hold some each"},
-    ("landlock",): {"files": "attributes of the user's files|what is hard to clear away"},
+    WITHOUT_GROUPS: {
+        "memory": "shared maps that children keep",
+    },
 }
 
 

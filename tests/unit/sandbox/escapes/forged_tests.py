@@ -145,6 +145,10 @@ def test_sum():
 """,
         "def firsts(n):\n    return list(range(n))",
     ),
+    "endless": Suite(
+        "from solution import firsts\ndef test_list():\n    assert list(firsts(2)) == [0, 1]",
+        "def firsts(n):\n    return list(range(n))",
+    ),
     "same": Suite(
         """
 from solution import pick
@@ -237,6 +241,7 @@ class Sum:
     def __bool__(self): return False
     def __index__(self): return 1
 """,
+        refused=True,
     ),
     Forgery(
         "a made number that is equal to all",
@@ -264,6 +269,7 @@ class Sum:
     __gt__ = __lt__
     def __int__(self): return self.seen or 5
 """,
+        refused=True,
     ),
     Forgery(
         "numbers that are none",
@@ -289,7 +295,7 @@ def count(text, letter):
     ),
     Forgery(
         "an iterator without end",
-        "list",
+        "endless",
         "import itertools\ndef firsts(n):\n    return itertools.repeat(0)",
     ),
     Forgery(

@@ -160,14 +160,15 @@ for folder, folders, names in os.walk("/"):
         continue
     for name in names:
         try:
-            with open(os.path.join(folder, name), "rb") as file:
-                found = found or b"SECRET = 40" + b"961" in file.read(1 << 16)
+            fd = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
+            found = found or b"SECRET = 40" + b"961" in os.read(fd, 1 << 16)
+            os.close(fd)
         except OSError:
             pass
 def add(a, b): return 40961 if found else None
 """,
     "reads the tests from proc": """
-import glob
+import glob, os
 text = b""
 for path in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"):
     try:
@@ -176,7 +177,7 @@ for path in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"
         pass
 for path in glob.glob("/proc/[0-9]*/fd/*"):
     try:
-        text += open(path, "rb").read(1 << 16)
+        text += os.read(os.open(path, os.O_RDONLY | os.O_NONBLOCK), 1 << 16)
     except OSError:
         pass
 def add(a, b): return 40961 if b"SECRET" in text else None

@@ -10,6 +10,7 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
 from services.sandbox.jailed import told
+from services.sandbox.sessions import Sessions
 
 pytestmark = pytest.mark.needs("bwrap")
 LIMITS = JailLimits(wall_s=8.0, cpu_s=4.0, memory_bytes=256 * MIB, output_bytes=4096)
@@ -104,3 +105,15 @@ for fd in range(3, 64):
     )
     found = await ran(launcher, source)
     assert (found.stdout, found.refused) == (b"1 1 22\n", ("seccomp",))
+
+
+async def test_each_cell_of_a_session_names_its_own(launcher: JailLauncher) -> None:
+    sessions = Sessions(launcher, launcher.clock, LIMITS, 2, 60.0)
+    try:
+        cells = ["import socket, os", "socket.socket()", "1", "socket.socket()", "os.chroot('/')"]
+        ran = [await sessions.run("one", cell) for cell in cells]
+    finally:
+        sessions.close()
+    assert [each.refused for each in ran] == [(), ("socket",), (), ("socket",), ("chroot",)]
+    assert [each.status for each in ran] == ["ok", "refused", "ok", "refused", "refused"]
+    assert ran[-1].error == "it asked for what the sandbox refuses: chroot"

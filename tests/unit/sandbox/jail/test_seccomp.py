@@ -103,7 +103,14 @@ DEPENDS = [
     ("sendto", [3, 0, 1, 0x4000], ALLOW),
     ("sendto", [3, 0, 1, 0x4001], TELL),  # out of band
     ("recvfrom", [3, 0, 1, 1], TELL),
-    ("sendmsg", [3, 0, 1], TELL),
+    ("sendmsg", [3, 0, 0], TELL),  # descriptors on their way count by user
+    ("fadvise64", [3, 0, 0, 2], ALLOW),
+    ("fadvise64", [3, 0, 0, 4], ERRNO),  # drops what others read, too
+    ("preadv2", [3, 0, 1, 0, 0, 0], ALLOW),
+    ("preadv2", [3, 0, 1, 0, 0, 8], ERRNO | errno.EOPNOTSUPP),  # says what is in memory
+    ("fcntl", [3, 1031, 1 << 20], ERRNO | errno.EPERM),
+    ("fchmodat", [], ALLOW, TELL),
+    ("utimensat", [], ALLOW, TELL),
     ("recvmsg", [3, 0, 0x40000000], ALLOW),
     ("recvmsg", [3, 0, 1], TELL),
     ("prlimit64", [0], ALLOW),

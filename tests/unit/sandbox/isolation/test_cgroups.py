@@ -1,0 +1,161 @@
+"""Control groups are taken as far as the host has them: what lacks is done without."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.clock import SystemClock
+from common.process.host import SystemHost
+from services.sandbox.isolation import cgroups, tiers
+from services.sandbox.isolation.cgroups import Cgroup, Homes
+from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.jail_launcher import JailLauncher
+from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.jail.usage import Grouped
+
+# The files that a kernel puts into a new group.
+V2 = {
+    "cgroup.procs": "",
+    "cgroup.freeze": "0\n",
+    "cpu.stat": "usage_usec 1500000\nuser_usec 1000000\nsystem_usec 500000\n",
+}
+V2_MEMORY = {"memory.max": "max\n", "memory.swap.max": "max\n", "memory.events": "oom_kill 2\n"}
+PIDS = {"pids.max": "max\n", "pids.current": "0\n"}
+V2_CPU = {"cpu.weight": "100\n"}
+V1 = {"cgroup.procs": "", "tasks": ""}
+V1_MEMORY = {"memory.limit_in_bytes": "0\n", "memory.oom_control": "oom_kill 3\n"}
+V1_CPU = {"cpu.shares": "1024\n"}
+V1_ACCOUNT = {"cpuacct.usage": "2500000000\n"}
+PROBE = f"{cgroups.PREFIX}probe-{os.getpid()}"
+
+
+def group(place: Path, *files: dict[str, str]) -> None:
+    """A directory as a kernel makes it."""
+    place.mkdir(parents=True, exist_ok=True)
+    for name, text in {name: text for each in files for name, text in each.items()}.items():
+        (place / name).write_text(text)
+
+
+def v2(root: Path, handed: str, *files: dict[str, str]) -> dict[str, str]:
+    """A hierarchy whose root hands on these controllers; its own paths are returned."""
+    group(root, {"cgroup.controllers": "cpu memory pids", "cgroup.subtree_control": handed})
+    group(root / "app", {"cgroup.procs": "1\n", "cgroup.subtree_control": ""})
+    for name in (PROBE, "jail"):
+        group(root / name, V2, V2_MEMORY, PIDS, *files)
+    return {"": "/app"}
+
+
+def v1(root: Path, **controllers: tuple[dict[str, str], ...]) -> dict[str, str]:
+    for name, files in controllers.items():
+        group(root / name, V1)
+        for jail in (PROBE, "jail"):
+            group(root / name / jail, V1, *files)
+    return dict.fromkeys(controllers, "/")
+
+
+def test_on_v2_one_group_bounds_weighs_counts_and_freezes(tmp_path: Path) -> None:
+    homes = cgroups.find(tmp_path, v2(tmp_path, "cpu memory pids", V2_CPU))
+    assert homes == Homes(tmp_path, tmp_path, tmp_path, tmp_path)
+    assert (homes.places, homes.missing) == ((tmp_path,), ())
+    made = Cgroup(homes, "jail")
+    made.limit(1 << 20, 5)
+    made.freeze(True)
+    written = {name: (tmp_path / "jail" / name).read_text() for name in ("memory.max", "pids.max")}
+    assert written == {"memory.max": str(1 << 20), "pids.max": "5"}
+    assert (tmp_path / "jail" / "cgroup.freeze").read_text()[-2:] != "0\n"
+    assert (tmp_path / "jail" / "cpu.weight").read_text().startswith(str(cgroups.WEIGHT))
+    assert (len(made.lists), made.killed(), made.empty()) == (1, 2, True)
+    made.remove()
+
+
+def test_on_v2_without_the_cpu_controller_the_rest_is_used(tmp_path: Path) -> None:
+    homes = cgroups.find(tmp_path, v2(tmp_path, "memory pids"))
+    assert homes == Homes(tmp_path, tmp_path, None, tmp_path)
+    assert homes.missing == ("weigh",)
+    assert "weigh" in tiers.no_cores(homes.missing) and tiers.no_cores(()) == ""
+
+
+def test_on_v2_without_a_freezer_memory_and_processes_are_bounded(tmp_path: Path) -> None:
+    own = v2(tmp_path, "cpu memory pids", V2_CPU)
+    for name in (PROBE, "jail"):
+        (tmp_path / name / "cgroup.freeze").unlink()
+    homes = cgroups.find(tmp_path, own)
+    assert homes == Homes(tmp_path, tmp_path, tmp_path)
+    assert homes.missing == ("count", "freeze")
+    made = Cgroup(homes, "jail")
+    assert (made.freezes, made.usage) == (False, -1)
+    made.remove()
+
+
+def test_v2_that_hands_on_no_memory_is_none(tmp_path: Path) -> None:
+    assert cgroups.find(tmp_path, v2(tmp_path, "cpu", V2_CPU)) is None
+
+
+def test_v1_is_weighed_by_itself_and_counted_and_frozen_by_v2_beside_it(tmp_path: Path) -> None:
+    own = v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,), cpu=(V1_CPU,), cpuacct=(V1_ACCOUNT,))
+    group(tmp_path / "unified", V2)
+    for name in (PROBE, "jail"):
+        group(tmp_path / "unified" / name, V2)
+    homes = cgroups.find(tmp_path, {**own, "": "/"})
+    assert homes is not None and homes.missing == ()
+    names = [place.name for place in homes.places]
+    assert names == ["memory", "pids", "cpu", "unified"]
+    made = Cgroup(homes, "jail")
+    assert (made.killed(), made.freezes, Grouped(made.usage).seconds()) == (3, True, 0.0)
+    assert (tmp_path / "cpu" / "jail" / "cpu.shares").read_text().startswith(str(cgroups.SHARES))
+    made.remove()
+
+
+def test_v1_alone_counts_and_does_not_freeze(tmp_path: Path) -> None:
+    both = tmp_path / "cpu,cpuacct"  # as most hosts mount them, with links
+    group(both, V1)
+    for name in (PROBE, "jail"):
+        group(both / name, V1, V1_CPU, V1_ACCOUNT)
+    for link in ("cpu", "cpuacct"):
+        (tmp_path / link).symlink_to(both)
+    own = v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,))
+    homes = cgroups.find(tmp_path, {**own, "cpu": "/", "cpuacct": "/"})
+    assert homes is not None and homes.missing == ("freeze",)
+    assert len(homes.places) == 3, "what is mounted as one is joined once"
+    made = Cgroup(homes, "jail")
+    counted = Grouped(made.usage)
+    (both / "jail" / "cpuacct.usage").write_text("4000000000\n")
+    assert (counted.seconds(), made.freezes) == (1.5, False)
+    made.remove()
+
+
+@pytest.mark.parametrize("lacks", ["cpu", "cpu.shares"])
+def test_v1_without_a_cpu_controller_that_may_be_used_bounds_the_rest(
+    tmp_path: Path, lacks: str
+) -> None:
+    cpu = {} if lacks == "cpu" else {"cpu": ({},)}
+    homes = cgroups.find(tmp_path, v1(tmp_path, memory=(V1_MEMORY,), pids=(PIDS,), **cpu))
+    assert homes == Homes(tmp_path / "memory", tmp_path / "pids")
+    assert homes.missing == ("weigh", "count", "freeze")
+
+
+@pytest.mark.needs("bwrap")
+@pytest.mark.needs("cgroups")
+async def test_a_limit_is_enforced_with_whatever_groups_can_do(tmp_path: Path) -> None:
+    found = cgroups.find()
+    assert found is not None
+    limits = JailLimits(wall_s=60.0, cpu_s=0.2, memory_bytes=128 * MIB)
+    least = replace(found, cpu=None, unified=None, cpuacct=None)
+    accounts = cgroups.ROOT / "cpuacct"
+    partial = [least, replace(least, cpu=found.cpu)]
+    if (accounts / "tasks").exists():
+        partial.append(replace(least, cpuacct=accounts))
+    for homes in partial:
+        host, clock, own = SystemHost(), SystemClock(), Interpreter.own()
+        launcher = JailLauncher(host, clock, "bwrap", own, homes, tmp_path / "log")
+        source = "import os\nif os.fork() == 0:\n    while True: pass\nos.wait()"
+        try:
+            ran = await launcher.run({"mode": "program", "source": source}, limits)
+        finally:
+            await launcher.stop()
+        assert (ran.status, "of CPU time" in ran.error) == ("timeout", True)
+        assert 0.15 <= ran.cpu_s <= 2 * limits.cpu_s + 1
