@@ -22,8 +22,12 @@ from typing import Any
 from common.api.sandbox import JailSettings, LoadJob, RewardBatch, RewardCall, RewardPart, Sandbox
 from common.errors import MeshError
 from loadtests.measuring.sandboxed import CALL_S, START_S, TOOLS, Place, sandboxed
+from tests.unit.sandbox.escapes.corpus import FAMILIES
+from tests.unit.sandbox.escapes.program import Escape
+from tests.unit.sandbox.escapes.runner import says
 
-HOSTILE = 0.05
+HOSTILE = 0.1
+FORGED, CORPUS = 0.3, 0.6  # of the hostile: below forgeries, above programs of the corpus
 CALLERS = 64
 SAMPLE_S = 5.0
 SESSIONS = 40
@@ -41,6 +45,13 @@ PROGRAMS = {  # hostile source -> how it may end
     "open('/tmp/x', 'wb').write(bytes(1 << 30))": ("refused", "out_of_memory", "crashed"),
     "import os\nif os.fork() == 0:\n    os.setsid()\n    while True: pass": ("ok",),
 }
+# Not what fills memory by the clock of a machine at rest, or looks for files of a test's.
+ESCAPES = [
+    entry
+    for family in ("network", "kernel", "identity", "output", "processes")
+    for entry in FAMILIES[family]
+    if isinstance(entry, Escape) and "timeout" not in entry.ends[:1]
+]
 FORGERIES = (
     "import os\nos._exit(0)",
     "class E:\n    def __eq__(self, o): return True\ndef f(x): return E()",
@@ -138,7 +149,19 @@ class Soak:
         await self._score("honest", "score", row, source, 1.0 if right else 0.25)
 
     async def hostile(self) -> None:
-        if self.random.random() < 0.3:
+        """A forgery, a bomb whose end is known, or a program of the corpus, which must not say that
+        it has escaped.
+        """
+        drawn = self.random.random()
+        if drawn > CORPUS:
+            escape = self.random.choice(ESCAPES)
+            tool = "shell" if escape.mode == "shell" else "python"
+            status, value = await self.place.run("hostile", tool, escape.source)
+            output = value["output"] if isinstance(value, dict) else str(value)
+            right = status in escape.ends and not says(output.encode())
+            self.tally.checked("corpus", right, (escape.name, status, value))
+            return
+        if drawn < FORGED:
             cases = [{"args": [x], "output": x + 7} for x in range(2)]
             row = {"answer": "", "tests": {"function": "f", "cases": cases}}
             await self._score("hostile", "forgery", row, self.random.choice(FORGERIES), 0.0)

@@ -30,6 +30,7 @@ SIGNALS = 1024  # queued signals and timers: kernel memory that no other limit c
 OWN_PROCESSES = 1  # the keeper itself counts among its user's
 OWN = ("keeper", "usage")  # descriptors that no guest gets
 SETUP_FAILED = 70
+FIXED = (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING)  # as gVisor has them, and keeps them
 DESCRIPTORS = 1024  # more than a zygote ever has
 
 
@@ -222,7 +223,7 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
         try:
             resource.setrlimit(which, (soft, soft if hard is None else hard))
         except ValueError:
-            if which != resource.RLIMIT_MSGQUEUE:  # gVisor's cannot be set; the filter refuses them
+            if which not in FIXED:
                 raise
 
 

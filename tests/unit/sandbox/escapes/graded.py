@@ -37,7 +37,13 @@ class Grader:
         self._suites = suites
 
     async def graded(
-        self, name: str, source: str, tests: Any, case_s: float, wanted: float = 0.0
+        self,
+        name: str,
+        source: str,
+        tests: Any,
+        case_s: float,
+        wanted: float = 0.0,
+        refused: bool = False,
     ) -> dict[str, Any]:
         runner = "pytest" if self._suites else "isolated"
         options = {"case_s": case_s, "runner": runner}
@@ -48,7 +54,8 @@ class Grader:
         )
         return {
             "name": name,
-            "contained": (answer.status, answer.value) == ("ok", wanted),
+            "contained": (answer.status, answer.value)
+            in (("ok", wanted), *([("unsupported", None)] if refused else [])),
             "status": answer.status,
             "error": answer.error,
             "said": str(answer.value),
@@ -76,4 +83,10 @@ class Grader:
             yield self.graded(f"right: {name} ({style})", suite.right, suite.tests, CASE_S, 1.0)
         for forgery in wrong:
             tests = suites[forgery.suite].tests
-            yield self.graded(f"{forgery.name} ({style})", forgery.source, tests, BRIEFLY_S)
+            yield self.graded(
+                f"{forgery.name} ({style})",
+                forgery.source,
+                tests,
+                BRIEFLY_S,
+                refused=forgery.refused,
+            )

@@ -110,6 +110,7 @@ try:
             time.sleep(60)
             os._exit(0)
         block.close()
+    time.sleep(1.2)  # where nobody counts with each page, the keeper looks
     print("ESCAPED", total)
 except OSError as error:
     print("kept in", total, error)
@@ -139,6 +140,7 @@ for _ in range(made):
     if not os.read(reading, 1):
         break
 else:
+    time.sleep(1.2)
     print("ESCAPED" if made == 5 else "kept in", made)
 """,
     ),

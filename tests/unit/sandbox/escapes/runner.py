@@ -1,7 +1,7 @@
 """Runs families of the corpus, as the user that it is started as: one JSON object for each.
 
-`python -m tests.unit.sandbox.escapes.runner TIER CANARY FAMILY...`; a family may be one of
-FORGING or POISONING, too. With `--all` also what is known not to be contained.
+`python -m tests.unit.sandbox.escapes.runner TIER CANARY FAMILY...`; a tier may be `runsc`, a family
+one of FORGING or POISONING, too. With `--all` also what is known not to be contained.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import Any
 
 import psutil
 
+from common.api.sandbox import JailSettings
 from common.clock import SystemClock
 from common.errors import DeadlineExceeded, MeshError
+from common.job.runners import RUNSC
 from common.process.host import SystemHost
 from services.sandbox.isolation import cgroups
-from services.sandbox.isolation.interpreters import Interpreter
+from services.sandbox.isolation.interpreters import Interpreter, interpreter_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import Jail
 from services.sandbox.isolation.limits import MIB, JailLimits
@@ -65,9 +67,12 @@ class Runner:
     def __init__(self, tier: str, canary: Path, own: Path, every: bool) -> None:
         self.tier, self.all = tier, every
         clock = SystemClock()
-        homes = cgroups.find() if tier == "cgroup" else None
-        kind = "landlock" if tier == "landlock" else "bwrap"
-        self.launcher = JailLauncher(SystemHost(), clock, kind, Interpreter.own(), homes)
+        homes = cgroups.find() if tier in ("cgroup", RUNSC) else None
+        kind = {"landlock": "landlock", RUNSC: "runner"}.get(tier, "bwrap")
+        interpreter = Interpreter.own()
+        if tier == RUNSC:
+            interpreter = interpreter_of(JailSettings(runner=[RUNSC]))
+        self.launcher = JailLauncher(SystemHost(), clock, kind, interpreter, homes)
         self.slots = JailSlots(clock, 4)
         # Without namespaces the limit of processes counts all that the user has: one by one there.
         self.at_once = asyncio.Semaphore(1 if tier == "landlock" else self.slots.count)

@@ -11,11 +11,14 @@ import pytest
 
 from common.clock import SystemClock
 from common.job import isolation
+from common.job.config import SandboxConfig
 from common.process.host import SystemHost
+from meshrl.job import isolation as probed
 from services.sandbox.isolation import cgroups, tiers
 from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.limits import MIB, JailLimits
+from tests.unit.sandbox.isolation.test_contract import STANDIN
 
 
 def test_a_better_tier_suffices_and_a_worse_one_does_not() -> None:
@@ -115,3 +118,13 @@ print("all four")
         for home in homes.places:
             assert not (home / gone).exists()
             (home / here).rmdir()
+
+
+@pytest.mark.needs("bwrap", "python3")
+def test_a_runner_is_a_tier_of_its_own_if_it_runs_a_program() -> None:
+    works = SandboxConfig(runner=[STANDIN], python="/usr/bin/python3")
+    found = probed.found(works)
+    assert (found.tier, found.problem) == ("runner", "")
+    assert found.meaning == "a container for each call (standin)"
+    broken = probed.found(SandboxConfig(runner=["false"], python="/usr/bin/python3"))
+    assert broken.tier == "none" and "ended at its start with status 1" in broken.fix
