@@ -275,6 +275,9 @@ def _arithmetic(name: str) -> Callable[..., Any]:
     def operator(self: Remote, other: Any) -> Any:
         place = place_of(self)
         if place.base is not None and isinstance(other, place.base) and not name.startswith("i"):
+            value = None if name in DIFFERENCES else place.ask("operator", f"__{name}__", other)
+            if type(value) is Remote:  # one of its own kind, which is compared by what it holds
+                return value
             return getattr(place.ask("content"), f"__{name}__")(other)
         value = place.ask("operator", f"__{name}__", other)
         if not place.side.trusted:

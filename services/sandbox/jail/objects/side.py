@@ -339,7 +339,7 @@ class Side:
             answer["changed"] = message.changed()
             self._answering = True
             answer["value"] = message.packed(found)
-            if operation in ("get", "item") and type(found) in values.MUTABLE:
+            if operation in ("get", "item", "call") and type(found) in values.MUTABLE:
                 answer["live"] = self.keep(found)
         except (frames.Closed, Unsupported):
             raise

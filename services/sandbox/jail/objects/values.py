@@ -117,6 +117,8 @@ class Message:
             return self._container(value, MUTABLE[kind], depth)
         if kind is bytes:
             return ["bytes", value.hex()]
+        if kind is memoryview:
+            return ["bytes", value.tobytes().hex()]
         if kind is complex:
             return ["complex", value.real, value.imag]
         if kind is tuple or kind is frozenset:

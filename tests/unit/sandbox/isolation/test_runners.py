@@ -94,8 +94,9 @@ async def main():
     launcher = JailLauncher(SystemHost(), SystemClock(), "runner", interpreter, None, None)
     source = "print('up', flush=True)\nimport time\ntime.sleep(600)"
     jail = await launcher.open({"mode": "program", "source": source}, LIMITS)
-    while not jail.stdout:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while not jail.stdout:
+            await asyncio.sleep(0.01)
     print("up", flush=True)
     await asyncio.sleep(600)
 
@@ -116,22 +117,31 @@ async def test_a_killed_sandbox_leaves_no_container(runner: str, killed: str) ->
     sandbox = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SANDBOX, runner, stdout=asyncio.subprocess.PIPE
     )
-    assert sandbox.stdout is not None
-    async with asyncio.timeout(60):
-        assert await sandbox.stdout.readline() == b"up\n"
-    mark = f"{leftovers.PREFIX}{sandbox.pid}-"
-    places = [p for p in os.listdir(tempfile.gettempdir()) if p.startswith(mark)]
-    assert places
-    if killed == "all of ours":
-        for pid in bridges(sandbox.pid):
+    try:
+        assert sandbox.stdout is not None
+        async with asyncio.timeout(60):
+            assert await sandbox.stdout.readline() == b"up\n"
+        spawners = bridges(sandbox.pid) if killed == "all of ours" else []
+        for pid in spawners:
+            os.kill(pid, signal.SIGSTOP)  # none of them sees the others end
+        places = named(sandbox.pid)
+        for pid in spawners:
             os.kill(pid, signal.SIGKILL)
-    sandbox.kill()
-    await sandbox.wait()
+    finally:
+        sandbox.kill()
+        await sandbox.wait()
+    assert places
     async with asyncio.timeout(60):
         while marked(places[0]) or (killed == "the sandbox" and contents(places[0]) - {"root"}):
             await asyncio.sleep(0.02)
     leftovers.sweep()
-    assert not [p for p in os.listdir(tempfile.gettempdir()) if p.startswith(mark)]
+    assert not named(sandbox.pid)
+
+
+def named(sandbox: int) -> list[str]:
+    """What a sandbox's runners have in the directory for temporary files."""
+    mark = f"{leftovers.PREFIX}{sandbox}-"
+    return [each for each in os.listdir(tempfile.gettempdir()) if each.startswith(mark)]
 
 
 def bridges(sandbox: int) -> list[int]:
