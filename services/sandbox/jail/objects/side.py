@@ -48,6 +48,9 @@ class Side:
         self.used = False  # more was asked of the other side than what there is
         self.failed = False  # the other side has raised something, or spoken garbage
         self.refused = ""  # what the tests have asked for that cannot be done
+        self.provoked = False  # an object of the solution has brought that about
+        self.assertions: tuple[type[BaseException], ...] = (AssertionError,)
+        self.asserted: list[BaseException] = []  # left the tests' callbacks, did not come back
         self._streams = sys.stdout, sys.stderr  # others get what the solution prints
         self.turn: Callable[[bool], None] | None = None  # told when the other side takes long
         self.patience_s = 0.0  # of waiting for the other side, until that is told
@@ -173,9 +176,12 @@ class Side:
             self._kept.append(value)
         return number
 
-    def refuse(self, what: str) -> None:
-        """Unsupported; it counts even if the tests catch it."""
-        self.refused = self.refused or what
+    def refuse(self, what: str, provoked: bool = False) -> None:
+        """Unsupported; it counts even if the tests catch it. `provoked`: an object of the solution
+        decides whether it comes to this, and so the solution does.
+        """
+        if not self.refused:
+            self.refused, self.provoked = what, provoked
         raise Unsupported(what)
 
     # -- asking
@@ -216,6 +222,7 @@ class Side:
                 warnings.warn(warning, stacklevel=3)
         if error is not None:
             self.failed = True
+            self.asserted = [known for known in self.asserted if known is not error]
             if isinstance(error, StopIteration) and operation != "next" and self.trusted:
                 raise errors.Escaped("the solution has raised StopIteration") from error
             raise error
@@ -347,6 +354,8 @@ class Side:
         except (frames.Closed, Unsupported):
             raise
         except BaseException as error:
+            if self.trusted and isinstance(error, self.assertions) and place_of(error) is None:
+                self.asserted.append(error)
             answer = {"changed": message.changed(), "raised": self.message().packed(error)}
         finally:
             self._answering = False
