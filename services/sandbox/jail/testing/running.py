@@ -52,7 +52,7 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
         items = tests.collected(program["source"], program.get("files") is True) if ready else []
     except BaseException as error:
         if side.refused:
-            report(unsupported=side.refused)
+            report(unsupported=side.refused, provoked=side.provoked)
         elif side.closed or side.failed or side.used:  # what the solution has or raises is no help
             report(ready=False, tests=[], error=f"{type(error).__name__}: {error}"[:TEXT])
         elif isinstance(error, Skipped):
@@ -76,7 +76,7 @@ def _answer(
         side.patience_s = patience_s
         verdict = tests.outcome(asked)
         if side.refused:
-            report(unsupported=side.refused)
+            report(unsupported=side.refused, provoked=side.provoked)
             return
         if side.closed:
             verdict = {"passed": False, "lost": True, "error": "the solution's process has ended"}
