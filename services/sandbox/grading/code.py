@@ -79,6 +79,8 @@ class Grading:
                     return await isolated.passed(self._attempt, source, tests)
                 why = f"the runner isolated cannot run: {', '.join(lacks)}"
             except Unsupported as error:  # it has shown when the tests ran
+                if error.provoked:  # no program chooses the runner that it can forge
+                    raise
                 why = str(error)
             if runner == "isolated" or self._suites is None:
                 raise Unsupported(why)
