@@ -121,10 +121,10 @@ class Reader:
             yield f"pytest.mark.{name}"
         elif name in CALLS.get(before.rpartition(".")[2], ()) and before:
             yield f"{before}.{name}"
-        elif name in _OF_LOOPS and isinstance(node.value, ast.Call):
+        elif node.attr in _OF_LOOPS and isinstance(node.value, ast.Call):
             loop = self._path(node.value.func)
             if loop.startswith("asyncio."):
-                yield f"{loop}().{name}"
+                yield f"{loop}().{node.attr}"
 
     def _call(self, node: ast.Call) -> Iterator[str]:
         path = self._path(node.func)
