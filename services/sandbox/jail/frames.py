@@ -49,6 +49,15 @@ def receive(fd: int, wait: Callable[[], None] | None = None) -> Any:
         raise Closed(f"not JSON: {type(error).__name__}") from None
 
 
+def parsed(body: bytes) -> Any:
+    """The value of a text in JSON without spaces around it; ValueError, StopIteration."""
+    text = body.decode()
+    value, end = _scan(text, 0)
+    if end != len(text):
+        raise ValueError("more than a value")
+    return value
+
+
 def _exactly(fd: int, size: int, wait: Callable[[], None] | None) -> bytes:
     parts: list[bytes] = []
     while size:

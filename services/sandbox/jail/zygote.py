@@ -2,10 +2,10 @@
 
 It runs inside of the outer jail that bubblewrap has made: no network, a read-only root, its own
 processes. One packet in on the control socket for each jail: its limits as JSON, its descriptors
-beside them. A packet comes back on it for each that is done with, so that a zygote which somebody
-has stopped is noticed; a jail answers on its own descriptors. Each jail has process, mount and user
-namespaces of its own; what this process holds in memory, every jail can read, so it holds nothing
-but modules.
+beside them, the keeper's first. A packet comes back on it for each that is done with, so that a
+zygote which somebody has stopped is noticed; a jail answers on its own descriptors. Each jail has
+process, mount and user namespaces of its own; what this process holds in memory, every jail can
+read, so it holds nothing but modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import resource
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from . import allowed, frames, guest, keeper, kernel, seccomp, suite
 
@@ -42,22 +42,27 @@ def serve(control: socket.socket, tier: str) -> None:
         packet, fds = received(control)
         if not packet:
             return
-        request = json.loads(packet)
-        if not any(request["user"] in each for each in users):
-            request["user"] = 0
-        named = dict(zip(request["descriptors"], fds))
         try:
             if own >= 0:  # one's own again first: a namespace is unshared once, or not at all
                 kernel.setns(own, kernel.CLONE_NEWPID)
                 kernel.unshare(kernel.CLONE_NEWPID)
-            if os.fork() == 0:
-                keeper.keep(named, request, tier, proc)
+            if (
+                os.fork() == 0
+            ):  # before anything that only the jail needs: both copy what they touch
+                _keep(packet, fds, users, tier, proc)
         except OSError as error:
-            refuse(named["keeper"], error)
+            refuse(fds[0], error)
         finally:
             for fd in fds:
                 os.close(fd)
         control.send(DONE)
+
+
+def _keep(packet: bytes, fds: list[int], users: list[range], tier: str, proc: int) -> NoReturn:
+    request = frames.parsed(packet)
+    if not any(request["user"] in each for each in users):
+        request["user"] = 0
+    keeper.keep(dict(zip(request["descriptors"], fds)), request, tier, proc)
 
 
 def received(control: socket.socket) -> tuple[bytes, list[int]]:
