@@ -363,6 +363,12 @@ class Side:
             if self.trusted and not operations.may(operation, target, arguments):
                 kind = AttributeError if operation in ("get", "set", "del") else TypeError
                 raise kind(f"a solution may not {operation} what belongs to its tests")
+            if (
+                self.trusted and operation == "await"
+            ):  # others would go on meanwhile, and here cannot
+                arguments = [
+                    lambda: self.refuse("a coroutine of the tests that waits for something")
+                ]
             message.remember()
             if frame.get("warnings") and not self.trusted:
                 with warnings.catch_warnings(record=True) as warned:
