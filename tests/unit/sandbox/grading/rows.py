@@ -1709,4 +1709,31 @@ def test_many():
 """,
         "all",
     ),
+    Row(
+        "parameters given elsewhere",
+        """
+def f(x):
+    return x + 1
+""",
+        """
+import pytest
+from solution import f
+
+pytestmark = pytest.mark.parametrize("by", [1, 2])
+N = "a,b"
+cases = pytest.mark.parametrize(argvalues=[(1, 2), (2, 4)], argnames=N)
+
+@cases
+def test_f(a, b, by):
+    assert f(a) == b
+    assert by
+
+class TestF:
+
+    @pytest.mark.parametrize(N, [(3, 4)])
+    def test_f(self, a, b, by):
+        assert f(a) == b
+""",
+        "110011",
+    ),
 ]
