@@ -33,11 +33,19 @@ MODULES = {
     "tkinter": "a display",
     "doctest": "the solution's source",
 }
+# Coroutines of the two jails run one after another, each to its end: what is at the same time, or
+# gives way to what else runs, has no sense there.
+_AT_A_TIME = (
+    "gather create_task ensure_future TaskGroup Task as_completed wait wait_for shield timeout "
+    "timeout_at to_thread run_coroutine_threadsafe sleep Future Queue LifoQueue PriorityQueue "
+    "Event Lock Semaphore BoundedSemaphore Condition Barrier"
+)
+_OF_LOOPS = frozenset({"create_task", "create_future", "call_soon", "call_later"})
 _INSPECT = "getsourcelines getsourcefile getfile getmodule getcallargs stack currentframe"
 CALLS = {
     "inspect": frozenset(_INSPECT.split()),
     "importlib": {"reload"},
-    "asyncio": {"wait_for", "timeout", "wait", "as_completed", "to_thread", "shield"},
+    "asyncio": frozenset(_AT_A_TIME.split()),
     "os": {"chdir", "fork", "system", "popen"},
     "sys": {"getrefcount", "settrace", "setprofile", "_getframe", "setrecursionlimit"},
     "mock": {"create_autospec", "seal"},
@@ -118,6 +126,10 @@ class Reader:
             yield f"pytest.mark.{name}"
         elif name in CALLS.get(before.rpartition(".")[2], ()) and before:
             yield f"{before}.{name}"
+        elif node.attr in _OF_LOOPS and isinstance(node.value, ast.Call):
+            loop = self._path(node.value.func)
+            if loop.startswith("asyncio."):
+                yield f"{loop}().{node.attr}"
 
     def _call(self, node: ast.Call) -> Iterator[str]:
         path = self._path(node.func)

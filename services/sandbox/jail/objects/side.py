@@ -49,6 +49,8 @@ class Side:
         self.failed = False  # the other side has raised something, or spoken garbage
         self.refused = ""  # what the tests have asked for that cannot be done
         self.provoked = False  # an object of the solution has brought that about
+        self.assertions: tuple[type[BaseException], ...] = (AssertionError,)
+        self.asserted: list[BaseException] = []  # left the tests' callbacks, did not come back
         self._streams = sys.stdout, sys.stderr  # others get what the solution prints
         self.turn: Callable[[bool], None] | None = None  # told when the other side takes long
         self.patience_s = 0.0  # of waiting for the other side, until that is told
@@ -223,6 +225,7 @@ class Side:
                 warnings.warn(warning, stacklevel=3)
         if error is not None:
             self.failed = True
+            self.asserted = [known for known in self.asserted if known is not error]
             if isinstance(error, StopIteration) and operation != "next" and self.trusted:
                 raise errors.Escaped("the solution has raised StopIteration") from error
             raise error
@@ -360,6 +363,12 @@ class Side:
             if self.trusted and not operations.may(operation, target, arguments):
                 kind = AttributeError if operation in ("get", "set", "del") else TypeError
                 raise kind(f"a solution may not {operation} what belongs to its tests")
+            if (
+                self.trusted and operation == "await"
+            ):  # others would go on meanwhile, and here cannot
+                arguments = [
+                    lambda: self.refuse("a coroutine of the tests that waits for something")
+                ]
             message.remember()
             if frame.get("warnings") and not self.trusted:
                 with warnings.catch_warnings(record=True) as warned:
@@ -376,6 +385,8 @@ class Side:
         except (frames.Closed, Unsupported):
             raise
         except BaseException as error:
+            if self.trusted and isinstance(error, self.assertions) and place_of(error) is None:
+                self.asserted.append(error)
             if "live" not in answer:
                 answer["changed"] = message.changed()
                 answer["live"] = self._changes(message)

@@ -8,6 +8,7 @@ from common.grading import under_pytest
 from common.grading.support import unsupported
 
 USUAL = """
+import asyncio
 import math
 import unittest
 from datetime import date
@@ -49,6 +50,14 @@ class Cases(unittest.TestCase):
 @pytest.mark.asyncio
 async def test_waits():
     assert await s.wait() == 1
+    async with s.Connection() as connection:
+        assert [row async for row in connection.rows()] == [await connection.first()]
+
+def test_runs():
+    async def work(number):
+        return number
+
+    assert asyncio.run(s.each(work, [1, 2])) == [1, 2]
 """
 
 
@@ -116,6 +125,24 @@ def test_usual_tests_are_supported() -> None:
         (
             "import asyncio\ndef test_f(): asyncio.run(asyncio.wait_for(f(), 1))",
             "asyncio.wait_for",
+        ),
+        (
+            "import asyncio\nasync def both(): await asyncio.gather(f(), f())\n"
+            "def test_f(): asyncio.run(both())",
+            "asyncio.gather",
+        ),
+        (
+            "from asyncio import Queue as Q, run\ndef test_f(): run(f(Q()))",
+            "asyncio.Queue",
+        ),
+        (
+            "import asyncio\nasync def work(): await asyncio.sleep(0)\ndef test_f(): f(work)",
+            "asyncio.sleep",
+        ),
+        (
+            "import asyncio\nasync def main(): asyncio.get_running_loop().create_task(f())\n"
+            "def test_f(): asyncio.run(main())",
+            "asyncio.get_running_loop().create_task",
         ),
         (
             "from solution import A\nclass B: pass\nclass C(A, B): pass\ndef test_f(): pass",

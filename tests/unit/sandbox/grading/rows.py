@@ -1736,4 +1736,24 @@ class TestF:
 """,
         "110011",
     ),
+    Row(
+        "coroutines of the tests that wait for each other",
+        """
+import asyncio
+async def both(work):
+    found = []
+    async def one(n): found.append(await work(n))
+    await asyncio.gather(one(2), one(1))
+    return found
+""",
+        """
+import asyncio
+from solution import both
+async def work(n):
+    for _ in range(n): await asyncio.sleep(0)
+    return n
+def test_both(): assert asyncio.run(both(work)) == [1, 2]
+""",
+        "unsupported",
+    ),
 ]
