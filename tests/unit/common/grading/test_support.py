@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.grading import under_pytest
 from common.grading.support import unsupported
 
 USUAL = """
@@ -58,6 +59,43 @@ def test_runs():
 
     assert asyncio.run(s.each(work, [1, 2])) == [1, 2]
 """
+
+
+PARAMETRIZED = """
+import pytest
+from pytest import mark
+N = "a,b"
+cases = pytest.mark.parametrize("a", [1])
+both = mark.parametrize(N, [(1, 2)])
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@cases\ndef test_f(a): pass",
+        "@both\ndef test_f(a, b): pass",
+        "pytestmark = pytest.mark.parametrize('c', [1])\ndef test_f(c): pass",
+        "@pytest.mark.parametrize(N, [(1, 2)])\ndef test_f(a, b): pass",
+        "@mark.parametrize(argvalues=[1], argnames='c')\ndef test_f(c): pass",
+        "@pytest.mark.parametrize()\ndef test_f(c): pass",
+    ],
+)
+def test_parameters_that_are_given_in_any_way_are_no_fixtures(source: str) -> None:
+    assert unsupported(PARAMETRIZED + source) == ()
+    assert under_pytest.lacks(PARAMETRIZED + source) == ()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@pytest.mark.parametrize(argvalues=[1], argnames='c')\ndef test_f(c, d): pass",
+        "@pytest.mark.parametrize('c', [1])\ndef test_f(c, d): pass",
+    ],
+)
+def test_what_no_mark_gives_is_a_fixture(source: str) -> None:
+    assert unsupported("import pytest\n" + source) == ("fixture d",)
+    assert under_pytest.lacks("import pytest\n" + source) == ("the fixture d",)
 
 
 def test_usual_tests_are_supported() -> None:

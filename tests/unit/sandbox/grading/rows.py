@@ -1710,6 +1710,33 @@ def test_many():
         "all",
     ),
     Row(
+        "parameters given elsewhere",
+        """
+def f(x):
+    return x + 1
+""",
+        """
+import pytest
+from solution import f
+
+pytestmark = pytest.mark.parametrize("by", [1, 2])
+N = "a,b"
+cases = pytest.mark.parametrize(argvalues=[(1, 2), (2, 4)], argnames=N)
+
+@cases
+def test_f(a, b, by):
+    assert f(a) == b
+    assert by
+
+class TestF:
+
+    @pytest.mark.parametrize(N, [(3, 4)])
+    def test_f(self, a, b, by):
+        assert f(a) == b
+""",
+        "110011",
+    ),
+    Row(
         "coroutines of the tests that wait for each other",
         """
 import asyncio
