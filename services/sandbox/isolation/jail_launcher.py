@@ -249,12 +249,23 @@ class JailLauncher:
         zygote = self._zygote
         assert zygote is not None
         group = await self._group(limits)
-        place, slot = "", self._users.popleft() if self._users else -1
-        output = Output(limits.output_bytes)
-        pipes = [Pipe()]
+        place, slot = "", -1
+        output: Output | None = None
+        pipes: list[Pipe] = []
         fds: dict[str, int] = {}
         given: list[int] = []
+        holders = 2  # of the group and the user: the jail, and the zygote that may yet begin it
+
+        def left() -> None:
+            nonlocal holders
+            holders -= 1
+            if not holders:
+                self._given_back(group, place, slot)
+
         try:
+            slot = self._users.popleft() if self._users else -1
+            output = Output(limits.output_bytes)
+            pipes.append(Pipe())
             given.append(_readable(stdin))
             given.append(output.opened())
             given.append(output.opened())
@@ -278,11 +289,12 @@ class JailLauncher:
             if not request["user"] and (self.tier == "landlock" or self._shares_users):
                 request["limits"]["processes"] += _processes_of_user()
             packet = json.dumps(request).encode()
-            answer = zygote.send(packet, list(fds.values()))
+            answer = zygote.send(packet, list(fds.values()), left)
         except BaseException as error:
             for pipe in pipes:
                 pipe.close()
-            output.close()
+            if output is not None:
+                output.close()
             self._given_back(group, place, slot)
             if isinstance(error, BrokenPipeError | ConnectionResetError):
                 self._ended(zygote)
@@ -296,7 +308,7 @@ class JailLauncher:
         other = pipes[1] if cells else None
 
         def ended() -> None:
-            self._given_back(group, place, slot)
+            left()
             zygote.left()
 
         return Jail(self.clock, limits, pipes[0], other, output, group, ended), zygote, answer

@@ -8,7 +8,7 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, MeshError
@@ -39,7 +39,7 @@ class Zygote:
         self._host, self._clock, self._waits = host, clock, waits
         self.child, self._control = child, control
         self._own: Child = child
-        self._unanswered: deque[asyncio.Future[None]] = deque()
+        self._unanswered: deque[tuple[asyncio.Future[None], Callable[[], None]]] = deque()
         self._jails = 0  # that run
         self._retired = False
         self.ended = False  # it has closed its end of the socket
@@ -70,13 +70,18 @@ class Zygote:
         loop.add_reader(self._control, self._answered)
         return True
 
-    def send(self, packet: bytes, fds: Sequence[int]) -> asyncio.Future[None]:
+    def send(
+        self, packet: bytes, fds: Sequence[int], settled: Callable[[], None]
+    ) -> asyncio.Future[None]:
         """Asks for a jail; resolves when it has been forked. BlockingIOError: it takes no more now;
         other OSErrors: it has ended.
+
+        `settled` is called once the jail has been forked or cannot be any more. That may be long
+        after whoever asked has gone: what the jail would take is not another's until then.
         """
         socket.send_fds(self._control, [packet], list(fds))
         begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._unanswered.append(begun)
+        self._unanswered.append((begun, settled))
         self._jails += 1
         return begun
 
@@ -123,14 +128,12 @@ class Zygote:
             self._resolve(error)
 
     def _resolve(self, error: Exception | None) -> None:
-        answer = self._unanswered.popleft()
-        if answer.done():  # whoever asked has gone
-            return
-        if error is None:
+        answer, settled = self._unanswered.popleft()
+        if error is not None:
+            _refuse(answer, error)
+        elif not answer.done():  # else whoever asked has gone
             answer.set_result(None)
-        else:
-            answer.set_exception(error)
-            answer.exception()  # it may be that nobody waits for it yet
+        settled()
 
     def left(self) -> None:
         """One of its jails has ended."""
@@ -141,7 +144,8 @@ class Zygote:
     def retire(self) -> None:
         """It is asked for nothing more, and is killed when the last of its jails has ended."""
         self._retired = True
-        self._fail(ConnectionResetError("another zygote takes its place"))
+        for answer, _ in self._unanswered:  # which it may still begin: it has not ended
+            _refuse(answer, ConnectionResetError("another zygote takes its place"))
         if not self._jails:
             self.kill()
 
@@ -152,3 +156,9 @@ class Zygote:
             asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
         self._fail(ConnectionResetError("the zygote was killed"))
+
+
+def _refuse(answer: asyncio.Future[None], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+        answer.exception()  # it may be that nobody waits for it yet

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,77 @@ async def test_nothing_stays_open_after_many_calls(launcher: JailLauncher) -> No
     for _ in range(5):
         await asyncio.gather(*(ran(launcher, "print(1)") for _ in range(3)), ran(launcher, bad))
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def groups_of(launcher: JailLauncher) -> int:
+    """How many control groups the launchers of this process have."""
+    homes = cgroups.find()
+    assert homes is not None
+    return len(list(homes.memory.glob(f"{cgroups.PREFIX}{os.getpid()}-*")))
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """This process may open so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 64, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(taken[0]))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+@pytest.mark.needs("cgroups")
+async def test_a_start_for_which_descriptors_lack_keeps_none_and_no_group(
+    launcher: JailLauncher,
+) -> None:
+    assert (await ran(launcher, "print(1)")).stdout == b"1\n"
+    before, groups, failed = len(os.listdir("/proc/self/fd")), groups_of(launcher), 0
+    users = len(launcher._users)
+    for count in range(12):
+        with descriptors_left(count):
+            try:
+                await ran(launcher, "print(1)")
+            except JailFailed as error:
+                assert "Too many open files" in str(error)
+                failed += 1
+    assert failed >= 5, "a start takes more"
+    assert (await ran(launcher, "print(2)")).stdout == b"2\n"
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert (groups_of(launcher), len(launcher._users)) == (groups, users)
+
+
+@pytest.mark.needs("cgroups")
+async def test_a_group_is_not_given_on_while_a_start_that_was_given_up_may_yet_take_it(
+    launcher: JailLauncher,
+) -> None:
+    await ran(launcher, "print(1)")
+    groups, started = groups_of(launcher), launcher.started
+    os.kill(launcher.zygote, signal.SIGSTOP)
+    try:
+        given_up = asyncio.create_task(ran(launcher, "print(1)"))
+        while launcher.started == started:
+            await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        second = asyncio.create_task(ran(launcher, "print(2)"))
+        while launcher.started == started + 1:
+            await asyncio.sleep(0)
+        assert groups_of(launcher) == groups + 1, "the other is still the first one's"
+    finally:
+        os.kill(launcher.zygote, signal.SIGCONT)
+    assert (await second).stdout == b"2\n"
+    found = await asyncio.gather(*(ran(launcher, f"print({n})") for n in range(2)))
+    assert [each.stdout for each in found] == [b"0\n", b"1\n"]
+    assert groups_of(launcher) == groups + 1, "both are given again"
 
 
 async def test_when_the_zygote_is_killed_another_takes_its_place(launcher: JailLauncher) -> None:
