@@ -6,6 +6,9 @@ import ast
 import sys
 from collections.abc import Iterator
 
+from common.grading import parametrized
+from common.grading.parametrized import ANY
+
 _PYTEST = (
     "raises approx fixture mark param fail skip xfail importorskip warns deprecated_call "
     "MonkeyPatch FixtureRequest CaptureFixture ExceptionInfo exit main"
@@ -30,11 +33,19 @@ MODULES = {
     "tkinter": "a display",
     "doctest": "the solution's source",
 }
+# Coroutines of the two jails run one after another, each to its end: what is at the same time, or
+# gives way to what else runs, has no sense there.
+_AT_A_TIME = (
+    "gather create_task ensure_future TaskGroup Task as_completed wait wait_for shield timeout "
+    "timeout_at to_thread run_coroutine_threadsafe sleep Future Queue LifoQueue PriorityQueue "
+    "Event Lock Semaphore BoundedSemaphore Condition Barrier"
+)
+_OF_LOOPS = frozenset({"create_task", "create_future", "call_soon", "call_later"})
 _INSPECT = "getsourcelines getsourcefile getfile getmodule getcallargs stack currentframe"
 CALLS = {
     "inspect": frozenset(_INSPECT.split()),
     "importlib": {"reload"},
-    "asyncio": {"wait_for", "timeout", "wait", "as_completed", "to_thread", "shield"},
+    "asyncio": frozenset(_AT_A_TIME.split()),
     "os": {"chdir", "fork", "system", "popen"},
     "sys": {"getrefcount", "settrace", "setprofile", "_getframe", "setrecursionlimit"},
     "mock": {"create_autospec", "seal"},
@@ -49,10 +60,12 @@ class Reader:
         self._ours: set[str] = set()  # names imported from the solution
         self._fixtures: set[str] = set()
         self._classes: dict[str, ast.ClassDef] = {}
+        self._marked_elsewhere = False
 
     def read(self, tree: ast.Module) -> Iterator[str]:
         """The name of each thing that cannot be run; one may come twice."""
         guarded = _guarded(tree)
+        self._marked_elsewhere = parametrized.elsewhere(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom) and node not in guarded:
                 yield from self._imported(node)
@@ -113,6 +126,10 @@ class Reader:
             yield f"pytest.mark.{name}"
         elif name in CALLS.get(before.rpartition(".")[2], ()) and before:
             yield f"{before}.{name}"
+        elif node.attr in _OF_LOOPS and isinstance(node.value, ast.Call):
+            loop = self._path(node.value.func)
+            if loop.startswith("asyncio."):
+                yield f"{loop}().{node.attr}"
 
     def _call(self, node: ast.Call) -> Iterator[str]:
         path = self._path(node.func)
@@ -178,14 +195,14 @@ class Reader:
     ) -> Iterator[str]:
         case = owner is not None and self._is_case(owner)
         marks = [*node.decorator_list, *(owner.decorator_list if owner else ())]
-        given = set(self._parameters(marks))
+        given = set(self._parameters(marks)) | ({ANY} if self._marked_elsewhere else set())
         if not case:
             names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
             static = any(self._path(d) == "staticmethod" for d in node.decorator_list)
             skipped = (owner is not None and not static) + self._patched(node.decorator_list)
             without_default = names[: len(names) - len(node.args.defaults)]
             for name in without_default[skipped:]:
-                if name not in given | self._fixtures | FIXTURES:
+                if name not in given | self._fixtures | FIXTURES and ANY not in given:
                     yield f"fixture {name}" if name != "mocker" else "pytest-mock's mocker"
         if isinstance(node, ast.AsyncFunctionDef) and not case:
             paths = {self._path(m.func if isinstance(m, ast.Call) else m) for m in marks}
@@ -195,11 +212,7 @@ class Reader:
     def _parameters(self, marks: list[ast.expr]) -> Iterator[str]:
         for mark in marks:
             if isinstance(mark, ast.Call) and self._path(mark.func) == "pytest.mark.parametrize":
-                named = mark.args[0] if mark.args else mark.keywords[0].value
-                if isinstance(named, ast.Constant):
-                    yield from (name.strip() for name in str(named.value).split(","))
-                elif isinstance(named, ast.List | ast.Tuple):
-                    yield from (str(e.value) for e in named.elts if isinstance(e, ast.Constant))
+                yield from parametrized.given(mark)
 
     def _patched(self, decorators: list[ast.expr]) -> int:
         """How many arguments the decorators of `unittest.mock` fill."""

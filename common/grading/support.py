@@ -8,7 +8,15 @@ from common.grading import reading
 
 
 class Unsupported(Exception):
-    """No runner of the job can run a row's tests; the text names what of them it cannot do."""
+    """No runner of the job can run a row's tests; the text names what of them it cannot do.
+
+    `provoked`: it has come to this by what an object of the solution does, so another solution, or
+    the same one with a mind to, decides about it; by what the tests do otherwise.
+    """
+
+    def __init__(self, what: str, provoked: bool = False) -> None:
+        super().__init__(what)
+        self.provoked = provoked
 
 
 def unsupported(tests: str) -> tuple[str, ...]:

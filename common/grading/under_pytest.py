@@ -6,6 +6,8 @@ import ast
 import sys
 from collections.abc import Iterator
 
+from common.grading import parametrized
+from common.grading.parametrized import ANY
 from common.grading.suites import SOLUTION
 
 # Of pytest itself; plugins bring further ones.
@@ -45,6 +47,7 @@ def lacks(tests: str) -> tuple[str, ...]:
     tree = ast.parse(tests)
     if any(hook in tests for hook in _HOOKS):
         return ()
+    anywhere = parametrized.elsewhere(tree)
     made = {name for node in ast.walk(tree) if isinstance(node, Function) for name in _made(node)}
     found: dict[str, None] = {}
     for owner, node in _tests(tree):
@@ -56,7 +59,7 @@ def lacks(tests: str) -> tuple[str, ...]:
         names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
         names = names[: len(names) - len(node.args.defaults)][1 if owner else 0 :]
         for name in names:
-            if name not in FIXTURES | made | given and "*" not in given:
+            if name not in FIXTURES | made | given and not (anywhere or ANY in given):
                 found[f"the fixture {name}"] = None
         if isinstance(node, ast.AsyncFunctionDef):
             found[f"async def {node.name}"] = None
@@ -93,15 +96,10 @@ def _made(node: Function) -> Iterator[str]:
 
 
 def _parametrized(mark: ast.expr) -> set[str]:
-    """Arguments that a mark gives; "*" where the source does not say which."""
+    """Arguments that a mark gives, if it gives any."""
     if not isinstance(mark, ast.Call) or not _dotted(mark.func).endswith("parametrize"):
         return set()
-    named = mark.args[0] if mark.args else None
-    if isinstance(named, ast.Constant) and isinstance(named.value, str):
-        return {name.strip() for name in named.value.split(",")}
-    if isinstance(named, ast.List | ast.Tuple):
-        return {str(e.value) if isinstance(e, ast.Constant) else "*" for e in named.elts}
-    return {"*"}
+    return parametrized.given(mark)
 
 
 def _called(decorator: ast.expr) -> ast.expr:

@@ -129,9 +129,14 @@ class _Look:
         try:
             self._kinds[self._kind(row.value.get(self._key))] += 1
         except (BadTests, Unsupported) as error:
-            self.most += 1
-            if len(self.wrong) < SHOWN:
-                self.wrong.append(_Wrong(key, row.place, str(error)))
+            self._wrong(key, row, str(error))
+        except Exception as error:  # of reading what somebody wrote: one row stops no other
+            self._wrong(key, row, f"tests that cannot be read: {type(error).__name__}: {error}")
+
+    def _wrong(self, key: str, row: rows.Row, said: str) -> None:
+        self.most += 1
+        if len(self.wrong) < SHOWN:
+            self.wrong.append(_Wrong(key, row.place, said))
 
     def _kind(self, tests: Any) -> str:
         kind, found = shapes.read(tests)

@@ -21,7 +21,7 @@ from services.sandbox.answer import Answer
 from services.sandbox.grading import called, isolated, printed, real_pytest
 from services.sandbox.grading.answers import answer_of
 from services.sandbox.grading.attempt import Attempt
-from services.sandbox.grading.programs import program_of
+from services.sandbox.grading.programs import prefixed, program_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import JailFailed
 from services.sandbox.isolation.limits import JailLimits
@@ -51,10 +51,12 @@ class Grading:
         try:
             style, tests = shapes.read(row[self._options.get("tests", "tests")])
             program = program_of(answer, prefix, cases.names(tests), style == shapes.STDIN)
-            passed = await self._passed(prefix + program, tests) if program.strip() else [False]
+            passed = [False]
+            if program.strip():
+                passed = await self._passed(prefixed(prefix, program), tests)
         except Unsupported as error:
             return Answer(UNSUPPORTED, None, str(error))
-        except (BadTests, KeyError, TypeError, ValueError) as error:
+        except (BadTests, LookupError, TypeError, ValueError, AttributeError) as error:
             return Answer(BAD_VALUE, None, f"tests: {type(error).__name__}: {error}")
         except JailFailed as error:
             return Answer(CRASHED, None, str(error))
@@ -79,6 +81,8 @@ class Grading:
                     return await isolated.passed(self._attempt, source, tests)
                 why = f"the runner isolated cannot run: {', '.join(lacks)}"
             except Unsupported as error:  # it has shown when the tests ran
+                if error.provoked:  # no program chooses the runner that it can forge
+                    raise
                 why = str(error)
             if runner == "isolated" or self._suites is None:
                 raise Unsupported(why)

@@ -128,7 +128,8 @@ async def _said(attempt: Attempt, pair: tuple[Jail, Jail]) -> dict[str, Any] | N
         if frame.get("nonce") != jail.nonce:
             return None
         if "unsupported" in frame:
-            raise Unsupported(f"the runner isolated cannot run: {frame['unsupported']}")
+            what = f"the runner isolated cannot run: {frame['unsupported']}"
+            raise Unsupported(what, provoked=frame.get("provoked") is True)
         if "turn" not in frame:
             return frame
         solution.turn(frame["turn"] is True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 THINKING_END = re.compile(r"(?<![\"'])(?<![^`]`)</think>(?![\"'])")  # not in a program's text
 THINKING = "<think>"
+FUTURE = "__future__"
 FENCE = "```"
 MARKS = r"(?:\s*<[^<>`]{1,40}>)*"  # as </answer> or what ends a turn, on the line of a fence
 OPENING = re.compile(MARKS + r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?=[^`]*$)|~{3,})(.*)")
@@ -70,6 +71,37 @@ def program_of(
         return inline
     tagged = [block for block in own if block.kind == PYTHON]
     return (tagged or own)[-1].body
+
+
+def prefixed(prefix: str, program: str) -> str:
+    """`prefix` and the program, with what either imports from `__future__` before both, where
+    Python wants it; as they are if the program is none.
+    """
+    if not prefix or FUTURE not in program:
+        return prefix + program
+    try:
+        (before, own), (behind, others) = map(_without_future, (prefix, program))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return prefix + program
+    features = list(dict.fromkeys([*own, *others]))
+    return "".join(f"from {FUTURE} import {name}\n" for name in features) + before + behind
+
+
+def _without_future(source: str) -> tuple[str, list[str]]:
+    """The source with each import from `__future__` replaced, and the names of the features."""
+    features: list[str] = []
+    lines = source.encode().splitlines(keepends=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in its texts
+        tree = ast.parse(source)
+    for node in reversed(tree.body):
+        if isinstance(node, ast.ImportFrom) and node.module == FUTURE and not node.level:
+            features[:0] = [alias.name for alias in node.names]
+            first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+            rest = lines[last][node.end_col_offset :]
+            kept = lines[first][: node.col_offset] + b"pass" + rest
+            lines[first : last + 1] = [kept, b"\n" * (last - first)]  # lines keep their numbers
+    return b"".join(lines).decode(), features
 
 
 def _only(text: str) -> str | None:
@@ -131,7 +163,7 @@ class _Parser:
         return self._left < 0 or self._times <= 0
 
     def tree(self, body: str) -> ast.Module | None:
-        source = self._prefix + body
+        source = prefixed(self._prefix, body)
         self._left -= len(source)
         self._times -= 1
         if self._left < 0 or self._times < 0 or not body.strip():

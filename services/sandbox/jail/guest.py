@@ -78,24 +78,30 @@ def make_streams() -> None:
     """Standard streams over descriptors 0 to 2, whatever these are when a guest runs: the zygote
     makes them once. They ask then whether one can seek in what they write to: it must be a pipe.
     """
-    stdin = io.BufferedReader(io.FileIO(0, closefd=False))
-    sys.stdin = io.TextIOWrapper(stdin, encoding="utf-8")
+    stdin = io.BufferedReader(_named(io.FileIO(0, closefd=False), "stdin"))
+    sys.stdin = judged.as_opened(io.TextIOWrapper(stdin, encoding="utf-8"), "r")
     setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - its type says that nobody does
     reading, writing = os.pipe()
     for name, fd in (("stdout", 1), ("stderr", 2)):
         kept = os.dup(fd)
         os.dup2(writing, fd)
-        raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+        raw = io.BufferedWriter(_named(io.FileIO(fd, "w", closefd=False), name))
         text = io.TextIOWrapper(
             raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
         )  # what was printed before a time-out is not lost
         os.dup2(kept, fd)
         os.close(kept)
-        setattr(sys, name, text)
+        setattr(sys, name, judged.as_opened(text, "w"))
         setattr(sys, f"__{name}__", text)
     os.close(reading)
     os.close(writing)
     judged.ready()
+
+
+def _named(file: io.FileIO, name: str) -> io.FileIO:
+    """With the name that an interpreter gives it; all streams over it have the same."""
+    file.name = f"<{name}>"
+    return file
 
 
 def seed_random() -> None:

@@ -36,11 +36,21 @@ def prepare(prints: bool) -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (room, most))
 
 
+def as_opened(text: io.TextIOWrapper, mode: str) -> io.TextIOWrapper:
+    """The stream with the mode that an interpreter gives its own: templates for fast input and
+    output ask for it.
+    """
+    text.mode = mode  # type: ignore[misc]
+    return text
+
+
 def ready() -> None:
     """What `prepare` needs and is alike for all guests: the zygote makes it once, as each costs as
     much as opening a file.
     """
-    out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", errors="backslashreplace")
+    out = as_opened(
+        io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", errors="backslashreplace"), "w"
+    )
     _streams[:] = [out, sys.stdout]  # which would close its descriptor if nobody kept it
     given = _thread.stack_size
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import types
+from typing import Any, Callable, Optional
 
 _LOOPS: list[Any] = []  # the one of this process, which objects of asyncio may belong to
 
@@ -16,12 +17,24 @@ def awaited(place: Any) -> Any:
     return coroutine()
 
 
-def run(target: Any) -> Any:
-    """Runs an awaitable of this side to its end."""
+@types.coroutine
+def _at_once(target: Any, waits: Callable[[], None]) -> Any:
+    """An awaitable that comes to its end without a wait; else `waits`, which raises."""
+    steps = target.__await__()
+    try:
+        steps.send(None) if hasattr(steps, "send") else next(steps)
+    except StopIteration as end:
+        return end.value
+    waits()
+    yield
+
+
+def run(target: Any, waits: Optional[Callable[[], None]] = None) -> Any:
+    """Runs an awaitable of this side to its end; see `_at_once`."""
     import asyncio
 
     async def waited() -> Any:
-        return await target
+        return await (target if waits is None else _at_once(target, waits))
 
     try:
         asyncio.get_running_loop()

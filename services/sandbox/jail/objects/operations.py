@@ -82,15 +82,6 @@ def _set(target: Any, name: str, value: Any) -> None:
     setattr(target, name, value)
 
 
-def _refill(target: Any, content: Any) -> None:
-    """What the tests have made of a list, dict or set that they got as an attribute."""
-    if isinstance(target, (list, bytearray)):
-        target[:] = content
-    else:
-        target.clear()
-        (target.extend if hasattr(target, "extend") else target.update)(content)
-
-
 def _derived(target: Any, name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
     """A class of the tests that derives from the solution's."""
     return types.new_class(
@@ -147,7 +138,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, args, kwargs: target(*args, **kwargs),
     "get": _get,
     "set": _set,
-    "refill": _refill,
     "del": delattr,
     "len": len,
     "iter": iter,
@@ -191,7 +181,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 CALLABLE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
 ALWAYS = ("bool", "hash", "await", "call", "iter", "next")  # calls and iteration: why it was given
-OF_TESTS = ("content", "derive", "super", "names", "patch", "restore", "call_named", "refill")
+OF_TESTS = ("content", "derive", "super", "names", "patch", "restore", "call_named")
 NAMES = ("__name__", "__qualname__", "__doc__", "__module__")
 LIBRARY = {("_io", "StringIO"), ("_io", "BytesIO"), ("_io", "TextIOWrapper"), ("random", "Random")}
 MOCKS = ("unittest.mock",)

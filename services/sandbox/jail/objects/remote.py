@@ -59,8 +59,8 @@ class Place:
             self.makes = makes
         self.named = self.named or imported
 
-    def refuse(self, what: str) -> None:
-        self.side.refuse(what)
+    def refuse(self, what: str, provoked: bool = False) -> None:
+        self.side.refuse(what, provoked)
 
 
 def place_of(value: Any) -> Any:
@@ -184,7 +184,8 @@ class Remote:
             return NotImplemented  # an object of the tests: approx, ANY, and their own
         claims = place.ask("equal", other) if place.made else None
         if claims == [True, False] and place.made == "class" and place.direct:
-            place.refuse(f"equality of a {place.kind} with plain data, by its own `__eq__`")
+            what = f"equality of a {place.kind} with plain data, by its own `__eq__`"
+            place.refuse(what, provoked=True)
         return False
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -264,7 +265,8 @@ def _order(name: str) -> Callable[..., Any]:
                 return NotImplemented
             place.ask("operator", f"__{name}__", other)
             if place.made == "class" and place.direct and not place.ask("foolish", other):
-                place.refuse(f"order of a {place.kind} and plain data, by its own `__{name}__`")
+                what = f"order of a {place.kind} and plain data, by its own `__{name}__`"
+                place.refuse(what, provoked=True)
             return NotImplemented
         return place.ask("operator", f"__{name}__", other)
 

@@ -21,7 +21,7 @@ from . import coroutines, errors, operations, remote, values
 from .remote import Place, Remote, both, place_of
 
 ROOT = "/tmp"  # the scratch directory, where the jails of both sides have their own
-LIVE = 32  # containers that the solution holds on to, whose changes by the tests are looked for
+LIVE = 256  # containers that both sides hold on to, whose changes are looked for
 PRINTED = 1 << 20  # characters of what one operation prints that are told
 _BUILT_IN: tuple[Any, ...] = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.GeneratorType),
@@ -48,13 +48,17 @@ class Side:
         self.used = False  # more was asked of the other side than what there is
         self.failed = False  # the other side has raised something, or spoken garbage
         self.refused = ""  # what the tests have asked for that cannot be done
+        self.provoked = False  # an object of the solution has brought that about
+        self.assertions: tuple[type[BaseException], ...] = (AssertionError,)
+        self.asserted: list[BaseException] = []  # left the tests' callbacks, did not come back
         self._streams = sys.stdout, sys.stderr  # others get what the solution prints
         self.turn: Callable[[bool], None] | None = None  # told when the other side takes long
         self.patience_s = 0.0  # of waiting for the other side, until that is told
         self._told = self._answering = False
         self.wants_warnings = False  # the tests look for warnings: the solution's come over
         self.files: Any = None  # with it, files come over
-        self._live: list[tuple[int, Any, list[Any]]] = []  # see LIVE
+        self._live: dict[int, tuple[Any, list[Any]]] = {}  # by number, as both sides last saw them
+        self._places: dict[int, int] = {}  # their numbers, by the containers' ids here
         self.closed = False
         self._environment: dict[Any, Any] | None = None
 
@@ -65,6 +69,8 @@ class Side:
 
     def _packed(self, message: values.Message, value: Any, depth: int) -> Any:
         kind = type(value)
+        if kind in values.MUTABLE:
+            return ["live", self._places[id(value)]] if id(value) in self._places else None
         place = place_of(value)
         if place is not None and place.side is self:
             return ["yours", place.number]
@@ -118,6 +124,8 @@ class Side:
         kind, *rest = packed
         if kind == "yours":
             return self._kept[abs(int(rest[0]))]
+        if kind == "live":
+            return self._live[int(rest[0])][0]
         if kind == "mine":
             return self._remote(*rest)
         if kind == "both":
@@ -173,24 +181,25 @@ class Side:
             self._kept.append(value)
         return number
 
-    def refuse(self, what: str) -> None:
-        """Unsupported; it counts even if the tests catch it."""
-        self.refused = self.refused or what
+    def refuse(self, what: str, provoked: bool = False) -> None:
+        """Unsupported; it counts even if the tests catch it. `provoked`: an object of the solution
+        decides whether it comes to this, and so the solution does.
+        """
+        if not self.refused:
+            self.refused, self.provoked = what, provoked
         raise Unsupported(what)
 
     # -- asking
 
     def ask(self, operation: str, number: int, *arguments: Any) -> Any:
         """What the other side answers; its exceptions are raised here."""
-        if self._live and operation != "refill":
-            self._refill()
         message = self.message()
+        context = {"live": self._changes(message), **self._context()}
         sent = [message.packed(argument) for argument in arguments]
         self._asked += 1
         self.used = self.used or operation not in ("get", "names")
         asked = self._asked
-        frame = {"do": operation, "to": number, "with": sent, "asked": asked, **self._context()}
-        self._send(frame)
+        self._send({"do": operation, "to": number, "with": sent, "asked": asked, **context})
         while True:
             frame = self._received()
             try:
@@ -216,6 +225,7 @@ class Side:
                 warnings.warn(warning, stacklevel=3)
         if error is not None:
             self.failed = True
+            self.asserted = [known for known in self.asserted if known is not error]
             if isinstance(error, StopIteration) and operation != "next" and self.trusted:
                 raise errors.Escaped("the solution has raised StopIteration") from error
             raise error
@@ -224,24 +234,46 @@ class Side:
     def _heard(self, frame: Any, message: values.Message) -> tuple[BaseException | None, Any]:
         """(what the other side has raised, what it has answered)."""
         message.change(frame.get("changed", []))
+        self._change(frame.get("live", []), message)
+        error = value = None
         if "raised" in frame:
             error = self.message().unpacked(frame["raised"])
             if not isinstance(error, BaseException):
                 raise ValueError("an exception that is none")
-            return error, None
-        value = message.unpacked(frame["value"])
-        for place, number in frame.get("live", [])[:LIVE] if self.trusted else ():
-            held = message.containers[abs(int(place))]
-            self._live = [*self._live[1 - LIVE :], (int(number), held, values.state(held))]
-        return None, value
+        else:
+            value = message.unpacked(frame["value"])
+        self._share([(int(n), message.containers[abs(int(p))]) for p, n in frame.get("held", [])])
+        return error, value
 
-    def _refill(self) -> None:
-        """What the tests have changed in a list that the solution holds on to is changed there."""
-        for place, (number, container, before) in enumerate(self._live):
+    # -- containers that the solution holds on to: one for both sides, like the object it stands for
+
+    def _share(self, held: list[tuple[int, Any]]) -> None:
+        """From now on they cross by number. Both sides forget the same ones, the oldest."""
+        for number, container in held:
+            if number in self._live:
+                self._places.pop(id(self._live[number][0]), None)
+            self._live[number] = (container, values.state(container))
+            self._places[id(container)] = number
+        while len(self._live) > LIVE:
+            container, _ = self._live.pop(next(iter(self._live)))
+            self._places.pop(id(container), None)
+
+    def _changes(self, message: values.Message) -> list[Any]:
+        """[number, content] of those that were changed here since the other side last saw them."""
+        found = []
+        for number, (container, before) in list(self._live.items()):
             now = values.state(container)
             if not values.same(now, before):
-                self._live[place] = (number, container, now)
-                self.ask("refill", number, container)
+                found.append([number, message.content(container)])
+                self._live[number] = (container, now)
+        return found
+
+    def _change(self, changes: Any, message: values.Message) -> None:
+        """Does to them what the other side has told."""
+        for number, content in changes:
+            container, _ = self._live[int(number)]
+            message.fill(container, content)
+            self._live[int(number)] = (container, values.state(container))
 
     def _send(self, frame: Any) -> None:
         try:
@@ -326,10 +358,17 @@ class Side:
                 self.files.change(frame["files"])
             operation = frame["do"]
             target = self._kept[frame["to"]]
+            self._change(frame.get("live", []), message)
             arguments = [message.unpacked(argument) for argument in frame["with"]]
             if self.trusted and not operations.may(operation, target, arguments):
                 kind = AttributeError if operation in ("get", "set", "del") else TypeError
                 raise kind(f"a solution may not {operation} what belongs to its tests")
+            if (
+                self.trusted and operation == "await"
+            ):  # others would go on meanwhile, and here cannot
+                arguments = [
+                    lambda: self.refuse("a coroutine of the tests that waits for something")
+                ]
             message.remember()
             if frame.get("warnings") and not self.trusted:
                 with warnings.catch_warnings(record=True) as warned:
@@ -338,16 +377,21 @@ class Side:
             else:
                 found = operations.OPERATIONS[operation](target, *arguments)
             answer["changed"] = message.changed()
+            answer["live"] = self._changes(message)
+            both_know = len(message.containers)
             self._answering = True
             answer["value"] = message.packed(found)
-            if not self.trusted:
-                held = [(place, self.keep(message.containers[place])) for place in message.held()]
-                if held:
-                    answer["live"] = held
+            both_know = len(message.containers)
         except (frames.Closed, Unsupported):
             raise
         except BaseException as error:
-            answer = {"changed": message.changed(), "raised": self.message().packed(error)}
+            if self.trusted and isinstance(error, self.assertions) and place_of(error) is None:
+                self.asserted.append(error)
+            if "live" not in answer:
+                answer["changed"] = message.changed()
+                answer["live"] = self._changes(message)
+                both_know = len(message.containers)
+            answer["raised"] = self.message().packed(error)
         finally:
             self._answering = False
             if recorded is not None:
@@ -358,6 +402,11 @@ class Side:
             answer["files"] = self.files.changes()
         if warned:
             answer["warned"] = self.message().packed([w.message for w in warned])
+        if not self.trusted:
+            places = [place for place in message.held() if place < both_know][:LIVE]
+            held = [(self.keep(message.containers[place]), place) for place in places]
+            self._share([(number, message.containers[place]) for number, place in held])
+            answer["held"] = [[place, number] for number, place in held]
         answer["asked"] = frame.get("asked")
         self._send(answer)
 

@@ -138,6 +138,9 @@ class Message:
         place = self._places.get(id(value))
         if place is not None:
             return ["again", place]
+        live = self._pack(self, value, depth)  # one that both sides know by its number
+        if live is not None:
+            return live
         self._register(value)
         return [name, *self._content(value, name, depth)]
 
@@ -258,7 +261,15 @@ class Message:
         """Does to our containers what the other side has told."""
         for place, content in changed:
             container = self.containers[abs(int(place))]
-            self._fill(container, MUTABLE[type(container)], content, 0)
+            self.fill(container, content)
+
+    # -- a container that both sides have
+
+    def content(self, container: Any) -> list[Any]:
+        return self._content(container, MUTABLE[type(container)], 0)
+
+    def fill(self, container: Any, content: Any) -> None:
+        self._fill(container, MUTABLE[type(container)], content, 0)
 
 
 def state(container: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from . import namespace, patching
 from .collecting import Item, collected
 from .fixtures import Filling, Registry, Store
 from .marks import Mark
-from .shim import Skipped, shim
+from .shim import Failure, Skipped, shim
 
 FILES = (
     "tmp_path",
@@ -26,6 +26,7 @@ FILES = (
     "chdir",
     "makedirs",
 )  # words of tests that use some
+KEPT = "an assertion failed in a callback of the tests and the solution kept it"
 TEXT = 300  # characters of what a failed test says
 GENERATOR, COROUTINE, ASYNC_GENERATOR = 0x20, 0x80, 0x200  # flags of code, see `inspect`
 
@@ -52,7 +53,7 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
         items = tests.collected(program["source"], program.get("files") is True) if ready else []
     except BaseException as error:
         if side.refused:
-            report(unsupported=side.refused)
+            report(unsupported=side.refused, provoked=side.provoked)
         elif side.closed or side.failed or side.used:  # what the solution has or raises is no help
             report(ready=False, tests=[], error=f"{type(error).__name__}: {error}"[:TEXT])
         elif isinstance(error, Skipped):
@@ -76,7 +77,7 @@ def _answer(
         side.patience_s = patience_s
         verdict = tests.outcome(asked)
         if side.refused:
-            report(unsupported=side.refused)
+            report(unsupported=side.refused, provoked=side.provoked)
             return
         if side.closed:
             verdict = {"passed": False, "lost": True, "error": "the solution's process has ended"}
@@ -100,6 +101,7 @@ class Tests:
     def collected(self, source: str, files: bool) -> list[Item]:
         """With `files`, the scratch directories of both sides have one path."""
         side = self._side
+        side.assertions = (AssertionError, Failure)
         sys.modules["solution"] = namespace.Solution(side)
         sys.modules["pytest"] = shim(side)
         if files and any(word in source for word in FILES):
@@ -148,7 +150,10 @@ class Tests:
                     mark.name in ("skipif", "xfail") and _conditional(mark, item)
                 ):
                     return {"passed": False, "error": mark.name}
+            self._side.asserted.clear()
             self._whole(item)
+            if self._side.asserted:  # a wrong solution can spare itself what a callback asserts
+                self._side.refuse(KEPT, provoked=True)
         except BaseException as error:
             return _failed(error)
         return {"passed": True, "error": ""}

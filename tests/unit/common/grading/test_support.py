@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from common.grading import under_pytest
 from common.grading.support import unsupported
 
 USUAL = """
+import asyncio
 import math
 import unittest
 from datetime import date
@@ -48,7 +50,52 @@ class Cases(unittest.TestCase):
 @pytest.mark.asyncio
 async def test_waits():
     assert await s.wait() == 1
+    async with s.Connection() as connection:
+        assert [row async for row in connection.rows()] == [await connection.first()]
+
+def test_runs():
+    async def work(number):
+        return number
+
+    assert asyncio.run(s.each(work, [1, 2])) == [1, 2]
 """
+
+
+PARAMETRIZED = """
+import pytest
+from pytest import mark
+N = "a,b"
+cases = pytest.mark.parametrize("a", [1])
+both = mark.parametrize(N, [(1, 2)])
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@cases\ndef test_f(a): pass",
+        "@both\ndef test_f(a, b): pass",
+        "pytestmark = pytest.mark.parametrize('c', [1])\ndef test_f(c): pass",
+        "@pytest.mark.parametrize(N, [(1, 2)])\ndef test_f(a, b): pass",
+        "@mark.parametrize(argvalues=[1], argnames='c')\ndef test_f(c): pass",
+        "@pytest.mark.parametrize()\ndef test_f(c): pass",
+    ],
+)
+def test_parameters_that_are_given_in_any_way_are_no_fixtures(source: str) -> None:
+    assert unsupported(PARAMETRIZED + source) == ()
+    assert under_pytest.lacks(PARAMETRIZED + source) == ()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@pytest.mark.parametrize(argvalues=[1], argnames='c')\ndef test_f(c, d): pass",
+        "@pytest.mark.parametrize('c', [1])\ndef test_f(c, d): pass",
+    ],
+)
+def test_what_no_mark_gives_is_a_fixture(source: str) -> None:
+    assert unsupported("import pytest\n" + source) == ("fixture d",)
+    assert under_pytest.lacks("import pytest\n" + source) == ("the fixture d",)
 
 
 def test_usual_tests_are_supported() -> None:
@@ -78,6 +125,24 @@ def test_usual_tests_are_supported() -> None:
         (
             "import asyncio\ndef test_f(): asyncio.run(asyncio.wait_for(f(), 1))",
             "asyncio.wait_for",
+        ),
+        (
+            "import asyncio\nasync def both(): await asyncio.gather(f(), f())\n"
+            "def test_f(): asyncio.run(both())",
+            "asyncio.gather",
+        ),
+        (
+            "from asyncio import Queue as Q, run\ndef test_f(): run(f(Q()))",
+            "asyncio.Queue",
+        ),
+        (
+            "import asyncio\nasync def work(): await asyncio.sleep(0)\ndef test_f(): f(work)",
+            "asyncio.sleep",
+        ),
+        (
+            "import asyncio\nasync def main(): asyncio.get_running_loop().create_task(f())\n"
+            "def test_f(): asyncio.run(main())",
+            "asyncio.get_running_loop().create_task",
         ),
         (
             "from solution import A\nclass B: pass\nclass C(A, B): pass\ndef test_f(): pass",

@@ -54,6 +54,11 @@ def test_the_share_of_each_runner_is_told(code: Path, capsys: pytest.CaptureFixt
         ("", "an empty text"),
         ("import numpy\ndef test_f(): pass", "jails have no numpy"),
         ("def test_f(nobody): pass", "the fixture nobody"),
+        (
+            "import pytest\n@pytest.mark.parametrize()\ndef test_f(caplog, nobody): pass\n"
+            "import threading_no",
+            "jails have no threading_no",
+        ),
         ("import threading\nasync def test_f(): pass", "async def test_f"),
     ],
 )

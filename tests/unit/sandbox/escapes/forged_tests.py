@@ -225,6 +225,7 @@ def visit(f):
         except BaseException:
             pass
 """,
+        refused=True,
     ),
     Forgery(
         "a made object that is equal to all",

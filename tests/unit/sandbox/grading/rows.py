@@ -1611,4 +1611,149 @@ def test_parts():
 """,
         "all",
     ),
+    Row(
+        "what both sides hold on to is one",
+        """
+from collections import deque
+from contextlib import contextmanager
+
+class Stack:
+    def __init__(self, items): self.items = items
+    def push(self, item): self.items.append(item)
+    def all(self): return self.items
+    def copy(self): return list(self.items)
+    def fail(self):
+        self.items.clear()
+        raise KeyError
+
+def first(rows): return rows[0]
+
+@contextmanager
+def undone(store):
+    before = dict(store)
+    try:
+        yield store
+    finally:
+        store.clear()
+        store.update(before)
+""",
+        """
+import pytest
+from collections import deque
+from solution import Stack, first, undone
+
+def test_argument_changed_by_the_tests():
+    given = [1]
+    s = Stack(given)
+    given.append(2)
+    assert s.copy() == [1, 2]
+
+def test_argument_changed_by_the_solution():
+    given = deque([1])
+    s = Stack(given)
+    s.push(2)
+    assert given == deque([1, 2])
+
+def test_result_changed_by_the_tests():
+    s = Stack([1])
+    s.all().append(2)
+    assert s.copy() == [1, 2]
+
+def test_result_changed_by_the_solution():
+    s = Stack([])
+    before, copied = s.all(), s.copy()
+    s.push(1)
+    assert before == [1] and copied == []
+    assert before is s.all() and before is not copied
+
+def test_nested():
+    s = Stack([[1]])
+    inner = first(s.all())
+    s.push([2])
+    last = s.all()[1]
+    last.append(3)
+    inner.append(4)
+    assert s.copy() == [[1, 4], [2, 3]]
+    fresh = []
+    s.push(fresh)
+    fresh.append(5)
+    assert s.all()[2] == [5] and s.all()[2] is fresh
+
+def test_two_that_share():
+    given = []
+    one, other = Stack(given), Stack(given)
+    one.push(1)
+    other.push(2)
+    assert one.copy() == other.copy() == given == [1, 2]
+
+def test_what_raises():
+    given = [1]
+    s = Stack(given)
+    with pytest.raises(KeyError):
+        s.fail()
+    assert given == []
+
+def test_with():
+    store = {'a': 1}
+    with undone(store) as inner:
+        inner['b'] = 2
+        assert store == {'a': 1, 'b': 2}
+    assert store == inner == {'a': 1}
+
+def test_many():
+    grid = [[0] * 3 for _ in range(100)]
+    s = Stack(grid)
+    for row in grid:
+        row[0] = 1
+    assert [row[0] for row in s.copy()] == [1] * 100
+""",
+        "all",
+    ),
+    Row(
+        "parameters given elsewhere",
+        """
+def f(x):
+    return x + 1
+""",
+        """
+import pytest
+from solution import f
+
+pytestmark = pytest.mark.parametrize("by", [1, 2])
+N = "a,b"
+cases = pytest.mark.parametrize(argvalues=[(1, 2), (2, 4)], argnames=N)
+
+@cases
+def test_f(a, b, by):
+    assert f(a) == b
+    assert by
+
+class TestF:
+
+    @pytest.mark.parametrize(N, [(3, 4)])
+    def test_f(self, a, b, by):
+        assert f(a) == b
+""",
+        "110011",
+    ),
+    Row(
+        "coroutines of the tests that wait for each other",
+        """
+import asyncio
+async def both(work):
+    found = []
+    async def one(n): found.append(await work(n))
+    await asyncio.gather(one(2), one(1))
+    return found
+""",
+        """
+import asyncio
+from solution import both
+async def work(n):
+    for _ in range(n): await asyncio.sleep(0)
+    return n
+def test_both(): assert asyncio.run(both(work)) == [1, 2]
+""",
+        "unsupported",
+    ),
 ]

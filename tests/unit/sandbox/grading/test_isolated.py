@@ -188,3 +188,26 @@ def test_mock():
     m.assert_called_once_with(3)
 """
     assert await passed(launcher, CLIMBS, tests) == "00000"
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_solution_does_not_keep_what_a_callback_asserts(
+    launcher: JailLauncher, kind: str
+) -> None:
+    waits = "await " if kind != "def" else ""
+    call = "asyncio.run(visit(check))" if waits else "visit(check)"
+    tests = f"import asyncio\nfrom solution import visit\n{kind} check(value):\n"
+    tests += f"    assert value == 41\ndef test_visit():\n    {call}\n"
+    body = "    try:\n        {0}f({1})\n    except {2}: {3}\n"
+    for value, caught, then in ((41, "BaseException", "pass"), (41, "ValueError", "pass")):
+        source = f"{kind} visit(f):\n" + body.format(waits, value, caught, then)
+        assert await passed(launcher, source, tests) == "1"
+    for caught, then in (("BaseException", "raise"), ("ValueError", "pass")):
+        source = f"{kind} visit(f):\n" + body.format(waits, 40, caught, then)
+        assert await passed(launcher, source, tests) == "0"
+        expected = tests.replace(call, f"with pytest.raises(AssertionError): {call}")
+        assert await passed(launcher, source, "import pytest\n" + expected) == "1"
+    source = f"{kind} visit(f):\n" + body.format(waits, 40, "BaseException", "pass")
+    with pytest.raises(Unsupported, match="callback of the tests and the solution kept") as error:
+        await passed(launcher, source, tests)
+    assert error.value.provoked

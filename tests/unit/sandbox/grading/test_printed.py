@@ -77,6 +77,24 @@ PRINTS = {  # ways to print 6
         "@functools.lru_cache(None)\n"
         "def deep(n): return 0 if n == 0 else 1 + deep(n - 1)\nprint(deep(40_000) - 39_994)"
     ),
+    "as an interpreter's own streams": (
+        "import sys\nfor stream in (sys.stdin, sys.stdout, sys.stderr):\n"
+        "    assert stream.buffer.name == stream.name\n"
+        "    print(stream.name, stream.mode, stream.fileno(), file=sys.stderr)\n"
+        "assert [s.mode for s in (sys.stdin, sys.stdout, sys.stderr)] == ['r', 'w', 'w']\n"
+        "assert (sys.stdin.name, sys.stdout.name) == ('<stdin>', '<stdout>')\n"
+        "assert (sys.stderr.name, sys.__stdout__.mode) == ('<stderr>', 'w')\n"
+        "print(6)"
+    ),
+    "a stream of its own over the given ones": (
+        "import io, os, sys\n"
+        "class Fast(io.IOBase):\n"
+        "    def __init__(self, file):\n"
+        "        self.fd, self.writable = file.fileno(), 'r' not in file.mode\n"
+        "    def write(self, text):\n        os.write(self.fd, text.encode())\n"
+        "sys.stdin, sys.stdout = Fast(sys.stdin), Fast(sys.stdout)\n"
+        "assert sys.stdout.writable and not sys.stdin.writable\nprint(6)"
+    ),
     "a number of many digits": "print(len(str(10**5000)) - 4995)",
 }
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.sandbox.grading.programs import program_of
+from services.sandbox.grading.programs import prefixed, program_of
 
 READS = "n = int(input())\nprint(n + 1)\n"
 IF = "if input():\n    print(1)\n"
@@ -97,6 +98,24 @@ def test_a_block_that_defines_all_that_is_tested_comes_before_one_of_a_part() ->
 def test_a_prefix_is_parsed_with_what_follows_it() -> None:
     text = "```python\n    return x + 1\n```\nprints\n```\n5\n```"
     assert program_of(text, prefix="def f(x):\n", names={"f"}) == "    return x + 1\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"from __future__ import annotations\n{F}",
+        f'"""Doc."""\n# so\nfrom __future__ import (\n    annotations,\n    division,\n)\n{F}',
+        f"from __future__ import division; import sys\nfrom __future__ import annotations\n{F}",
+        f"TEXT = '__future__'\n{F}",
+    ],
+)
+@pytest.mark.parametrize("prefix", ["import math\n", "from __future__ import generators\nx = 1\n"])
+def test_a_prefix_comes_behind_what_python_wants_first(prefix: str, program: str) -> None:
+    found: dict[str, Any] = {}
+    source = prefixed(prefix, program_of(f"```python\n{program}```", prefix, {"f"}))
+    exec(compile(source, "main.py", "exec", dont_inherit=True), found)
+    assert found["f"](1) == 2 and source.endswith(F)
+    assert program_of(f"```python\n{program}```\n```\nx = 5\n```", prefix, {"f"}) == program
 
 
 PROGRAMS = st.sampled_from(

@@ -327,13 +327,29 @@ async def test_which_runner(suites: Suites) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_shows_only_when_tests_run_goes_over_to_pytest(suites: Suites) -> None:
+async def test_what_the_tests_do_goes_over_to_pytest(suites: Suites) -> None:
+    tests = "import pytest\nfrom solution import add\n"
+    tests += "def test_f():\n    assert getattr(pytest, 'ExitCode').OK == 0 and add(1, 1) == 2\n"
+    assert (await graded(suites, tests, ADD, runner="auto")).value == 1.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_program_chooses_the_runner_that_it_can_forge(suites: Suites) -> None:
     tests = "from solution import Money\ndef test_money(): assert Money(5) == 5\n"
     money = "class Money:\n    def __init__(self, n): self.n = n\n"
     money += "    def __eq__(self, other): return self.n == other\n"
-    assert (await graded(suites, tests, money, runner="auto")).value == 1.0
-    refused = await graded(suites, tests, money, runner="isolated")
-    assert refused.status == "unsupported" and "equality of a Money" in refused.error
+    for runner in ("auto", "isolated"):
+        refused = await graded(suites, tests, money, runner=runner)
+        assert refused.status == "unsupported" and "equality of a Money" in refused.error
+    claims = "class Money:\n    def __init__(self, n): self.n = n\n"
+    for forging in (
+        "__eq__ = lambda self, other: type(other) is int",
+        "__lt__ = lambda self, other: type(other) is int",
+    ):
+        tests = f"from solution import Money\ndef test_money(): assert Money(5) {forging[2:4]} 8\n"
+        tests = tests.replace(" eq ", " == ").replace(" lt ", " < ")
+        answer = await graded(suites, tests, f"{claims}    {forging}\n", runner="auto")
+        assert answer.status == "unsupported" and answer.value is None
 
 
 @pytest.mark.asyncio(loop_scope="module")
