@@ -21,11 +21,12 @@ from services.sandbox.jail import guest
 REMEMBERED = 4096  # evicted sessions whose next call is told so
 SEND_S = 30.0
 SPOILED = "its code wrote where the interpreter answers"
+SHUT = "its code closed where the interpreter answers"
 LOST = "the session has ended; what it held is gone, and the next call begins a new one"
 
 
 class _Spoiled(Exception):
-    """Something else than the interpreter's answer has come."""
+    """Something else than the interpreter's answer has come; its text is told."""
 
 
 @dataclass
@@ -104,11 +105,11 @@ class Sessions:
         self._open.move_to_end(name)
         try:
             ran = await self._cell(session, jail, source)
-        except _Spoiled:
+        except _Spoiled as spoiled:
             self._tell(name)
             out, err = jail.stdout, jail.stderr
             self._forget(name, session)
-            return Ran(CRASHED, out, err, -9, error=f"{SPOILED}: {LOST}")
+            return Ran(CRASHED, out, err, -9, error=f"{spoiled}: {LOST}")
         except BaseException:
             self._forget(name, session)
             raise
@@ -146,13 +147,14 @@ class Sessions:
         """What a cell came to; None if the jail has ended, or will.
 
         Only what comes after the cell, with its token, is an answer. The code of the cell can give
-        it early, and gains nothing: the session stands still from then on.
+        it early, and gains nothing: the session stands still from then on. A jail that stands
+        still does not end, so one whose channel has ended meanwhile is not waited for.
         """
         assert jail.cells is not None
         if not jail.cells.silent():
-            if jail.cells.ended:
+            if jail.over():
                 return None
-            raise _Spoiled
+            raise _Spoiled(SHUT if jail.cells.ended else SPOILED)
         session.cells += 1
         token = secrets.token_hex(8)
         jail.output.left = self._limits.output_bytes
@@ -175,10 +177,10 @@ class Sessions:
         except (PeerLost, DeadlineExceeded):
             return None
         except BadMessage:
-            raise _Spoiled from None
+            raise _Spoiled(SPOILED) from None
         jail.pause()
         if answer.get("cell") != token:
-            raise _Spoiled
+            raise _Spoiled(SPOILED)
         out, err = jail.stdout, jail.stderr
         if jail.output.over.done():
             return None

@@ -114,6 +114,11 @@ class Jail:
                 self._came = frame
         return tuple(found)
 
+    def over(self) -> bool:
+        """Whether its keeper has said how it ended, or is gone."""
+        self.refuses()
+        return bool(self._came) or self.keeper.ended
+
     async def report(self, deadline_s: float) -> dict[str, Any]:
         """The keeper's word on how the guest ended."""
         frame = self._came

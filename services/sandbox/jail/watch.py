@@ -19,16 +19,24 @@ SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting f
 SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
 FROZEN_S = 3600.0  # between two looks at who cannot run
 STOPPED_LOOK_S, STOPPED_S = 0.05, 2.0  # between looks at who was stopped by a signal: ever longer
+CORES = os.cpu_count() or 1  # that are online
 STOPPED_CPU_S = 0.1  # most CPU time of who was: it takes some to stop, and a timer may continue it
 
 
 def stolen() -> float:
-    """Seconds in which the host of this virtual machine has run others on its cores."""
+    """Seconds in which the host of this virtual machine has run others on a core of it, in the
+    mean over its cores: whose core it was, nobody says.
+    """
     try:
         with open("/proc/stat", "rb") as file:
-            return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+            return stolen_of(file.readline(), CORES)
     except (OSError, IndexError):
         return 0.0
+
+
+def stolen_of(line: bytes, cores: int) -> float:
+    """The same of the first line of /proc/stat, which adds up ticks of so many cores."""
+    return int(line.split()[8]) * usage.TICK_S / cores
 
 
 class Watch:

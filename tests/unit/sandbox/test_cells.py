@@ -129,6 +129,33 @@ async def test_an_end_of_a_cell_that_the_model_wrote_itself_harms_nobody(
     assert (await sessions.run("b", "1 + 1")).stdout == b"2\n"
 
 
+@pytest.mark.parametrize("behind", ["os.close(fd)", "os.write(fd, bytes(1_200_000))"])
+async def test_a_cell_that_ends_its_channel_behind_its_answer_ends_its_session(
+    sessions: Sessions, behind: str
+) -> None:
+    """The answer is padded: its end, and what comes behind it, are seen once it was taken."""
+    source = f"""
+import json, os, sys, time
+frame = sys._getframe()
+while "fd" not in frame.f_locals or "cell" not in frame.f_locals:
+    frame = frame.f_back
+fd, token = frame.f_locals["fd"], frame.f_locals["cell"]["token"]
+body = json.dumps({{"cell": token, "exit": 0, "pad": "x" * 900_000}}).encode()
+body = memoryview(len(body).to_bytes(4, "little") + body)
+while body:
+    body = body[os.write(fd, body):]
+{behind}
+time.sleep(60)
+"""
+    first = await sessions.run("a", source)
+    assert first.status in ("ok", "crashed")
+    async with asyncio.timeout(LIMITS.wall_s + 20):  # far less than until a jail counts as stuck
+        told = first if first.status == "crashed" else await sessions.run("a", "1")
+    # "timeout", should it have been stopped between its answer and what is behind it
+    assert told.status in ("crashed", "timeout") and "begins a new one" in told.error
+    assert (await sessions.run("a", "7")).stdout == b"7\n"
+
+
 async def test_a_session_that_is_closed_in_mid_cell_is_told_by_type(sessions: Sessions) -> None:
     cell = asyncio.create_task(sessions.run("a", "import time; time.sleep(1)"))
     await asyncio.sleep(0.4)

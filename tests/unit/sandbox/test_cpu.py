@@ -20,7 +20,7 @@ from services.sandbox.isolation.interpreters import Interpreter
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
-from services.sandbox.jail import landlock
+from services.sandbox.jail import landlock, watch
 from services.sandbox.sessions import Sessions
 from tests.unit.sandbox.seen import SOON_S, ZYGOTE, pythons
 
@@ -164,6 +164,15 @@ async def test_the_limit_is_of_all_processes_together(tiered: JailLauncher, sour
     found = await asyncio.wait_for(ran(tiered, source, limits), 60)
     assert (found.status, "of CPU time" in found.error) == ("timeout", True)
     assert 0.45 <= found.cpu_s <= 2 * limits.cpu_s + 1
+
+
+def test_what_a_virtual_machine_was_robbed_of_is_a_core_s_mean() -> None:
+    """64 cores that each lack 2 % of their time lack more than a core together, but none lacks
+    more than 2 %: a sleeping program is not excused for as long as it sleeps.
+    """
+    ticks = os.sysconf("SC_CLK_TCK")
+    line = b"cpu  1 2 3 4 5 6 7 %d 0 0\n" % (64 * ticks)
+    assert watch.stolen_of(line, 64) == pytest.approx(1.0)
 
 
 async def test_what_a_program_and_its_children_used_is_reported(launcher: JailLauncher) -> None:
