@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.grading import under_pytest
+from common.grading import shapes, under_pytest
+from common.grading.cases import BadTests
 from common.grading.support import unsupported
 
 USUAL = """
@@ -177,3 +178,9 @@ def test_what_cannot_be_run_is_named(source: str, named: str) -> None:
 def test_an_import_that_may_fail_is_not_named() -> None:
     source = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\ndef test_f(): pass"
     assert unsupported(source) == ()
+
+
+def test_a_column_that_is_missing_is_named_with_those_that_are_there() -> None:
+    assert shapes.column({"tests": "x"}, "tests") == "x"
+    with pytest.raises(BadTests, match="no 'tests', .* options.tests names; it has 'a', 'test'"):
+        shapes.column({"a": 1, "test": "x"}, "tests")

@@ -75,15 +75,6 @@ def test_what_cannot_be_graded_by_is_named_with_its_row(code: Path, tests: Any, 
     assert "train.jsonl, line 2: " in said and says in said and "a row has tests" in said
 
 
-def test_a_column_that_is_missing_is_named_with_those_that_are_there(code: Path) -> None:
-    write(code, STDIN)
-    with (code.parent / "train.jsonl").open("a") as file:
-        file.write('{"prompt": "1", "test": "x"}\n')
-    said = refusal(graded.graded, code, *CODE)
-    assert "line 2: the row has no 'tests', which options.tests names" in said
-    assert "it has 'prompt', 'test'" in said
-
-
 def test_all_rows_are_told_of_but_few_shown(code: Path) -> None:
     write(code, *[[]] * 8, STDIN)
     write(code, PYTHON, LOGGED, name="held.jsonl")
