@@ -182,5 +182,5 @@ def test_an_import_that_may_fail_is_not_named() -> None:
 
 def test_a_column_that_is_missing_is_named_with_those_that_are_there() -> None:
     assert shapes.column({"tests": "x"}, "tests") == "x"
-    with pytest.raises(BadTests, match="no 'tests', .* options.tests names; it has 'a', 'test'"):
+    with pytest.raises(BadTests, match=r"no 'tests', .* options.tests names; it has 'a', 'test'"):
         shapes.column({"a": 1, "test": "x"}, "tests")
