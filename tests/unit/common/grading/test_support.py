@@ -148,6 +148,26 @@ def test_usual_tests_are_supported() -> None:
             "from solution import A\nclass B: pass\nclass C(A, B): pass\ndef test_f(): pass",
             "class C(A, B) of the solution's and of the tests'",
         ),
+        (
+            "import unittest\nclass A(unittest.TestCase):\n    def test_f(self):\n"
+            "        with self.assertLogs(): pass",
+            "assertLogs (what the solution logs)",
+        ),
+        (
+            "import logging\nclass H(logging.StreamHandler): pass\n"
+            "def test_f(): logging.getLogger('a').addHandler(H())",
+            "class H(logging.StreamHandler) (what the solution logs)",
+        ),
+        (
+            "from logging import getLogger, NullHandler\n"
+            "def test_f(): getLogger('a').addHandler(NullHandler())",
+            "addHandler (what the solution logs)",
+        ),
+        (
+            "import sqlite3\nfrom solution import f\n"
+            "def test_f(): assert f(sqlite3.connect(':memory:'))",
+            "sqlite3.connect",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_named(source: str, named: str) -> None:

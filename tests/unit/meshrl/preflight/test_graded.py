@@ -51,6 +51,13 @@ def test_the_share_of_each_runner_is_told(code: Path, capsys: pytest.CaptureFixt
         ([{"input": "1"}], "without 'output'"),
         ("def test_f(:", "syntax error in Python, line 1"),
         ("x = 1", "without a function test_*"),
+        (
+            "def check(candidate):\n    assert candidate(1)",
+            "import NAME`, `def test_x(): check(NAME)`",
+        ),
+        ("assert f(1) == 2", "`from solution import NAME`, `def test_x(): assert ...`"),
+        ("{'function': 'f'}", "begins like JSON, which it is not"),
+        ('{"function": "f", "cases": [', "begins like JSON, but is none"),
         ("", "an empty text"),
         ("import numpy\ndef test_f(): pass", "jails have no numpy"),
         ("def test_f(nobody): pass", "the fixture nobody"),
@@ -66,6 +73,15 @@ def test_what_cannot_be_graded_by_is_named_with_its_row(code: Path, tests: Any, 
     write(code, STDIN, tests)
     said = refusal(graded.graded, code, *CODE)
     assert "train.jsonl, line 2: " in said and says in said and "a row has tests" in said
+
+
+def test_a_column_that_is_missing_is_named_with_those_that_are_there(code: Path) -> None:
+    write(code, STDIN)
+    with (code.parent / "train.jsonl").open("a") as file:
+        file.write('{"prompt": "1", "test": "x"}\n')
+    said = refusal(graded.graded, code, *CODE)
+    assert "line 2: the row has no 'tests', which options.tests names" in said
+    assert "it has 'prompt', 'test'" in said
 
 
 def test_all_rows_are_told_of_but_few_shown(code: Path) -> None:
