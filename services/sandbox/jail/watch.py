@@ -14,6 +14,7 @@ from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
 FIRST_LOOK_S = 0.02  # from a call's begin to the first: most have ended, and no time is so short
+BLIND_LOOK_S = 0.03  # most between two looks once processes have come and gone unseen
 LOOK_SHARE = 20  # times what a look took: the keeper of a large jail does not only look
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
 SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
@@ -96,6 +97,8 @@ class Watch:
                 left, which = self._left()
                 if left <= 0:
                     return self._ended(which)
+                if self._cpu.blind and not self._paused:
+                    left = min(left, BLIND_LOOK_S)
                 after = time.monotonic()
                 self._next_look = after + max(left, LOOK_S, LOOK_SHARE * (after - now))
                 now = after
@@ -138,7 +141,7 @@ class Watch:
         if self._paused and frame.get("stop", False):
             self._signal_all(signal.SIGSTOP)
             self._stopped, self._stopped_look = True, STOPPED_LOOK_S
-        self._total = self._cpu.seconds()
+        self._total = self._cpu.seconds(charged=not resumes)
         if not resumes:  # else from the pause on: what has run in it anyway is not given
             self._lap_cpu = self._total
         self._lap = time.monotonic()
@@ -170,7 +173,7 @@ class Watch:
         """Seconds until the next look; with none left, which time is over."""
         if self._paused and not self._stopped:
             return FROZEN_S, ""
-        self._total = self._cpu.seconds()
+        self._total = self._cpu.seconds(charged=not self._paused)
         used = self._total - self._lap_cpu
         if self._paused:
             self._signal_all(signal.SIGSTOP)
