@@ -47,9 +47,13 @@ CALLS = {
     "importlib": {"reload"},
     "asyncio": frozenset(_AT_A_TIME.split()),
     "os": {"chdir", "fork", "system", "popen"},
+    "sqlite3": {"connect"},  # the solution can use no connection of the tests
     "sys": {"getrefcount", "settrace", "setprofile", "_getframe", "setrecursionlimit"},
     "mock": {"create_autospec", "seal"},
 }
+
+
+LISTENERS = frozenset({"assertLogs", "assertNoLogs", "addHandler"})
 
 
 class Reader:
@@ -120,6 +124,8 @@ class Reader:
 
     def _attribute(self, node: ast.Attribute) -> Iterator[str]:
         before, _, name = self._path(node).rpartition(".")
+        if node.attr in LISTENERS:
+            yield f"{node.attr} (what the solution logs)"
         if before == "pytest" and name not in PYTEST:
             yield f"pytest.{name}"
         elif before == "pytest.mark" and name in MARKS_REFUSED:
@@ -230,7 +236,10 @@ class Reader:
     # -- classes
 
     def _class(self, node: ast.ClassDef) -> Iterator[str]:
-        """A class of two jails at once."""
+        """A class of two jails at once, or one that listens to the solution's loggers."""
+        for path in map(self._path, node.bases):
+            if path.startswith("logging.") and path.endswith("Handler"):
+                yield f"class {node.name}({path}) (what the solution logs)"
         solutions = [p for p in map(self._path, node.bases) if self._is_ours(p)]
         others = [p for p in map(self._path, node.bases) if p in self._classes]
         if solutions and (others or node.keywords):

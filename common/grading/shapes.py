@@ -8,8 +8,17 @@ from typing import Any
 from common.grading import cases, suites
 from common.grading.cases import BadTests, CalledTests, Tests
 
+CHECK = "def check("  # of HumanEval, which another function has to call
 KNOWN = 1024  # modules of tests that are not read again: a group's answers share a row
 STDIN, CALLS, PYTHON = "stdin", "calls", "Python"
+
+
+def column(row: dict[str, Any], name: str) -> Any:
+    """What a row has under the name that the option `tests` gives; BadTests if it has nothing."""
+    if name in row:
+        return row[name]
+    has = ", ".join(map(repr, row)) or "nothing"
+    raise BadTests(f"the row has no {name!r}, which options.tests names; it has {has}")
 
 
 def read(tests: Any) -> tuple[str, Tests]:
@@ -36,8 +45,14 @@ def _python(tests: str) -> None:
     try:
         found = suites.read(tests).tests
     except SyntaxError as error:
+        if tests.lstrip()[:1] in ("{", "["):
+            raise BadTests("a text that begins like JSON, but is none") from None
         raise BadTests(f"syntax error in Python, line {error.lineno}: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise BadTests(f"no Python: {error or type(error).__name__}") from None
     if not found:
-        raise BadTests("Python without a function test_*")
+        begins = " and begins like JSON, which it is not" if tests.lstrip()[:1] in "{[" else ""
+        how = "`def test_x(): check(NAME)`" if CHECK in tests else "`def test_x(): assert ...`"
+        raise BadTests(
+            f"Python without a function test_*{begins}: write `from solution import NAME`, {how}"
+        )

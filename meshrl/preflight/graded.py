@@ -127,7 +127,7 @@ class _Look:
 
     def _at(self, key: str, row: rows.Row) -> None:
         try:
-            self._kinds[self._kind(row.value.get(self._key))] += 1
+            self._kinds[self._kind(shapes.column(row.value, self._key))] += 1
         except (BadTests, Unsupported) as error:
             self._wrong(key, row, str(error))
         except Exception as error:  # of reading what somebody wrote: one row stops no other

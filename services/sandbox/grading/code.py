@@ -49,7 +49,7 @@ class Grading:
         answer = answer_of(turns, self._options)
         prefix = str(self._options.get("prefix", ""))
         try:
-            style, tests = shapes.read(row[self._options.get("tests", "tests")])
+            style, tests = shapes.read(shapes.column(row, self._options.get("tests", "tests")))
             program = program_of(answer, prefix, cases.names(tests), style == shapes.STDIN)
             passed = [False]
             if program.strip():

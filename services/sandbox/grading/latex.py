@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)"
+THINKING = "<think>"
 THINKING_END = "</think>"
 JOINED = re.compile(r"[\s$.]*(?:,|;|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})?[\s$]*")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(\d))")
@@ -95,8 +96,12 @@ def _braces(text: str) -> dict[int, int]:
 
 
 def final(answer: str) -> tuple[str, bool]:
-    """(what counts, whether it was boxed): the last box, or the list of boxes at the end."""
-    answer = answer.rpartition(THINKING_END)[2]
+    """(what counts, whether it was boxed): the last box, or the list of boxes at the end. Nothing
+    if the model's thinking does not end.
+    """
+    _, ended, answer = answer.rpartition(THINKING_END)
+    if not ended and answer.lstrip().startswith(THINKING):
+        return "", False
     found = list(boxes(answer))
     if not found:
         return answer, False

@@ -41,6 +41,7 @@ TEXT_ONLY = re.compile(latex.TEXT + r"\s*\{[^{}]*\}")
 NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 ROUND = re.compile(r"\s*(?:\\left)?\([^()]*\)\s*")
 CURLY = re.compile(r"(?:\\left)?\\\{[^()]*\\\}")
+TRUTH = ("yes", "no")  # short words that are no product of variables
 LENGTHS, MASSES, TIMES = "m", "g", "s"
 UNITS = {
     "mm": (LENGTHS, Fraction(1, 1000)),
@@ -89,6 +90,9 @@ def _equal(gold: str, answer: str) -> bool:
         return False
     said, boxed = _alternatives(said, boxed)
     wanted, said = latex.cleaned(gold), latex.cleaned(said) if boxed else said.strip()
+    wanted, said = notations.mixed(wanted, False), notations.mixed(said, not boxed)
+    if not boxed and (power := notations.scientific(wanted)) and power[1]:
+        said = notations.ending(said)
     return _pair(notations.decimal(wanted), notations.decimal(said), boxed)
 
 
@@ -110,6 +114,10 @@ def _by_form(wanted: str, said: str, boxed: bool) -> bool | None:
         found = latex.words(said)
         if found is not None:
             return _listed(found) == _listed(words)
+    if not boxed and words is not None and (words in TRUTH or len(words) > 3):
+        found = latex.words(said)
+        if found is not None and len(found) <= 2 * len(words):  # words, and no sentence
+            return found == words
     if said == wanted:
         return True
     if TOWER.search(said):

@@ -13,6 +13,11 @@ EXPONENT = 5_000  # largest power of ten that is worked out
 TIMES = r"(?:\\times|\\cdot|\*)"
 POWER = r"10\s*\^\s*(?:\{\s*([+-]?\d{1,4})\s*\}|([+-]?\d{1,4}))"
 SCIENTIFIC = re.compile(rf"([+-]?\d+(?:\.\d+)?|[+-]?\.\d+)(?:\s*{TIMES}\s*{POWER})?|([+-]?){POWER}")
+MIXED = re.compile(r"(?<![\w.])(\d{1,9})[ ~]+(\d{1,9})/(\d{1,9})[\s.$*]*$")
+ENDS_IN_POWER = re.compile(
+    r"(?<![\w.^])([+-]?\d+(?:\.\d+)?)\s*(?:[x×·*]|\\times|\\cdot)\s*"
+    r"10\s*\^\s*[{(]?\s*([+-]?\d{1,4})\s*[)}]?[\s.$*]*$"
+)
 BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
 BASES |= {"ten": 10, "twelve": 12, "sixteen": 16}
 BASED = re.compile(
@@ -38,6 +43,23 @@ def scientific(text: str) -> tuple[Fraction, bool] | None:
         return None
     number = Fraction(digits) if digits else Fraction(f"{match[4]}1")
     return number * Fraction(10) ** exponent, any(exponents)
+
+
+def mixed(text: str, ends: bool) -> str:
+    """A mixed number as 1 1/2 as one fraction, where the text is one; or where it `ends` so."""
+    text = text.strip()
+    match = MIXED.search(text)
+    before = text[: match.start()] if match else ""
+    if match is None or not int(match[3]) or (before not in ("", "-") and not ends):
+        return text
+    whole, over, under = map(int, match.groups())
+    return f"{before}{whole * under + over}/{under}"
+
+
+def ending(text: str) -> str:
+    """The number with a power of ten that a text ends with, as LaTeX; else the text."""
+    match = ENDS_IN_POWER.search(text)
+    return rf"{match[1]} \times 10^{{{match[2]}}}" if match else text
 
 
 def close(a: Fraction, b: Fraction) -> bool:

@@ -24,10 +24,12 @@ BEHIND_TEXT = re.compile(r"(\s*)\S.*?(?<!`)(`{3,})((?:python|py)\w*)\s*", re.IGN
 TAG = re.compile(r"[{.\s]*([\w+#.-]*)")
 STATEMENT = re.compile(r"\s*(?:(?:import|from|def|class|print)\b|\w+\s*=)")
 PYTHON, BARE, OTHER = "python", "bare", "other"  # kinds of blocks, by what their fence says
+MARKDOWN = ("markdown", "md")
 BARE_TAGS = ("", "code", "solution")
 PARSED = 1 << 17  # characters of an answer that are parsed at most, counted at each parse
 PARSES = 100
 READERS = frozenset({"input", "stdin", "open", "fileinput", "read", "readline"})
+INPUTS = (0, "/dev/stdin")  # which `open` opens
 PRINTERS = frozenset({"print", "stdout", "write", "open"})
 
 
@@ -127,6 +129,7 @@ def _tiers(names: Collection[str], prints: bool) -> Iterator[list[frozenset[str]
         yield [frozenset({f"{how} {name}"}) for name in names]  # all of them, or else one
         yield [frozenset(f"{how} {name}" for name in names)]
     if prints:
+        yield [READERS - {"open"}, PRINTERS]  # a block that writes a file is no program
         yield [READERS, PRINTERS]
         yield [PRINTERS]
     yield [frozenset({"()"})]
@@ -148,8 +151,15 @@ def _words(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.alias):
             found |= {f"import {node.asname or node.name}", node.name}
         elif isinstance(node, ast.Call):
-            found.add("()")
+            found |= {"()", "stdin"} if _opens_input(node) else {"()"}
     return found
+
+
+def _opens_input(call: ast.Call) -> bool:
+    """Whether it is `open(0)` or `open("/dev/stdin")`."""
+    opens = isinstance(call.func, ast.Name) and call.func.id == "open" and call.args
+    place = call.args[0] if opens else None
+    return isinstance(place, ast.Constant) and place.value in INPUTS
 
 
 class _Parser:
@@ -178,13 +188,19 @@ class _Parser:
 
 def _spoken(text: str) -> str:
     """What follows the model's thinking; nothing if that does not end."""
-    end = THINKING_END.search(text)
-    if end is not None:
-        return text[end.end() :]
-    return "" if text.lstrip().startswith(THINKING) else text
+    begun = text.lstrip().startswith(THINKING)
+    fences = counted = 0
+    for end in THINKING_END.finditer(text):
+        fences += text.count(FENCE, counted, end.start())
+        counted = end.start()
+        line = text[text.rfind("\n", 0, counted) + 1 : counted]
+        if begun or "#" not in line or fences % 2 == 0:  # else a comment in a block
+            return text[end.end() :]
+    return "" if begun else text
 
 
-def _blocks(text: str, parser: _Parser) -> Iterator[Block]:
+def _blocks(text: str, parser: _Parser, inside: bool = False) -> Iterator[Block]:
+    """The blocks of a text; in place of one that is Markdown itself, those `inside` of it."""
     lines = text.split("\n")
     at = 0
     while at < len(lines):
@@ -197,7 +213,8 @@ def _blocks(text: str, parser: _Parser) -> Iterator[Block]:
         first = [found[3]] if kind == OTHER and STATEMENT.match(told) else []
         kind = BARE if first else kind
         block, end = _block(lines, at, first, indent, fence, kind, parser)
-        yield block
+        inner = told.lower() in MARKDOWN and not inside
+        yield from (inner and list(_blocks(block.body, parser, True))) or [block]
         at = end + 1
 
 

@@ -54,7 +54,9 @@ landlock_restrict_self readahead
     errno.EPERM: """
 get_mempolicy mbind set_mempolicy mlock mlock2 mlockall munlock munlockall capset
 """,
-    0: "sync",  # done, as far as the program knows: it would be the host's disks
+    # Done, as far as the program knows: the disks would be the host's, and locks of files that
+    # several jails may open a channel between them; a jail's own files nobody else opens.
+    0: "sync flock",
 }
 
 AF_UNIX = 1
@@ -76,10 +78,10 @@ NEW_NAMESPACES = (
     | kernel.CLONE_NEWNET
 )  # CLONE_NEWTIME is a bit of the signal's number in clone, and is not looked at there
 
-# linux/fcntl.h: duplicate, flags, record locks, sizes of pipes, seals. Not F_GETLK and
-# F_OFD_GETLK, by which jails would see each other's locks of a file that both may read; leases;
-# notifications; owners, to whom signals go.
-F_COMMANDS = (0, 1, 2, 3, 4, 6, 7, 37, 38, 1030, 1032, 1033, 1034)
+# linux/fcntl.h: duplicate, flags, sizes of pipes, seals. Not leases; notifications; owners, to whom
+# signals go. Locks are granted and not kept: F_SETLK, F_SETLKW, F_OFD_SETLK and F_OFD_SETLKW.
+F_COMMANDS = (0, 1, 2, 3, 4, 1030, 1032, 1033, 1034)
+F_LOCKS = (6, 7, 37, 38)
 F_GETLK, F_OFD_GETLK = 5, 36
 F_SETPIPE_SZ = 1031  # all pipes of a user share one quota
 MFD_HUGETLB = 4  # pages from a pool of the host's, which control groups of memory do not count
@@ -135,6 +137,7 @@ def _cases(itself: Word) -> dict[str, tuple[Case, ...]]:
         "clone": through(Word(0, (0,), NEW_NAMESPACES)),
         "fcntl": (
             Case((Word(1, F_COMMANDS),)),
+            Case((Word(1, F_LOCKS),), 0),
             Case((Word(1, (F_GETLK, F_OFD_GETLK)),), errno.EINVAL),
             Case((Word(1, (F_SETPIPE_SZ,)),), errno.EPERM),
         ),

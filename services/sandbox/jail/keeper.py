@@ -45,8 +45,9 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
             _namespaces(request["limits"], request["user"], proc)
             kernel.drop_capabilities()
         else:
-            if request["user"] and tier == "landlock":
-                _become(request["user"])
+            if tier == "landlock":
+                if request["user"]:
+                    _become(request["user"])
                 kernel.drop_capabilities()
             os.setsid()
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)

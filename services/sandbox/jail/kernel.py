@@ -15,7 +15,10 @@ CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 CLONE_NEWTIME = 0x00000080
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
+# linux/statfs.h and linux/mount.h: no set-user-id, devices, programs; of access times none, none of
+# directories, or relative ones.
+MOUNTED = ((2, 2), (4, 4), (8, 8), (0x400, 0x400), (0x800, 0x800), (0x1000, 0x200000))
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
 CAP_SETGID, CAP_SETUID = 6, 7
@@ -52,6 +55,16 @@ def setns(fd: int, kind: int) -> None:
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     words = source.encode(), target.encode(), kind.encode() or None
     called("mount", *words, flags, options.encode() or None)
+
+
+def make_read_only(place: str) -> None:
+    """A mount point: what lies there keeps its times, owner and modes; a device can be written.
+
+    The flags that it has are kept, as a mount of another user namespace's must.
+    """
+    has = os.statvfs(place).f_flag
+    kept = sum(ours for theirs, ours in MOUNTED if has & theirs)
+    mount("none", place, "", MS_REMOUNT | MS_BIND | MS_RDONLY | kept)
 
 
 def prctl(option: int, value: int, third: int = 0) -> None:

@@ -117,7 +117,7 @@ class Mux:
         for fd in others:
             want(fd, select.POLLIN)
         for number, channel in self._channels.items():
-            if channel.reading >= 0 and channel.may_send > 0:
+            if channel.reading >= 0 and channel.may_send > 0 and not self._behind(number):
                 want(channel.reading, select.POLLIN)
             if channel.waiting and channel.writing >= 0 and not self._held(number):
                 want(channel.writing, select.POLLOUT)
@@ -159,6 +159,13 @@ class Mux:
         except OSError:  # nobody listens; what was said before may still come
             self.outbox.clear()
             self._deaf = True
+
+    def _behind(self, number: int) -> bool:
+        """Whether it is not read before the other end takes more of what was printed."""
+        if number not in AFTER_OUTPUTS:
+            return False
+        outputs = [self._channels[each] for each in OUTPUTS if each in self._channels]
+        return any(output.reading >= 0 and output.may_send <= 0 for output in outputs)
 
     def _outputs_taken(self) -> bool:
         """Takes all that was printed; False if more of it is there than the window lets through."""

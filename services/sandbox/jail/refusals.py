@@ -25,8 +25,10 @@ class Refusals:
     called with each number, before the call is answered, at its first time in a lap.
     """
 
-    def __init__(self, fd: int, said: Callable[[int], None]) -> None:
-        self.fd, self._said = fd, said
+    def __init__(
+        self, fd: int, said: Callable[[int], None], ioctl: Callable[..., object] = fcntl.ioctl
+    ) -> None:
+        self.fd, self._said, self._ioctl = fd, said, ioctl
         self.numbers: list[int] = []  # each once, in the order of their first time
         self._in_lap: set[int] = set()
         self._left = MOST
@@ -39,14 +41,14 @@ class Refusals:
         """Refuses the call that waits."""
         record = bytearray(NOTIFICATION.size)
         try:
-            fcntl.ioctl(self.fd, LISTENER_RECEIVE, record)
+            self._ioctl(self.fd, LISTENER_RECEIVE, record)
             identifier, _, _, number = NOTIFICATION.unpack(record)
             if number not in self.numbers:
                 self.numbers.append(number)
             if number not in self._in_lap:
                 self._in_lap.add(number)
                 self._said(number)
-            fcntl.ioctl(self.fd, LISTENER_ANSWER, ANSWER.pack(identifier, 0, -errno.EPERM, 0))
+            self._send(ANSWER.pack(identifier, 0, -errno.EPERM, 0))
         except OSError as error:
             if error.errno not in GONE:
                 raise
@@ -54,3 +56,14 @@ class Refusals:
         if not self._left:
             os.close(self.fd)
             self.fd = -1
+
+    def _send(self, answer: bytes) -> None:
+        """A call that was received is asked for no second time, so a signal of ours, as the end of
+        a child sends it, must not be the end of its answer.
+        """
+        while True:
+            try:
+                self._ioctl(self.fd, LISTENER_ANSWER, answer)
+            except InterruptedError:
+                continue
+            return

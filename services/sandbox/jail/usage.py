@@ -21,7 +21,8 @@ class Grouped:
         self._fd = fd
         self._before = self._read()  # of the jails that had the group earlier
 
-    def seconds(self) -> float:
+    def seconds(self, charged: bool = True) -> float:
+        """Whether time is charged makes no difference: nothing is unseen."""
         return self._read() - self._before
 
     @staticmethod
@@ -40,7 +41,9 @@ class Scanned:
     """Of what `/proc` shows. What was seen once stays counted, whoever waits for its end or not.
 
     The jail is a group of processes, or with 0 all of a process namespace of its own. There it is
-    also noticed that processes have come and gone between two looks: from then on it is `blind`.
+    also noticed that processes have come and gone between two looks: from then on it is `blind`, as
+    a group is once one of it has gone. What these used and nobody waited for is not seen, so each
+    time between two looks in which some went then counts as a core's at least.
     """
 
     def __init__(self, group: int) -> None:
@@ -49,9 +52,13 @@ class Scanned:
         self._seen: dict[tuple[int, bytes], tuple[float, float, int]] = {}
         self._last_pid = FIRST_PIDS
         self._tasks_seen = 1  # of those, the keeper is not looked at
+        self._unseen = 0  # processes and threads that came and went between two looks
+        self._looked = time.monotonic()
         self.blind = False
 
-    def seconds(self) -> float:
+    def seconds(self, charged: bool = True) -> float:
+        """`charged`: whether the time since the last look may count; not if all stood still."""
+        before_s, looked, self._looked = self._total, self._looked, time.monotonic()
         last_pid = newest() if self._alone else 0
         times = os.times()
         reaped = times.children_user + times.children_system
@@ -68,10 +75,14 @@ class Scanned:
         # Whoever has gone is counted again in the times of whoever has waited for it.
         gone = sum(own + children for own, children, _ in self._seen.values())
         self._total += max(0.0, of_children - gone)
-        self._seen = seen
+        lost, self._seen = bool(self._seen), seen
         self._tasks_seen += appeared
-        if self._alone and last_pid - FIRST_PIDS + 1 > self._tasks_seen:
-            self.blind = True
+        unseen = last_pid - FIRST_PIDS + 1 - self._tasks_seen if self._alone else 0
+        if unseen > self._unseen:
+            self._unseen, lost = unseen, True
+        if self.blind and lost and charged:
+            self._total = max(self._total, before_s + self._looked - looked)
+        self.blind = self.blind or (self._unseen > 0 if self._alone else lost)
         return self._total
 
     def members(self) -> list[int]:

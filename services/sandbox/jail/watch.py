@@ -14,21 +14,30 @@ from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
 FIRST_LOOK_S = 0.02  # from a call's begin to the first: most have ended, and no time is so short
+BLIND_LOOK_S = 0.03  # most between two looks once processes have come and gone unseen
 LOOK_SHARE = 20  # times what a look took: the keeper of a large jail does not only look
 SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
 SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
 FROZEN_S = 3600.0  # between two looks at who cannot run
 STOPPED_LOOK_S, STOPPED_S = 0.05, 2.0  # between looks at who was stopped by a signal: ever longer
+CORES = os.cpu_count() or 1  # that are online
 STOPPED_CPU_S = 0.1  # most CPU time of who was: it takes some to stop, and a timer may continue it
 
 
 def stolen() -> float:
-    """Seconds in which the host of this virtual machine has run others on its cores."""
+    """Seconds in which the host of this virtual machine has run others on a core of it, in the
+    mean over its cores: whose core it was, nobody says.
+    """
     try:
         with open("/proc/stat", "rb") as file:
-            return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+            return stolen_of(file.readline(), CORES)
     except (OSError, IndexError):
         return 0.0
+
+
+def stolen_of(line: bytes, cores: int) -> float:
+    """The same of the first line of /proc/stat, which adds up ticks of so many cores."""
+    return int(line.split()[8]) * usage.TICK_S / cores
 
 
 class Watch:
@@ -88,6 +97,8 @@ class Watch:
                 left, which = self._left()
                 if left <= 0:
                     return self._ended(which)
+                if self._cpu.blind and not self._paused:
+                    left = min(left, BLIND_LOOK_S)
                 after = time.monotonic()
                 self._next_look = after + max(left, LOOK_S, LOOK_SHARE * (after - now))
                 now = after
@@ -130,7 +141,7 @@ class Watch:
         if self._paused and frame.get("stop", False):
             self._signal_all(signal.SIGSTOP)
             self._stopped, self._stopped_look = True, STOPPED_LOOK_S
-        self._total = self._cpu.seconds()
+        self._total = self._cpu.seconds(charged=not resumes)
         if not resumes:  # else from the pause on: what has run in it anyway is not given
             self._lap_cpu = self._total
         self._lap = time.monotonic()
@@ -162,7 +173,7 @@ class Watch:
         """Seconds until the next look; with none left, which time is over."""
         if self._paused and not self._stopped:
             return FROZEN_S, ""
-        self._total = self._cpu.seconds()
+        self._total = self._cpu.seconds(charged=not self._paused)
         used = self._total - self._lap_cpu
         if self._paused:
             self._signal_all(signal.SIGSTOP)

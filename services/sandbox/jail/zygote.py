@@ -122,11 +122,20 @@ def _import_random() -> None:
         os.register_at_fork = register
 
 
+def _keep_devices() -> None:
+    """The nodes in /dev are the host's: what a jail changed of them, others would see."""
+    for device in os.scandir("/dev"):
+        if not device.is_symlink():
+            kernel.make_read_only(device.path)
+
+
 def main() -> None:
     """`main` of `python -m`-less start: arguments are CONTROL_FD, TIER, a JSON list of modules
     to import beside the usual ones, and where else to look for them.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
+    if sys.argv[2] == "bwrap":
+        _keep_devices()
     warm(json.loads(sys.argv[3]), sys.argv[2], sys.argv[4])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.grading import under_pytest
+from common.grading import shapes, under_pytest
+from common.grading.cases import BadTests
 from common.grading.support import unsupported
 
 USUAL = """
@@ -148,6 +149,26 @@ def test_usual_tests_are_supported() -> None:
             "from solution import A\nclass B: pass\nclass C(A, B): pass\ndef test_f(): pass",
             "class C(A, B) of the solution's and of the tests'",
         ),
+        (
+            "import unittest\nclass A(unittest.TestCase):\n    def test_f(self):\n"
+            "        with self.assertLogs(): pass",
+            "assertLogs (what the solution logs)",
+        ),
+        (
+            "import logging\nclass H(logging.StreamHandler): pass\n"
+            "def test_f(): logging.getLogger('a').addHandler(H())",
+            "class H(logging.StreamHandler) (what the solution logs)",
+        ),
+        (
+            "from logging import getLogger, NullHandler\n"
+            "def test_f(): getLogger('a').addHandler(NullHandler())",
+            "addHandler (what the solution logs)",
+        ),
+        (
+            "import sqlite3\nfrom solution import f\n"
+            "def test_f(): assert f(sqlite3.connect(':memory:'))",
+            "sqlite3.connect",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_named(source: str, named: str) -> None:
@@ -157,3 +178,9 @@ def test_what_cannot_be_run_is_named(source: str, named: str) -> None:
 def test_an_import_that_may_fail_is_not_named() -> None:
     source = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\ndef test_f(): pass"
     assert unsupported(source) == ()
+
+
+def test_a_column_that_is_missing_is_named_with_those_that_are_there() -> None:
+    assert shapes.column({"tests": "x"}, "tests") == "x"
+    with pytest.raises(BadTests, match=r"no 'tests', .* options.tests names; it has 'a', 'test'"):
+        shapes.column({"a": 1, "test": "x"}, "tests")

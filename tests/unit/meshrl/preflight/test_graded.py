@@ -51,6 +51,13 @@ def test_the_share_of_each_runner_is_told(code: Path, capsys: pytest.CaptureFixt
         ([{"input": "1"}], "without 'output'"),
         ("def test_f(:", "syntax error in Python, line 1"),
         ("x = 1", "without a function test_*"),
+        (
+            "def check(candidate):\n    assert candidate(1)",
+            "import NAME`, `def test_x(): check(NAME)`",
+        ),
+        ("assert f(1) == 2", "`from solution import NAME`, `def test_x(): assert ...`"),
+        ("{'function': 'f'}", "begins like JSON, which it is not"),
+        ('{"function": "f", "cases": [', "begins like JSON, but is none"),
         ("", "an empty text"),
         ("import numpy\ndef test_f(): pass", "jails have no numpy"),
         ("def test_f(nobody): pass", "the fixture nobody"),

@@ -176,6 +176,39 @@ told(held)
     ),
     Pair("locks of a shared file's openings", _locks("37", 73), _hears_lock("36", 73)),
     Pair(
+        "locks of a device",
+        START
+        + f"""
+null = os.open("/dev/null", os.O_RDWR)
+for i in bits:
+    fcntl.fcntl(null, fcntl.F_SETLK, {LOCK.format("fcntl.F_WRLCK", "i")})
+on()
+""",
+        LISTEN
+        + f"""
+null = os.open("/dev/null", os.O_RDWR)
+held = []
+for i in range(24):
+    try:
+        fcntl.fcntl(null, fcntl.F_SETLK, {LOCK.format("fcntl.F_WRLCK", "i")})
+    except (BlockingIOError, PermissionError):
+        held.append(i)
+told(held)
+""",
+    ),
+    Pair(
+        "times of a device",
+        START
+        + """
+try:
+    os.utime("/dev/null", (secret, secret))
+except OSError:
+    pass
+on()
+""",
+        LISTEN + 'print("heard %06x" % int(os.stat("/dev/null").st_mtime))',
+    ),
+    Pair(
         "leases of shared files",
         START
         + SHARED.format(24, 24)

@@ -41,6 +41,34 @@ def test_maths_pairs_are_graded_right(family: str) -> None:
     assert wrong == []
 
 
+@pytest.mark.xdist_group("maths")
+@pytest.mark.parametrize(
+    ("gold", "answer", "right"),
+    [
+        ("yes", "Yes.", True),
+        ("yes", "No.", False),
+        ("no", "**No**", True),
+        ("even", "Even.", True),
+        ("even", "odd", False),
+        ("1 1/2", r"\boxed{\frac32}", True),
+        ("1 1/2", r"\boxed{\frac12}", False),
+        ("-1 1/2", r"\boxed{-1.5}", True),
+        ("1 1/2", "It is 1 1/2.", True),
+        ("1 1/2", "1 1/2", True),
+        ("3/2", r"\boxed{1 1/2}", True),
+        (r"6.63 \times 10^{-34}", "6.63 x 10^-34", True),
+        (r"6.63 \times 10^{-34}", "It is 6.63 × 10^(-34).", True),
+        (r"6.63 \times 10^{-34}", "6.63 x 10^-33", False),
+        ("8", r"<think>\boxed{8}", False),
+        ("8", r"<think>7</think>\boxed{8}", True),
+    ],
+)
+def test_golds_and_answers_as_people_write_them(gold: str, answer: str, right: bool) -> None:
+    from services.sandbox.grading.maths import equal
+
+    assert equal(gold, answer) is right
+
+
 def test_there_are_pairs_of_both_kinds() -> None:
     assert len(MATHS) >= 200
     assert 0.3 < sum(row["right"] for row in MATHS) / len(MATHS) < 0.7

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from services.sandbox.grading.programs import prefixed, program_of
 
 READS = "n = int(input())\nprint(n + 1)\n"
+WRITES = "with open('in.txt', 'w') as file:\n    file.write('1')\n"
+OPENS = "for line in open(0):\n    print(line)\n"
 IF = "if input():\n    print(1)\n"
 F = "def f(x):\n    return x + 1\n"
 FENCED = 'TEXT = """\n```python\nx\n```\n"""\nprint(TEXT, input())\n'
@@ -37,6 +39,13 @@ FENCED = 'TEXT = """\n```python\nx\n```\n"""\nprint(TEXT, input())\n'
         (f"~~~python\n{READS}~~~\n", READS),
         (f"````python\n{READS}````\n", READS),
         (f"````markdown\n```python\nprint(1)\n```\n````\n```python\n{READS}```", READS),
+        (f"````markdown\nSo:\n```python\n{READS}```\n5\n````\n", READS),
+        (f"~~~~md\n```python\n{READS}```\n~~~~\nIt prints 5.", READS),
+        (f"```python\n{READS}```\nTry:\n```python\n{WRITES}```\n", READS),
+        (f"```python\n{OPENS}```\nTry:\n```python\n{WRITES}```\n", OPENS),
+        (f"```python\n# no </think> here\n{READS}```\n", f"# no </think> here\n{READS}"),
+        (f"```python\nprint(0)\n```\n# so </think>\n{READS}", "\n" + READS),
+        (f"<think>\n```python\n# hm </think>\n{READS}", "\n" + READS),
         ("1. So:\n   ```python\n   if input():\n       print(1)\n   ```\n", IF),
         ("- ```python\n  if input():\n      print(1)\n  ```\n", IF),
         ("```python\n    if input():\n        print(1)\n```\n", IF),

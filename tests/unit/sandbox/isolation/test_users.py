@@ -87,6 +87,43 @@ def main() -> None:
     print(json.dumps(asyncio.run(of_three("landlock"))))
 
 
+HELD = """
+import ctypes, struct
+libc, held = ctypes.CDLL(None), ctypes.create_string_buffer(24)
+assert libc.capget(struct.pack("Ii", 0x20080522, 0), held) == 0
+print(struct.unpack("6I", held.raw))
+"""
+
+
+async def without_own_users() -> str:
+    """What a program says of its capabilities where a sandbox of root's has one user for all."""
+    launcher = JailLauncher(SystemHost(), SystemClock(), "landlock", Interpreter.own(), None)
+    launcher._users.clear()  # as in a container that has no such users
+    try:
+        ran = await launcher.run({"mode": "program", "source": HELD}, LIMITS)
+    finally:
+        await launcher.stop()
+    return ran.stdout.decode() + ran.error
+
+
+@pytest.mark.needs("landlock")
+def test_without_users_of_their_own_programs_have_no_capabilities_either() -> None:
+    command = [sys.executable, "-m", "tests.unit.sandbox.plain_user", "--still-root"]
+    program = (
+        "import asyncio; from tests.unit.sandbox.isolation import test_users as t; "
+        "print(asyncio.run(t.without_own_users()))"
+    )
+    done = subprocess.run(
+        [*command, sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.strip() == "(0, 0, 0, 0, 0, 0)", done.stdout + done.stderr[-2000:]
+
+
 def test_outer_jails_take_blocks_that_do_not_overlap() -> None:
     blocks = [users.block(pid) for pid in range(1000, 3000)]
     assert len(set(blocks)) == 2000

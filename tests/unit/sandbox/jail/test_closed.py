@@ -43,7 +43,6 @@ tries = {{
     "a queued signal": lambda: call("rt_sigqueueinfo", os.getpid(), 0, room),
     "the locks of others": lambda: fcntl.fcntl(shared, fcntl.F_GETLK, lock),
     "the open file locks of others": lambda: fcntl.fcntl(shared, 36, lock),
-    "flock": lambda: fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB),
     "lease": lambda: fcntl.fcntl(shared, fcntl.F_SETLEASE, fcntl.F_RDLCK),
     "directory notification": lambda: fcntl.fcntl(os.open("/usr", 0), fcntl.F_NOTIFY, 1),
     "inotify": lambda: call("inotify_init1", 0),
@@ -78,7 +77,7 @@ for name, attempt in tries.items():
 print(json.dumps(done))
 """
 TOLD = {
-    *("io_setup", "sendto", "recvfrom", "rt_sigqueueinfo", "flock", "fcntl", "inotify_init1"),
+    *("io_setup", "sendto", "recvfrom", "rt_sigqueueinfo", "fcntl", "inotify_init1"),
     *("fanotify_init", "sched_setscheduler", "sched_setaffinity", "setpriority", "prlimit64"),
     *("kcmp", "name_to_handle_at", "socketpair", "setsockopt", "socket", "userfaultfd", "seccomp"),
     "ioprio_set",
@@ -105,6 +104,60 @@ async def test_in_namespaces_all_of_it_is_refused_and_named() -> None:
     ran = await tried("bwrap")
     assert (ran.status, json.loads(ran.stdout)) == ("ok", ["devices"]), ran
     assert set(ran.refused) == TOLD
+
+
+LOCKS = """
+import fcntl, os, sqlite3
+for name in ("/dev/null", "/usr/bin/env", "own"):
+    fds = [os.open(name, os.O_RDWR | os.O_CREAT if name == "own" else 0) for _ in "12"]
+    for fd in fds:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+both = os.open("own", os.O_RDWR)
+fcntl.lockf(both, fcntl.LOCK_EX | fcntl.LOCK_NB)
+child = os.fork()
+if child == 0:
+    fcntl.lockf(both, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0, "kept"
+for mode in ("delete", "truncate", "wal"):
+    link = sqlite3.connect("base-" + mode)
+    link.execute("pragma locking_mode=" + ("exclusive" if mode == "wal" else "normal"))
+    assert link.execute("pragma journal_mode=" + mode).fetchone() == (mode,)
+    link.execute("create table t (x)")
+    link.executemany("insert into t values (?)", [(1,), (2,)])
+    link.commit()
+    link.execute("insert into t values (3)")
+    link.rollback()
+    print(link.execute("select sum(x) from t").fetchone()[0])
+    link.close()
+"""
+
+
+async def test_locks_are_granted_and_not_kept(launcher: JailLauncher) -> None:
+    found = await launcher.run({"mode": "program", "source": LOCKS}, LIMITS)
+    assert (found.status, found.stdout, found.refused) == ("ok", b"3\n" * 3, ()), found.stderr
+
+
+MARKS = """
+import os, sys
+for name in ("null", "zero", "full", "random", "urandom"):
+    path = "/dev/" + name
+    os.read(os.open(path, os.O_RDONLY), 1)
+    if name != "full":
+        os.write(os.open(path, os.O_WRONLY | os.O_TRUNC), b"x")
+    for act in (os.utime, lambda path: os.chmod(path, os.stat(path).st_mode & 0o777)):
+        try:
+            act(path)
+            print("changed", path)
+        except OSError as error:
+            print(error.errno)
+"""
+
+
+@pytest.mark.needs("bwrap")
+async def test_a_device_can_be_written_and_its_node_not_changed(launcher: JailLauncher) -> None:
+    found = await launcher.run({"mode": "program", "source": MARKS}, LIMITS)
+    assert (found.status, set(found.stdout.split())) == ("ok", {b"30"}), found
 
 
 @pytest.mark.needs("landlock", "root")

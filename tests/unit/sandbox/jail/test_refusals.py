@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails import Ran
 from services.sandbox.isolation.limits import MIB, JailLimits
+from services.sandbox.jail import allowed, refusals
 from services.sandbox.jailed import told
 from services.sandbox.sessions import Sessions
 
@@ -117,3 +119,24 @@ async def test_each_cell_of_a_session_names_its_own(launcher: JailLauncher) -> N
     assert [each.refused for each in ran] == [(), ("socket",), (), ("socket",), ("chroot",)]
     assert [each.status for each in ran] == ["ok", "refused", "ok", "refused", "refused"]
     assert ran[-1].error == "it asked for what the sandbox refuses: chroot"
+
+
+def test_a_signal_between_call_and_answer_leaves_nobody_waiting() -> None:
+    """A listener's answer waits for a lock, and a signal to the keeper ends that wait."""
+    asked: list[int] = []
+    sent: list[tuple[int, ...]] = []
+
+    def ioctl(fd: int, what: int, record: bytearray | bytes) -> None:
+        asked.append(what)
+        if what == allowed.LISTENER_RECEIVE:
+            assert isinstance(record, bytearray)
+            record[:] = refusals.NOTIFICATION.pack(7, 1, 0, 101)
+        elif asked.count(what) < 3:
+            raise InterruptedError(errno.EINTR, "a signal")
+        else:
+            sent.append(refusals.ANSWER.unpack(record))
+
+    said: list[int] = []
+    refusals.Refusals(-1, said.append, ioctl).answer()
+    assert sent == [(7, 0, -errno.EPERM, 0)] and said == [101]
+    assert asked == [allowed.LISTENER_RECEIVE] + 3 * [allowed.LISTENER_ANSWER]

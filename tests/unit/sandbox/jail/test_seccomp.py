@@ -126,7 +126,7 @@ DEPENDS = [
     ("ioctl", [0, 0x5412], ERRNO | errno.ENOTTY),  # TIOCSTI
     ("ioctl", [0, 0x541B], ALLOW),  # FIONREAD
     ("fcntl", [0, 1030], ALLOW),
-    ("fcntl", [0, 6], ALLOW),  # F_SETLK
+    *(("fcntl", [0, command], ERRNO) for command in (6, 7, 37, 38)),  # locks
     ("fcntl", [0, 5], ERRNO | errno.EINVAL),  # F_GETLK
     ("fcntl", [0, 36], ERRNO | errno.EINVAL),  # F_OFD_GETLK
     ("fcntl", [0, 1024], TELL),  # F_SETLEASE
@@ -141,6 +141,7 @@ DEPENDS = [
     ("setsockopt", [3, 1, 16], TELL),  # SO_PASSCRED
     ("memfd_create", [], ALLOW, TELL),
     ("setsid", [], ALLOW, TELL),
+    ("flock", [0, 2], ERRNO),
 ]
 
 
