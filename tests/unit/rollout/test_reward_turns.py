@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 
 from common.api.engine import Finish
@@ -98,7 +99,7 @@ def job_of(served: Environments, tokenizer: Tokenizer, stop: str, **rollout: Any
 
     async def scored(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         name = f"{REWARD}0"
-        _, status, value, error = run({name: reward}, [1, name, [row, turns]])
+        _, status, value, error = run({name: reward}, [1, name, msgpack.packb([row, turns])])
         assert status == OK, error
         return float(value)
 
