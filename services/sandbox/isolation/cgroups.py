@@ -10,6 +10,7 @@ v1's freezer holds cannot be killed, and would stay for ever if the sandbox were
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,10 @@ CONTROLLERS = ("memory", "pids")
 # Half of what a group or a process has otherwise: a jail, however many processes are in it, is
 # behind its keeper and the sandbox, and not far behind what else the host runs.
 SHARES, WEIGHT = 512, 50  # cpu.shares (1024), cpu.weight (100)
+# Memory of an earlier jail in a group that is used again: a quarter of what the next has beyond its
+# limit. The kernel counts in batches, for each core.
+LEFT_BYTES = 4 << 20
+HELD = (b"rss", b"anon", b"shmem")  # memory that cannot be reclaimed, as v1 and v2 name it
 JOINED = {1: "tasks", 2: "cgroup.procs"}  # v1 moves a single thread without stopping all forks
 
 
@@ -167,6 +172,8 @@ class Cgroup:
                 joined = JOINED[homes.version(home)]
                 self.lists.append(self._open(place / joined, os.O_WRONLY))
             self._members = self._open(self._pids / "pids.current", os.O_RDONLY)
+            current = "memory.current" if self._two else "memory.usage_in_bytes"
+            self._current = self._open(self._memory / current, os.O_RDONLY)
             events = "memory.events" if self._two else "memory.oom_control"
             self._events = self._open(self._memory / events, os.O_RDONLY)
             if homes.cpu is not None:
@@ -198,17 +205,24 @@ class Cgroup:
             os.write(self._freezer, b"1" if frozen else b"0")
             self._frozen = frozen
 
-    def limit(self, memory_bytes: int, processes: int) -> None:
+    def limit(self, memory_bytes: int, processes: int) -> bool:
+        """Sets its limits; False where what it still holds is more, which can be on v1."""
         if (memory_bytes, processes) == self._limits:
-            return
+            return True
         if self._two:
             (self._memory / "memory.max").write_text(str(memory_bytes))
             with contextlib.suppress(OSError):  # a kernel without swap accounting
                 (self._memory / "memory.swap.max").write_text("0")
         else:
-            (self._memory / "memory.limit_in_bytes").write_text(str(memory_bytes))
+            try:
+                (self._memory / "memory.limit_in_bytes").write_text(str(memory_bytes))
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                return False
         (self._pids / "pids.max").write_text(str(processes))
         self._limits = (memory_bytes, processes)
+        return True
 
     def killed(self) -> int:
         """Processes that went over the memory limit, so far."""
@@ -219,7 +233,17 @@ class Cgroup:
         return 0
 
     def empty(self) -> bool:
-        return os.pread(self._members, 16, 0) == b"0\n"
+        """Whether no process is in it, and no memory but what the kernel can take back: the files
+        of a jail live until its keeper has gone, which is a moment after its last process.
+        """
+        if os.pread(self._members, 16, 0) != b"0\n":
+            return False
+        return int(os.pread(self._current, 32, 0)) <= LEFT_BYTES or self._held() <= LEFT_BYTES
+
+    def _held(self) -> int:
+        """Bytes; read where much is charged, which may be pages of files that others read, too."""
+        lines = (self._memory / "memory.stat").read_bytes().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.split()[0] in HELD)
 
     def remove(self) -> None:
         """Removes the directories of the group, if nobody is left in them."""

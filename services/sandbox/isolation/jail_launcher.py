@@ -321,20 +321,27 @@ class JailLauncher:
         return [*places, *devices, *interpreter.places, *interpreter.packages, own]
 
     async def _group(self, limits: JailLimits) -> Cgroup | None:
-        """One that no jail is in. The last processes of a jail leave it a moment after its end."""
+        """One that no jail is in. The last processes of a jail leave it a moment after its end, and
+        its files a moment later.
+        """
         if self._homes is None:
             return None
-        group = self._empty_group()
+        more = self._overhead(limits)
+        bounds = limits.memory_bytes + more[0], limits.processes + more[1]
+        group = self._empty_group(*bounds)
         for _ in range(LEAVING_LOOKS):
             if group is not None or not self._groups or self._interpreter.runner:
                 break  # a container takes longer to be taken down than another group to be made
             await self.clock.sleep(LEAVING_S)
-            group = self._empty_group()
+            group = self._empty_group(*bounds)
         if group is None:
             group = Cgroup(self._homes, f"meshrl-jail-{os.getpid()}-{next(_NUMBERS)}")
             self._made.append(group)
-        more = self._overhead(limits)
-        group.limit(limits.memory_bytes + more[0], limits.processes + more[1])
+            try:
+                group.limit(*bounds)
+            except BaseException:
+                self._groups.append(group)
+                raise
         return group
 
     def _overhead(self, limits: JailLimits) -> tuple[int, int]:
@@ -351,14 +358,19 @@ class JailLauncher:
         runner = self._interpreter.runner
         return bool(runner) and not Runner(runner).runsc
 
-    def _empty_group(self) -> Cgroup | None:
+    def _empty_group(self, memory_bytes: int, processes: int) -> Cgroup | None:
         for _ in range(len(self._groups)):
-            group = self._groups.popleft()
-            if group.empty():
-                if group.freezes:
-                    group.freeze(False)
+            group, taken = self._groups.popleft(), False
+            try:
+                if group.empty():
+                    if group.freezes:
+                        group.freeze(False)
+                    taken = group.limit(memory_bytes, processes)
+            finally:
+                if not taken:
+                    self._groups.append(group)
+            if taken:
                 return group
-            self._groups.append(group)
         return None
 
     def _given_back(self, group: Cgroup | None, place: str, slot: int) -> None:

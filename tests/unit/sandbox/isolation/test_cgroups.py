@@ -23,11 +23,20 @@ V2 = {
     "cgroup.freeze": "0\n",
     "cpu.stat": "usage_usec 1500000\nuser_usec 1000000\nsystem_usec 500000\n",
 }
-V2_MEMORY = {"memory.max": "max\n", "memory.swap.max": "max\n", "memory.events": "oom_kill 2\n"}
+V2_MEMORY = {
+    "memory.max": "max\n",
+    "memory.swap.max": "max\n",
+    "memory.events": "oom_kill 2\n",
+    "memory.current": "90112\n",
+}
 PIDS = {"pids.max": "max\n", "pids.current": "0\n"}
 V2_CPU = {"cpu.weight": "100\n"}
 V1 = {"cgroup.procs": "", "tasks": ""}
-V1_MEMORY = {"memory.limit_in_bytes": "0\n", "memory.oom_control": "oom_kill 3\n"}
+V1_MEMORY = {
+    "memory.limit_in_bytes": "0\n",
+    "memory.oom_control": "oom_kill 3\n",
+    "memory.usage_in_bytes": "90112\n",
+}
 V1_CPU = {"cpu.shares": "1024\n"}
 V1_ACCOUNT = {"cpuacct.usage": "2500000000\n"}
 PROBE = f"{cgroups.PREFIX}probe-{os.getpid()}"
@@ -126,6 +135,43 @@ def test_v1_alone_counts_and_does_not_freeze(tmp_path: Path) -> None:
     (both / "jail" / "cpuacct.usage").write_text("4000000000\n")
     assert (counted.seconds(), made.freezes) == (1.5, False)
     made.remove()
+
+
+def test_a_group_that_still_holds_memory_is_not_empty(tmp_path: Path) -> None:
+    """What the kernel can take back, as pages of files that were read, keeps nobody from it."""
+    ones = {"memory": (V1_MEMORY,), "pids": (PIDS,)}
+    one = cgroups.find(tmp_path / "1", v1(tmp_path / "1", **ones))
+    two = cgroups.find(tmp_path / "2", v2(tmp_path / "2", "memory pids"))
+    assert one is not None and two is not None
+    cases = ((one, "memory.usage_in_bytes", "rss"), (two, "memory.current", "anon"))
+    for homes, current, private in cases:
+        made, place = Cgroup(homes, "jail"), homes.memory / "jail"
+        assert made.empty()
+        (place / current).write_text(f"{90 * MIB}\n")
+        for held in (f"{private} 0\nshmem {88 * MIB}\n", f"{private} {88 * MIB}\nshmem 0\n"):
+            (place / "memory.stat").write_text(f"cache {88 * MIB}\n{held}")
+            assert not made.empty()
+        (place / "memory.stat").write_text(f"cache {90 * MIB}\n{private} 0\nshmem 4096\n")
+        assert made.empty()
+        made.remove()
+
+
+@pytest.mark.needs("bwrap")
+@pytest.mark.needs("cgroups")
+async def test_files_of_a_jail_that_has_ended_are_no_memory_of_the_next(tmp_path: Path) -> None:
+    own, homes = Interpreter.own(), cgroups.find()
+    launcher = JailLauncher(SystemHost(), SystemClock(), "bwrap", own, homes, tmp_path / "log")
+    small = JailLimits(wall_s=60.0, memory_bytes=64 * MIB)
+    large = replace(small, memory_bytes=512 * MIB, scratch_bytes=256 * MIB)
+    fills = "part = bytes(1 << 20)\nfile = open('f', 'wb')\nfor _ in range(190): file.write(part)"
+    takes = "print(len(bytearray(16 << 20)))"
+    try:
+        for _ in range(3):
+            filled = await launcher.run({"mode": "program", "source": fills}, large)
+            taken = await launcher.run({"mode": "program", "source": takes}, small)
+            assert (filled.status, taken.status) == ("ok", "ok"), taken.error
+    finally:
+        await launcher.stop()
 
 
 @pytest.mark.parametrize("lacks", ["cpu", "cpu.shares"])
