@@ -351,6 +351,7 @@ def plain(report: dict[str, Any]) -> dict[str, Any]:
             "cpu_s": float(report.get("cpu_s", 0.0)),
             "wall_s": float(report.get("wall_s", 0.0)),
             "laps": int(report.get("laps", 0)),
+            "memory": report.get("memory") is True,
             "refused": [each for each in refused or [] if type(each) is int][:CALLS],
         }
     except (KeyError, TypeError, ValueError) as error:

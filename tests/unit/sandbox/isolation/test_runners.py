@@ -41,7 +41,7 @@ import os
 reading, writing = os.pipe()
 for _ in range(5):
     if os.fork() == 0:
-        block = bytearray(b"x" * (90 << 20))
+        block = b"x" * (90 << 20)
         os.write(writing, b"x")
         os.read(os.pipe()[0], 1)
 os.read(os.pipe()[0], 1)
