@@ -184,7 +184,9 @@ async def test_the_limit_is_of_all_processes_together(tiered: JailLauncher, sour
     limits = JailLimits(wall_s=120.0, cpu_s=0.5, memory_bytes=128 * MIB)
     found = await asyncio.wait_for(ran(tiered, source, limits), 60)
     assert (found.status, "of CPU time" in found.error) == ("timeout", True)
-    assert 0.45 <= found.cpu_s <= 2 * limits.cpu_s + 1
+    # Without groups it is counted at looks of a keeper that competes with its guest.
+    late_s = 1.0 if tiered.tier != "landlock" else 2.0
+    assert 0.45 <= found.cpu_s <= 2 * limits.cpu_s + late_s
 
 
 def test_what_a_virtual_machine_was_robbed_of_is_a_core_s_mean() -> None:

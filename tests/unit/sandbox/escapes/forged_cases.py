@@ -278,7 +278,12 @@ def add(a, b):
         "sums",
         """
 import os
+calls = 0
 def add(a, b):
+    global calls
+    calls += 1
+    if calls > 1:
+        return None
     return 5 if os.fork() == 0 else 17
 """,
     ),

@@ -151,4 +151,7 @@ def bridges(sandbox: int) -> list[int]:
 
 
 def contents(place: str) -> set[str]:
-    return set(os.listdir(os.path.join(tempfile.gettempdir(), place)))
+    try:
+        return set(os.listdir(os.path.join(tempfile.gettempdir(), place)))
+    except FileNotFoundError:
+        return set()
